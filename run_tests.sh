@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The tests, or with --lint what ruff and mypy say; sets up what is missing.
+#
+#     ./run_tests.sh                       everything
+#     ./run_tests.sh tests/unit -k stream  what pytest is told
+#     ./run_tests.sh --lint
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+py="$("$here/scripts/setup_env.sh" requirements-dev.txt)"
+cd "$here"
+
+if [[ "${1:-}" == --lint ]]; then
+  typed=(torchtitan/config torchtitan/parallel/mesh.py torchtitan/data)
+  if [[ -d torchtitan/checkpoint ]]; then typed+=(torchtitan/checkpoint); fi
+  failed=0
+  "$py" -m ruff check . || failed=1
+  "$py" -m ruff format --check . || failed=1
+  "$py" -m mypy "${typed[@]}" || failed=1
+  exit "$failed"
+fi
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # many small processes on few cores
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1  # a test that needs the network is a bug
+unset TOKENIZERS_PARALLELISM
+exec "$py" -m pytest "$@"

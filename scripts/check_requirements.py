@@ -1,0 +1,94 @@
+"""Say whether this Python has what a requirements file names: exit code 0 if so, 1 if not.
+
+    python scripts/check_requirements.py requirements.txt --missing
+
+A pin says what gets installed, not what is needed: a package in any version will do, unless pyproject.toml gives a range
+for it. Standard library only, and it imports none of the packages, so that it answers at once.
+"""
+
+import argparse
+import operator
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+COMPARISONS = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Say whether this Python has what a requirements file names.")
+    parser.add_argument("requirements", type=Path)
+    parser.add_argument("--missing", action="store_true", help="print what is missing, a line each")
+    args = parser.parse_args()
+    missing = list(find_missing(args.requirements, read_ranges(PYPROJECT.read_text(encoding="utf-8"))))
+    if args.missing:
+        for line in missing:
+            print(line)
+    raise SystemExit(1 if missing else 0)
+
+
+def find_missing(requirements: Path, ranges: dict[str, str]) -> Iterator[str]:
+    """What stands between this Python and the file, in words; first Python itself."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    if not is_within(python, ranges["python"]):
+        yield f"python {ranges['python']} (this is {python})"
+    for name in read_names(requirements):
+        wanted = ranges.get(name, "")
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield f"{name} {wanted}".strip()
+            continue
+        if not is_within(version, wanted):
+            yield f"{name} {wanted} (installed: {version})"
+
+
+def read_names(requirements: Path) -> list[str]:
+    """The distributions of a requirements file and of those it includes, each once."""
+    names: dict[str, None] = {}
+    for line in requirements.read_text(encoding="utf-8").splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("-r"):
+            names.update(dict.fromkeys(read_names(requirements.parent / line[2:].strip())))
+        elif line:
+            names[split_name(line)[0]] = None
+    return list(names)
+
+
+def read_ranges(pyproject: str) -> dict[str, str]:
+    """The version range of Python and of each dependency; by hand, for Python 3.10 has no TOML reader."""
+    dependencies = re.search(r"^dependencies = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
+    python = re.search(r'^requires-python = "(.*)"', pyproject, re.MULTILINE)
+    assert dependencies and python, "pyproject.toml has lost its dependencies or requires-python"
+    return {"python": python[1], **dict(split_name(entry) for entry in re.findall(r'"(.*?)"', dependencies[1]))}
+
+
+def split_name(requirement: str) -> tuple[str, str]:
+    """`Tomli_W>=1.0` -> (`tomli-w`, `>=1.0`)."""
+    name = re.match(r"[\w.-]+", requirement)
+    assert name, f"not a requirement: {requirement}"
+    return re.sub(r"[-_.]+", "-", name[0]).lower(), requirement[name.end() :].strip()
+
+
+def is_within(version: str, wanted: str) -> bool:
+    """Whether a version meets `>=2.11,<2.14`; only release numbers count, so a vendor's 2.11.0a0+nv is 2.11."""
+    for clause in filter(None, wanted.split(",")):
+        sign, bound = re.match(r"\s*([<>=]+)\s*(.*)", clause).groups()  # type: ignore[union-attr]
+        if not COMPARISONS[sign](release(version), release(bound)):
+            return False
+    return True
+
+
+def release(version: str) -> tuple[int, ...]:
+    """`2.11.0a0+nv` -> (2, 11), without trailing zeros, so that 2.11 equals 2.11.0."""
+    numbers = [int(n) for n in re.match(r"\d+(\.\d+)*", version)[0].split(".")]  # type: ignore[index]
+    while len(numbers) > 1 and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What the data tests share: a tokenizer of bytes, small files, and loaders over them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.config.schema import DataSource
+from torchtitan.data.loader import Loader, build_loader
+
+BOS, EOS = 256, 257
+
+
+class ByteTokenizer:
+    """A token a byte."""
+
+    vocab_size, bos_id, eos_id = 258, BOS, EOS
+
+    def encode(self, text: str, bos: bool, eos: bool) -> list[int]:
+        return [BOS] * bos + list(text.encode()) + [EOS] * eos
+
+    def encode_batch(self, texts: list[str], bos: bool, eos: bool) -> list[list[int]]:
+        return [self.encode(text, bos, eos) for text in texts]
+
+    def decode(self, ids: Any) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def make_texts(count: int, name: str = "d") -> list[str]:
+    """No two alike, of very different lengths."""
+    return [f"{name}{i}:" + "abcdefgh"[i % 8] * (i * 37 % 101) for i in range(count)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def small_loader(*paths: str, **options: Any) -> Loader:
+    weights = options.pop("weights", [1.0] * len(paths))
+    settings: dict[str, Any] = {
+        "seq_len": 32,
+        "global_batch_size": 8,
+        "num_streams": -1,
+        "dp_rank": 0,
+        "dp_size": 1,
+        "seed": 7,
+        "epochs": 1,
+        "shuffle": True,
+        "block_causal": False,
+        "agree": lambda ready: ready,
+    }
+    sources = [DataSource(dataset="x", dataset_path=p, weight=w) for p, w in zip(paths, weights, strict=True)]
+    return build_loader(sources, ByteTokenizer(), **{**settings, **options})
+
+
+def take(loader: Loader, count: int = 10**6) -> list[torch.Tensor]:
+    """The next batches as [B, S + 1]: inputs and the last label."""
+    batches = []
+    while len(batches) < count and (batch := loader.next()) is not None:
+        batches.append(torch.cat([batch.inputs, batch.labels[:, -1:]], dim=1))
+    return batches
+
+
+def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

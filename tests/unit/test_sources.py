@@ -1,0 +1,353 @@
+"""Sources: every kind gives the same documents, and what cannot be read is named."""
+
+import bz2
+import gzip
+import json
+import logging
+import lzma
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loader, take, write_jsonl
+
+from torchtitan.data import documents, sharded, sources, stream
+from torchtitan.data.sharded import CompressedJsonLines, HubDataset, ParquetFiles
+from torchtitan.data.sources import locate_text, open_source, open_texts
+
+TEXTS = make_texts(40)
+
+
+def open_path(path, text_key="text", dataset="x"):
+    return open_source(dataset, str(path), text_key, ByteTokenizer())
+
+
+def all_texts(source):
+    return [bytes(source.tokens(i)[1:-1].astype(np.uint8)).decode() for i in range(len(source))]
+
+
+def write_parquet(path, texts, column="text", rows=7):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(
+        pyarrow.table({column: texts, "id": list(range(len(texts)))}), path, row_group_size=rows
+    )
+    return path
+
+
+def save_dataset(folder, texts, column="text"):
+    import datasets
+
+    datasets.Dataset.from_dict({column: texts}).save_to_disk(str(folder))
+    return folder
+
+
+def write_text_files(folder, texts):
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:03d}.txt").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("write", [write_text_files, save_dataset])
+def test_every_indexed_kind_gives_the_documents_in_order(tmp_path, write):
+    source = open_path(write(tmp_path / "corpus", TEXTS))
+    assert all_texts(source) == TEXTS
+    assert source.tokens(3)[0] == BOS and source.tokens(3)[-1] == EOS
+    assert "corpus" in source.describe(3)
+
+
+def test_json_lines_of_several_files_follow_each_other_and_blank_lines_count_but_give_nothing(tmp_path):
+    lines = [json.dumps({"id": 1, "text": text}) for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n  \n" + lines[0] + "\r\n\n \t\n" + "\n".join(lines[1:20]))
+    (tmp_path / "b.jsonl").write_text("")
+    (tmp_path / "c.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(lines[20:]).encode() + b"\n\n\n")
+    source = open_path(tmp_path)
+    assert all_texts(source) == TEXTS
+    assert source.describe(0) == f"{tmp_path / 'a.jsonl'}:3"
+    assert source.describe(1) == f"{tmp_path / 'a.jsonl'}:6"
+    assert source.describe(21) == f"{tmp_path / 'c.jsonl'}:2"
+
+
+def test_an_index_made_in_small_blocks_is_the_same(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, TEXTS)
+    whole = documents.index_lines(path.read_bytes())
+    monkeypatch.setattr(documents, "INDEX_BLOCK_BYTES", 13)
+    assert all(np.array_equal(a, b) for a, b in zip(whole, documents.index_lines(path.read_bytes()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', r"corpus\.jsonl:3: not JSON"),
+        ("[\"text\"]", r"corpus\.jsonl:3: expected a JSON object with the key 'text', found list"),
+        ('{"body": "a"}', r"corpus\.jsonl:3: no key 'text' \(its keys: 'body'\); set text_key"),
+        ('{"text": 5}', r"corpus\.jsonl:3: 'text' holds int, not text"),
+        ('{"text": "\xff"}', r"corpus\.jsonl:3: not JSON"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named_by_file_line_and_key(tmp_path, line, message):
+    good = b'{"text": "fine"}\n'
+    for name, data in (("corpus.jsonl", bytes), ("corpus.jsonl.gz", gzip.compress)):
+        path = tmp_path / name
+        path.write_bytes(data(good + b"\n" + line.encode("latin-1") + b"\n"))
+        with pytest.raises(ValueError, match=message.replace("jsonl:", "jsonl.gz:") if "gz" in name else message):
+            if "gz" in name:
+                open_path(path).open(0, None).read(5)
+            else:
+                open_path(path).tokens(1)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+def test_compressed_json_lines_are_read_forwards_and_resume_anywhere(tmp_path, suffix, compress):
+    path = tmp_path / f"a.json.{suffix}"
+    path.write_bytes(compress("\n\n".join(json.dumps({"text": text}) for text in TEXTS).encode()))
+    source = open_path(path)
+    assert isinstance(source, CompressedJsonLines) and source.num_shards == 1
+    check_shards(source)
+
+
+def check_shards(source):
+    """All texts, once, and the same rest from every state."""
+    texts = []
+    for shard in range(source.num_shards):
+        reader = source.open(shard, None)
+        while True:
+            state = reader.state()
+            read = reader.read(3)
+            resumed = source.open(shard, json.loads(json.dumps(state)))
+            assert resumed.read(3) == read
+            if not read:
+                break
+            texts += read
+    assert texts == TEXTS
+
+
+def test_parquet_row_groups_are_shards(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS[:20])
+    write_parquet(tmp_path / "b.parquet", TEXTS[20:])
+    source = open_path(tmp_path)
+    assert isinstance(source, ParquetFiles) and source.num_shards == 6
+    check_shards(source)
+    assert source.describe(1, 3) == f"{tmp_path / 'a.parquet'} row 10"
+
+
+def test_parquet_batches_do_not_depend_on_the_layout_and_resume(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 2)
+    path = str(write_parquet(tmp_path / "a.parquet", make_texts(300), rows=80))
+    whole = take(small_loader(path, epochs=-1), 40)
+    halves = [take(small_loader(path, epochs=-1, dp_rank=rank, dp_size=2), 40) for rank in range(2)]
+    assert all((a[:4] == b).all() and (a[4:] == c).all() for a, b, c in zip(whole, *halves, strict=True))
+    first = small_loader(path, epochs=-1)
+    begun = take(first, 17)
+    resumed = small_loader(path, epochs=-1)
+    resumed.load_state_dict(json_round_trip(first.state_dict()))
+    assert equal(begun + take(resumed, 23), whole)
+
+
+def json_round_trip(state):
+    loaded = json.loads(json.dumps(state))
+    return {**loaded, "streams": {int(number): stream for number, stream in loaded["streams"].items()}}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Local files where the download would be."""
+    import datasets
+
+    files = []
+    for number in range(3):
+        files.append(str(tmp_path / f"{number}.json.gz"))
+        with gzip.open(files[-1], "wt") as file:
+            file.writelines(json.dumps({"text": t, "url": "u"}) + "\n" for t in TEXTS[number * 14 : number * 14 + 14])
+    calls = []
+
+    def load(repo, config, split):
+        calls.append((repo, config, split))
+        cache = str(tmp_path / "cache")
+        return datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=cache)
+
+    monkeypatch.setattr(sharded, "load_hub_dataset", load)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("c4", ("allenai/c4", "en", "train")),
+        ("c4_validation", ("allenai/c4", "en", "validation")),
+        ("owner/name", ("owner/name", None, "train")),
+        ("owner/name:sample", ("owner/name", "sample", "train")),
+        ("owner/name::test", ("owner/name", None, "test")),
+    ],
+)
+def test_hub_datasets_are_streamed_by_name(hub, name, expected):
+    source = open_source(name, None, "text", ByteTokenizer())
+    assert isinstance(source, HubDataset) and hub == [expected] and source.num_shards == 3
+    check_shards(source)
+    assert source.describe(1, 2).endswith("shard 1 of 3, document 2")
+
+
+@pytest.mark.parametrize("num_streams", [2, 4])
+def test_hub_batches_do_not_depend_on_the_layout_and_resume_exactly(hub, monkeypatch, num_streams):
+    monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 3)
+    monkeypatch.setattr(
+        sources, "_locate_path", lambda path: sources.Location("hub", hub=("owner/name", None, "train"))
+    )
+    options = {"num_streams": num_streams, "epochs": -1, "global_batch_size": 4}
+    whole = take(small_loader("hub", **options), 16)
+    first = small_loader("hub", **options)
+    begun = take(first, 7)
+    resumed = [small_loader("hub", dp_rank=rank, dp_size=2, **options) for rank in range(2)]
+    for loader in resumed:
+        loader.load_state_dict(json_round_trip(first.state_dict()))
+    halves = [take(loader, 9) for loader in resumed]
+    own = [[slot for slot in range(4) if slot % num_streams * 2 // num_streams == rank] for rank in range(2)]
+    for number, batch in enumerate(whole):
+        if number < 7:
+            assert (batch == begun[number]).all()
+        else:
+            assert all((batch[own[rank]] == halves[rank][number - 7]).all() for rank in range(2))
+
+
+def test_hub_errors_say_what_to_do(hub, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"shard 0 of 3: no field 'body' \(it has text, url\); set text_key"):
+        open_source("c4", None, "body", ByteTokenizer()).open(0, None).read(1)
+    (tmp_path / "1.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": b}\n'))
+    with pytest.raises(ValueError, match="shard 1 of 3: reading failed: .*JSON"):
+        open_source("c4", None, "text", ByteTokenizer()).open(1, None).read(5)
+
+    def unreachable(repo, config, split):
+        raise ConnectionError("Couldn't reach 'allenai/c4' on the Hub")
+
+    monkeypatch.setattr(sharded, "load_hub_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"(?s)'allenai/c4 \(en\) train' cannot be opened.*dataset_path.*HF_TOKEN"):
+        open_source("c4", None, "text", ByteTokenizer())
+
+
+def test_known_names_are_the_text_that_ships_here(caplog):
+    caplog.set_level(logging.INFO, "torchtitan")
+    train, validation, c4_test = (locate_text(name, None) for name in ("pydocs", "pydocs_validation", "c4_test"))
+    assert train == c4_test and train.files[0].name == "train.jsonl" and validation.files[0].name == "validation.jsonl"
+    assert [record.message for record in caplog.records] == [
+        f"dataset c4_test is the small text that ships here ({train.files[0]}), not torchtitan's excerpt of C4"
+    ]
+    assert len(open_source("pydocs", None, "text", ByteTokenizer())) >= 64
+
+
+def test_unknown_names_are_refused_with_the_nearest(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"'c4_validaton' is not a name.*did you mean 'c4_validation'\?.*dataset_path"):
+        locate_text("c4_validaton", None)
+    with pytest.raises(ValueError, match=r"'zzz' is not a name known here; use one of c4, c4_test, .*pydocs"):
+        locate_text("zzz", None)
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "mine.jsonl", ["a"])
+    with pytest.raises(ValueError, match=r"'mine\.jsonl' is a path here; set dataset_path"):
+        locate_text("mine.jsonl", None)
+    monkeypatch.setattr(sources, "SHIPPED_TEXT", tmp_path)
+    with pytest.raises(ValueError, match=r"'pydocs' ships with a clone .* is not there"):
+        locate_text("pydocs", None)
+
+
+def test_a_kind_is_told_by_content_where_the_name_does_not_say(tmp_path):
+    write_jsonl(tmp_path / "lines", TEXTS)
+    write_parquet(tmp_path / "columns", TEXTS)
+    assert locate_text("x", str(tmp_path / "lines")).kind == "jsonl"
+    assert locate_text("x", str(tmp_path / "columns")).kind == "parquet"
+
+
+def test_folders_and_globs_find_files_and_leave_hidden_ones_out(tmp_path):
+    (tmp_path / "deep" / ".git").mkdir(parents=True)
+    for name in ("b.jsonl", "deep/a.jsonl", "deep/.git/x.bin", "_SUCCESS"):
+        write_jsonl(tmp_path / name, ["t"])
+    expected = (tmp_path / "b.jsonl", tmp_path / "deep" / "a.jsonl")
+    assert locate_text("x", str(tmp_path)).files == expected
+    assert locate_text("x", str(tmp_path / "**" / "*.jsonl")).files == expected
+
+
+def test_unusable_paths_are_refused(tmp_path):
+    def refused(path, message):
+        with pytest.raises(ValueError, match=message):
+            open_path(path)
+
+    refused(tmp_path / "none*.jsonl", r"none\*\.jsonl': no file matches .*glob")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "folder without files; expected JSONL")
+    (tmp_path / "blank.jsonl").write_text("\n \n")
+    refused(tmp_path / "blank.jsonl", "blank.jsonl holds no document")
+    (tmp_path / "empty.jsonl").write_text("")
+    refused(tmp_path / "empty.jsonl", "empty.jsonl holds no document")
+    write_parquet(tmp_path / "empty.parquet", [])
+    refused(tmp_path / "empty.parquet", "empty.parquet holds no document")
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "neither a file nor a folder")
+
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    write_jsonl(mixed / "a.jsonl", ["t"])
+    (mixed / "b.txt").write_text("t")
+    refused(mixed, r"mixes kinds of files: jsonl \(.*a\.jsonl\), text \(.*b\.txt\); give a glob")
+    for number in range(7):
+        (mixed / f"x{number}.bin").write_bytes(b"\0\1")
+    refused(mixed, r"of unknown type: .*x0\.bin.*and 2 more.*leaves other files out")
+
+
+def test_unreadable_files_are_named(tmp_path, monkeypatch):
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match=r"bad\.txt: cannot be read as UTF-8 text"):
+        open_path(tmp_path / "bad.txt").tokens(0)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nothing")
+    with pytest.raises(ValueError, match=r"bad\.parquet cannot be read as Parquet"):
+        open_path(tmp_path / "bad.parquet")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:40])
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.gz cannot be read: .*is it complete"):
+        open_path(tmp_path / "cut.jsonl.gz").open(0, None).read(2000)
+
+    write_jsonl(tmp_path / "locked", ["t"])
+
+    def denied(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    location = locate_text("x", str(tmp_path / "locked"))
+    monkeypatch.setattr(Path, "open", denied)  # whoever runs the tests as root may read everything
+    with pytest.raises(ValueError, match="locked cannot be read: Permission denied; correct dataset_path"):
+        open_path(tmp_path / "locked")
+    with pytest.raises(ValueError, match="locked cannot be read: Permission denied; correct dataset_path"):
+        open_texts(location, "text")
+
+
+def test_damaged_row_groups_and_saved_datasets_are_named(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", ["some text " * 50] * 40, rows=20)
+    source = open_path(path)
+    data = bytearray(path.read_bytes())
+    data[4:200] = b"\xff" * 196
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"a\.parquet row group 0 cannot be read"):
+        source.open(0, None)
+    folder = save_dataset(tmp_path / "saved", TEXTS)
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="datasets cannot load it: .*save it again"):
+        open_path(folder)
+
+
+def test_a_missing_column_and_a_value_that_is_no_text_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no column 'body' \(it has text, id\); set text_key"):
+        open_path(write_parquet(tmp_path / "a.parquet", TEXTS), "body")
+    with pytest.raises(ValueError, match=r"no column 'body' \(it has text\); set text_key"):
+        open_path(save_dataset(tmp_path / "saved", TEXTS), "body")
+    numbers = write_parquet(tmp_path / "numbers.parquet", [1, 2, 3])
+    with pytest.raises(ValueError, match=r"numbers\.parquet row 0: 'text' holds int"):
+        open_path(numbers).open(0, None).read(1)
+
+
+def test_a_folder_of_several_splits_asks_for_one(tmp_path):
+    import datasets
+
+    split = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict(train=split, test=split).save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(ValueError, match=r"several splits; give one: .*both/test, .*both/train"):
+        open_path(tmp_path / "both")
+    assert all_texts(open_path(tmp_path / "both" / "train")) == TEXTS

@@ -1,0 +1,80 @@
+"""How the ranks of a run divide into the axes of its mesh, and the global batch into microbatches; pure, no torch."""
+
+from dataclasses import dataclass
+
+from torchtitan.config.schema import Parallelism, Training
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are neighbours
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The degree of every mesh axis; their product is the number of ranks."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1) or "1 rank"
+
+
+def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
+    """Fill in the sharded axis and check that the degrees multiply to the world size."""
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+    if shard == -1:
+        if world_size % replicate:
+            raise ValueError(
+                f"parallelism.data_parallel_replicate_degree = {replicate} does not divide the {world_size} ranks; "
+                f"use one of {divisors}"
+            )
+        shard = world_size // replicate
+    if replicate * shard != world_size:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree = {replicate} times data_parallel_shard_degree = {shard} is "
+            f"{replicate * shard}, but the run has {world_size} ranks; start {replicate * shard} ranks, "
+            f"or set data_parallel_shard_degree = -1"
+        )
+    return ParallelDims(dp_replicate=replicate, dp_shard=shard)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One optimizer step: sequences over all devices, and passes through the model on each."""
+
+    global_batch_size: int
+    num_microbatches: int
+    num_streams: int
+
+
+def plan_batch(training: Training, dp: int) -> BatchPlan:
+    """Divide the global batch over data-parallel ranks, microbatches and streams."""
+    local, total = training.local_batch_size, training.global_batch_size
+    if total == -1:
+        total = local * dp
+    if total % (local * dp):
+        near = local * dp * max(1, round(total / (local * dp)))
+        raise ValueError(
+            f"training.global_batch_size = {total} is not a multiple of local_batch_size {local} x data-parallel "
+            f"degree {dp} = {local * dp}; use {near}, or change local_batch_size"
+        )
+    streams = total if training.num_streams == -1 else training.num_streams
+    if total % streams or streams % dp:
+        fitting = [n for n in range(dp, total + 1, dp) if total % n == 0]
+        raise ValueError(
+            f"training.num_streams = {streams} must divide the global batch of {total} and be a multiple of the "
+            f"data-parallel degree {dp}; use one of {', '.join(map(str, fitting))}"
+        )
+    return BatchPlan(global_batch_size=total, num_microbatches=total // (local * dp), num_streams=streams)

@@ -1,0 +1,145 @@
+"""torchtitan v0.2.2's keys that this version does not have, with the value that asks for nothing.
+
+Such a key is accepted at that value, or below a switch that is off, so that torchtitan's files load. Anything else
+is refused by name: a run must never ignore what its file asks for.
+"""
+
+import json
+from typing import Any
+
+_OFF_WITH_SECTION = object()  # any value is idle while the section's switch is off
+
+# section -> key -> the value that asks for nothing
+KEYS: dict[str, dict[str, Any]] = {
+    "job": {"save_config_file": None, "custom_config_module": ""},
+    "metrics": {"save_for_all_ranks": False},
+    "model": {"tokenizer_path": None, "converters": [], "print_after_conversion": False},
+    "optimizer": {"early_step_in_backward": False},
+    "training": {"enable_cpu_offload": False, "gc_debug": False},
+    "training.dataloader": {
+        "num_workers": 0,
+        "persistent_workers": False,
+        "pin_memory": False,
+        "prefetch_factor": None,
+    },
+    "parallelism": {
+        "tensor_parallel_degree": 1,
+        "disable_loss_parallel": False,
+        "enable_async_tensor_parallel": False,
+        "pipeline_parallel_degree": 1,
+        "module_fqns_per_model_part": None,
+        "pipeline_parallel_first_stage_less_layers": 1,
+        "pipeline_parallel_last_stage_less_layers": 1,
+        "pipeline_parallel_layers_per_stage": None,
+        "pipeline_parallel_schedule": "1F1B",
+        "pipeline_parallel_schedule_csv": "",
+        "pipeline_parallel_microbatch_size": 1,
+        "pipeline_parallel_expert_parallel_overlap": True,
+        "context_parallel_degree": 1,
+        "context_parallel_load_balancer": "headtail",
+        "context_parallel_rotate_method": "allgather",
+        "expert_parallel_degree": 1,
+        "expert_tensor_parallel_degree": 1,
+        "expert_parallel_comm_backend": "standard",
+    },
+    "checkpoint": {
+        "enable": False,
+        **dict.fromkeys(
+            "enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
+            "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype "
+            "async_mode keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint "
+            "create_seed_checkpoint load_only".split(),
+            _OFF_WITH_SECTION,
+        ),
+    },
+    "activation_checkpoint": {
+        "per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
+        "visualize_memory_budget_pareto": False,
+        "debug": False,
+    },
+    # Without "quantize..." among model.converters these sections do nothing in torchtitan either.
+    "quantize.linear.float8": dict.fromkeys(
+        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns emulate".split(),
+        _OFF_WITH_SECTION,
+    ),
+    "quantize.linear.mx": dict.fromkeys(
+        "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns".split(), _OFF_WITH_SECTION
+    ),
+    "quantize.grouped_mm.float8": dict.fromkeys(["fqns"], _OFF_WITH_SECTION),
+    "quantize.grouped_mm.mx": dict.fromkeys(["recipe_name", "fqns"], _OFF_WITH_SECTION),
+    "comm": {
+        "trace_buf_size": 20000,
+        "save_traces_folder": "comm_traces",
+        "save_traces_file_prefix": "rank_",
+        "mode": "default",
+    },
+    "memory_estimation": {"enable": False, "disable_fake_mode": _OFF_WITH_SECTION},
+    "fault_tolerance": {
+        "enable": False,
+        **dict.fromkeys(
+            "process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method".split(),
+            _OFF_WITH_SECTION,
+        ),
+    },
+    "experimental": {"custom_import": "", "custom_args_module": ""},
+    "validation.dataloader": {
+        "num_workers": 0,
+        "persistent_workers": False,
+        "pin_memory": False,
+        "prefetch_factor": None,
+    },
+    "debug": {"moe_force_load_balance": False},
+}
+
+_INSTEAD = {
+    "model.tokenizer_path": "torchtitan deprecated it; set model.hf_assets_path",
+    "job.save_config_file": "config.toml is always written to the run folder; remove the key",
+}
+
+
+def names() -> list[str]:
+    """All keys of the table, dotted."""
+    return [f"{section}.{key}" for section, keys in KEYS.items() for key in keys]
+
+
+def take_out(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Split a parsed TOML file into what the schema knows and refusals of what this version does not have."""
+    rest, refusals = _copy(data), []
+    for section, keys in KEYS.items():
+        table = rest
+        for part in section.split("."):
+            table = table.get(part) if isinstance(table, dict) else None
+        if not isinstance(table, dict):
+            continue
+        for key, idle in keys.items():
+            if key in table:
+                value = table.pop(key)
+                if idle is not _OFF_WITH_SECTION and not _same(value, idle):
+                    refusals.append(_refusal(f"{section}.{key}", value, idle))
+    for section in KEYS:
+        _drop_if_empty(rest, section.split("."))
+    return rest, refusals
+
+
+def _same(value: Any, idle: Any) -> bool:
+    return value == idle and type(value) is type(idle)
+
+
+def _refusal(name: str, value: Any, idle: Any) -> str:
+    advice = _INSTEAD.get(name) or (
+        "remove it" if idle is None else f"remove it, or leave it at {json.dumps(idle)}, which asks for nothing"
+    )
+    return f"{name} = {json.dumps(value, default=str)}: torchtitan v0.2.2 has this key, this version does not yet; {advice}"
+
+
+def _copy(value: Any) -> Any:
+    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _drop_if_empty(table: dict[str, Any], path: list[str]) -> None:
+    """Remove a section that held nothing but keys of the table, so that the schema does not meet it."""
+    if isinstance(table.get(path[0]), dict):
+        if len(path) > 1:
+            _drop_if_empty(table[path[0]], path[1:])
+        if not table[path[0]]:
+            del table[path[0]]

@@ -1,0 +1,125 @@
+"""What makes a configuration impossible although every single value is fine: pure, no torch, all findings at once."""
+
+from collections.abc import Iterator
+
+from torchtitan.config.layout import plan_batch, plan_layout
+from torchtitan.config.schema import Config
+from torchtitan.models.llama.args import FLAVORS
+
+Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the message
+
+
+def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
+    """All conflicts; those that depend on the number of ranks only where it is known."""
+    findings = [*_zeros(config), *_model(config), *_schedule(config), *_recompute(config), *_data(config)]
+    if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
+        findings.append(
+            (
+                ("training.on_nonfinite", "optimizer.implementation"),
+                f'training.on_nonfinite = "skip" leaves updates out on the device, which '
+                f'optimizer.implementation = "{config.optimizer.implementation}" cannot; use "fused"',
+            )
+        )
+    if world_size is not None:
+        findings += _ranks(config, world_size)
+    return findings
+
+
+def _zeros(config: Config) -> Iterator[Finding]:
+    for name in (
+        "training.epochs",
+        "training.num_streams",
+        "training.global_batch_size",
+        "parallelism.data_parallel_shard_degree",
+        "validation.steps",
+    ):
+        section, key = name.split(".")
+        if getattr(getattr(config, section), key) == 0:
+            yield (name,), f"{name} = 0 would do nothing; use 1 or more, or -1 (see --help)"
+
+
+def _model(config: Config) -> Iterator[Finding]:
+    name, flavor = config.model.name, config.model.flavor
+    keys = ("model.name", "model.flavor")
+    if name not in FLAVORS:
+        yield keys[:1], f'model.name = "{name}" is not a model this recipe has; use {" or ".join(FLAVORS)}'
+    elif flavor not in FLAVORS[name]:
+        yield keys, f'model.flavor = "{flavor}" is no flavor of {name}; use one of {", ".join(FLAVORS[name])}'
+    else:
+        longest = FLAVORS[name][flavor].max_seq_len
+        for key, seq_len in [
+            ("training.seq_len", config.training.seq_len),
+            ("validation.seq_len", config.validation.seq_len if config.validation.enable else 0),
+        ]:
+            if seq_len > longest:
+                yield (*keys, key), f"{key} = {seq_len} is longer than {name} {flavor} can be: use {longest} or less"
+
+
+def _schedule(config: Config) -> Iterator[Finding]:
+    schedule, steps = config.lr_scheduler, config.training.steps
+    total = schedule.total_steps or steps
+    keys = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "training.steps")
+    if schedule.warmup_steps > total:
+        yield (
+            keys,
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is longer than the schedule of {total} steps: the "
+            f"learning rate would never reach optimizer.lr; use {max(1, total // 5)}, or train longer",
+        )
+    elif schedule.decay_ratio is not None and schedule.warmup_steps + round(schedule.decay_ratio * total) > total:
+        yield (
+            (*keys, "lr_scheduler.decay_ratio"),
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio} of {total} steps and {schedule.warmup_steps} warmup "
+            f"steps overlap; use a decay_ratio of {(total - schedule.warmup_steps) / total:.3g} or less",
+        )
+    if total < steps:
+        yield (
+            keys[1:],
+            f"lr_scheduler.total_steps = {total} ends before training.steps = {steps}: the last steps would train "
+            f"at the final rate; use {steps} or more, or None",
+        )
+
+
+def _recompute(config: Config) -> Iterator[Finding]:
+    recompute = config.activation_checkpoint
+    option = recompute.selective_ac_option
+    if recompute.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
+        yield (
+            ("activation_checkpoint.selective_ac_option",),
+            f'activation_checkpoint.selective_ac_option = "{option}" is neither "op" nor a number of blocks such as "2"',
+        )
+    if recompute.mode == "memory_budget" and not (config.compile.enable and "model" in config.compile.components):
+        yield (
+            ("activation_checkpoint.mode", "compile.enable", "compile.components"),
+            'activation_checkpoint.mode = "memory_budget" is carried out by the compiler; set compile.enable = true '
+            'with "model" among compile.components, or use "selective"',
+        )
+
+
+def _data(config: Config) -> Iterator[Finding]:
+    if config.training.sources and config.training.dataset_path is not None:
+        yield (
+            ("training.sources", "training.dataset_path"),
+            "training.dataset_path and [[training.sources]] both say where the data is; remove one of them",
+        )
+    cycle = config.profiling.profiler_warmup + config.profiling.profiler_active
+    if config.profiling.enable_profiling and cycle > config.profiling.profile_freq:
+        yield (
+            ("profiling.profile_freq", "profiling.profiler_warmup", "profiling.profiler_active"),
+            f"profiling.profile_freq = {config.profiling.profile_freq} is shorter than profiler_warmup + "
+            f"profiler_active = {cycle} steps; use {cycle} or more",
+        )
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
+    degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+    try:
+        dims = plan_layout(config.parallelism, world_size)
+    except ValueError as error:
+        yield degrees, str(error)
+        return
+    if config.training.global_batch_size and config.training.num_streams:  # zeros have their own message
+        try:
+            plan_batch(config.training, dims.dp)
+        except ValueError as error:
+            batch = ("training.global_batch_size", "training.local_batch_size", "training.num_streams")
+            yield (*degrees, *batch), str(error)

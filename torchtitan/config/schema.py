@@ -1,0 +1,345 @@
+"""Every key a run understands, one frozen model per TOML section; torch is never imported here.
+
+Names and defaults are torchtitan v0.2.2's wherever it has the key. A key that is ours says so in its doc.
+What torchtitan has and this version does not is listed in `not_yet.py`, and refused there.
+"""
+
+from typing import Annotated, Literal
+
+import tyro
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+AllOrCount = Annotated[int, Field(ge=-1)]  # -1 means "as many as fit"; 0 is refused in rules.py
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys and silent conversions are refused, values never change, every key has a doc."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class Job(Section):
+    """The run itself: where its configuration comes from and where its files go."""
+
+    config_file: str | None = None
+    """TOML file to read; keys it does not set keep their defaults, and the command line overrides it."""
+
+    dump_folder: Annotated[str, Field(min_length=1)] = "./outputs"
+    """The run folder: config.toml, metrics.jsonl, tb/ and traces are written here."""
+
+    description: str = "default job"
+    """One line about this run, for whoever reads its log later."""
+
+    print_config: bool = False
+    """Print the resolved configuration at start."""
+
+
+class Profiling(Section):
+    """torch profiler traces and memory snapshots."""
+
+    enable_profiling: bool = False
+    """Write a torch profiler trace (Chrome/Perfetto format) every `profile_freq` steps."""
+
+    save_traces_folder: str = "profile_traces"
+    """Folder for the traces, inside the run folder."""
+
+    profile_freq: PositiveInt = 10
+    """Steps from one trace to the next; each trace covers the last `profiler_active` of them."""
+
+    profiler_active: PositiveInt = 1
+    """Steps each trace records."""
+
+    profiler_warmup: NonNegativeInt = 3
+    """Steps the profiler warms up, unrecorded, before each trace."""
+
+    enable_memory_snapshot: bool = False
+    """Write a CUDA memory snapshot every `profile_freq` steps and when memory runs out (GPUs only)."""
+
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder for the memory snapshots, inside the run folder."""
+
+
+class Metrics(Section):
+    """What is measured and where it goes; metrics.jsonl is always written."""
+
+    log_freq: PositiveInt = 10
+    """Steps from one logged line to the next; numbers are averaged over them. The device is only waited for here."""
+
+    enable_tensorboard: bool = False
+    """Write the numbers for TensorBoard, too."""
+
+    disable_color_printing: bool = False
+    """Print the console lines without colour."""
+
+    save_tb_folder: str = "tb"
+    """Folder for TensorBoard's files, inside the run folder."""
+
+    enable_wandb: bool = False
+    """Send the numbers to Weights & Biases, too (pip install wandb; WANDB_* variables apply)."""
+
+
+class Model(Section):
+    """Which Llama to train."""
+
+    name: str = "llama3"
+    """Model family: llama3 or llama2."""
+
+    flavor: str = "debugmodel"
+    """Size within the family, for example 8B."""
+
+    hf_assets_path: str = "./tests/assets/tokenizer"
+    """Folder (or file) with the tokenizer: a Hugging Face tokenizer.json, or a tiktoken or SentencePiece tokenizer.model."""
+
+    vocab_size: PositiveInt | None = None
+    """Rows of the embedding (ours). None: the flavor's, and the tokenizer's size where the flavor fixes none."""
+
+    attn_mask_type: Literal["causal", "block_causal"] = "causal"
+    """What a token may attend to: all before it in the sequence, or only what belongs to its own document."""
+
+
+class Optimizer(Section):
+    """AdamW and its hyperparameters."""
+
+    name: Literal["AdamW"] = "AdamW"
+    """Optimizer."""
+
+    lr: PositiveFloat = 8e-4
+    """Peak learning rate."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay rate of the mean of the gradient."""
+
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay rate of the mean of the squared gradient."""
+
+    eps: PositiveFloat = 1e-8
+    """Added to the square root in the denominator."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+
+    weight_decay_norms_and_biases: bool = True
+    """Apply weight decay to one-dimensional parameters as well, as torchtitan does; false keeps it off them (ours)."""
+
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How torch runs the update; fused is the fastest and the only one that can skip an update on the device."""
+
+
+class LRScheduler(Section):
+    """Warmup, stable, decay (arXiv:2404.06395)."""
+
+    warmup_steps: NonNegativeInt = 200
+    """Steps of linear warmup from zero."""
+
+    total_steps: PositiveInt | None = None
+    """Length of the schedule; None: `training.steps`. Set it to stop a run early on the same curve."""
+
+    decay_ratio: Fraction | None = None
+    """Share of the steps spent on the decay at the end; None: decay starts where warmup ends."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: Fraction = 0.0
+    """The rate decays to this share of its peak."""
+
+
+class DataSource(Section):
+    """One of several sources of a mix: a `[[training.sources]]` table (ours)."""
+
+    dataset: str
+    """As `training.dataset`."""
+
+    dataset_path: str | None = None
+    """As `training.dataset_path`."""
+
+    text_key: str = "text"
+    """As `training.text_key`."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the tokens that come from here, relative to the other weights."""
+
+    epochs: AllOrCount | None = None
+    """As `training.epochs`, for this source; None: that value."""
+
+
+class Training(Section):
+    """Data, batch, length and precision of the training."""
+
+    dataset: str = "c4_test"
+    """A name this recipe knows (pydocs, c4, ...), a Hugging Face dataset `owner/name`, or a label for `dataset_path`."""
+
+    dataset_path: str | None = None
+    """Local data: a JSONL, Parquet or text file, a glob or a folder of them, prepared tokens, or a saved Hugging Face dataset."""
+
+    text_key: str = "text"
+    """Field or column that holds the text (ours)."""
+
+    sources: tyro.conf.Suppress[list[DataSource]] = []
+    """Several sources mixed by weight, instead of `dataset` and `dataset_path`; in the TOML file only (ours)."""
+
+    epochs: AllOrCount = 1
+    """Times the data may be read, reshuffled each time; -1: as often as the steps need (ours; torchtitan repeats without end)."""
+
+    shuffle: bool = True
+    """Read the documents in an order drawn from `debug.seed`, a new one each epoch; false: in file order (ours)."""
+
+    num_streams: AllOrCount = -1
+    """Independent streams that fill the batch; the data-parallel degree must divide it. -1: one per sequence (ours)."""
+
+    local_batch_size: PositiveInt = 8
+    """Sequences a device takes through the model at once."""
+
+    global_batch_size: AllOrCount = -1
+    """Sequences in one optimizer step over all devices, accumulated where needed; -1: `local_batch_size` x data-parallel degree."""
+
+    seq_len: PositiveInt = 2048
+    """Tokens in a sequence."""
+
+    max_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    steps: PositiveInt = 10000
+    """Optimizer steps to train."""
+
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type of parameters, gradients and optimizer states. bfloat16 keeps no float32 copy of the weights."""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type the parameters are cast to for forward and backward, by FSDP, on one device too."""
+
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Type gradients are reduced in."""
+
+    gc_freq: PositiveInt = 50
+    """Steps between Python garbage collections, which are held off otherwise."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When loss or gradient norm is not finite: stop the run, or leave that update out and go on (ours)."""
+
+    max_consecutive_skips: PositiveInt = 10
+    """With `on_nonfinite = "skip"`: this many left-out updates in a row stop the run all the same (ours)."""
+
+
+class Parallelism(Section):
+    """How the run is laid out over devices."""
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Copies of the model; more than 1 with a shard degree is HSDP, with shard degree 1 plain data parallelism."""
+
+    data_parallel_shard_degree: AllOrCount = -1
+    """Devices each copy is sharded over (FSDP2); -1: all that the other degrees leave."""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after forward: saves memory for one more all-gather. default: always, without pipelining."""
+
+
+class ActivationCheckpoint(Section):
+    """Recompute activations in backward instead of keeping them."""
+
+    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    """Nothing, every block, some of it (see `selective_ac_option`), or what the compiler picks for `memory_budget`."""
+
+    selective_ac_option: str = "2"
+    """A number n: every n-th block; "op": within each block, all but the expensive operations."""
+
+    early_stop: bool = False
+    """End a block's recomputation as soon as all that backward needs is there."""
+
+    memory_budget: Fraction = 0.5
+    """Activation memory the compiler may use: 0 as with full recompute, 1 as without any. Needs `compile.enable`."""
+
+    preserve_rng_state: bool = True
+    """Recompute with the random state of the first pass."""
+
+    determinism_check: Literal["default", "none"] = "default"
+    """Check shapes and types of recomputed tensors against the first pass."""
+
+
+class Compile(Section):
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile the components below."""
+
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
+    """What to compile: each transformer block, the loss."""
+
+    backend: str = "inductor"
+    """torch.compile backend."""
+
+
+class Comm(Section):
+    """Process groups."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Longest wait for a collective during start and the first step."""
+
+    train_timeout_seconds: PositiveInt = 100
+    """Longest wait for a collective after the first step."""
+
+
+class Validation(Section):
+    """Loss on held-out data, at an interval."""
+
+    enable: bool = False
+    """Validate every `freq` steps and at the end."""
+
+    dataset: str = "c4_validation"
+    """As `training.dataset`."""
+
+    dataset_path: str | None = None
+    """As `training.dataset_path`."""
+
+    text_key: str = "text"
+    """As `training.text_key` (ours)."""
+
+    local_batch_size: PositiveInt = 8
+    """Sequences a device takes at once; the validation batch is this times the data-parallel degree."""
+
+    seq_len: PositiveInt = 2048
+    """Tokens in a validation sequence."""
+
+    freq: PositiveInt = 10
+    """Steps from one validation to the next."""
+
+    steps: AllOrCount = -1
+    """Batches of one validation; -1: all the data, the last batch filled up with ignored tokens."""
+
+
+class Debug(Section):
+    """Seeds and determinism."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Seed of initial weights and data order; None draws one, logs it and writes it to the run folder's config.toml."""
+
+    deterministic: bool = False
+    """Only deterministic kernels: twice the same run is then the same to the bit; slower on GPUs."""
+
+    deterministic_warn_only: bool = False
+    """Warn about an operation without a deterministic kernel instead of stopping."""
+
+
+class Config(Section):
+    """A run, complete: what `train.py` is a pure function of, together with the data."""
+
+    job: Job = Job()
+    profiling: Profiling = Profiling()
+    metrics: Metrics = Metrics()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    comm: Comm = Comm()
+    validation: Validation = Validation()
+    debug: Debug = Debug()

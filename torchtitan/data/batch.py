@@ -1,0 +1,127 @@
+"""A rank's part of a global batch, and the background thread that assembles one after the other."""
+
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchtitan.data.packing import Packed, Packer
+from torchtitan.data.stream import Place, Source
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's sequences of a global batch, in slot order."""
+
+    inputs: torch.Tensor  # int64 [B, S]
+    labels: torch.Tensor  # int64 [B, S], IGNORED_LABEL where there is nothing to learn
+    document_ids: torch.Tensor | None  # int32 [B, S], counted from 0 in each sequence
+    slots: list[int]
+    packed: list[Packed]
+    sources: list[Source]
+
+    def describe(self) -> str:
+        """Where each sequence came from: its first and last document."""
+        lines = []
+        for slot, packed in zip(self.slots, self.packed, strict=True):
+            places = [self._describe(place) for place in (packed.first, packed.last) if place is not None]
+            lines.append(f"slot {slot}: {' to '.join(dict.fromkeys(places)) or 'padding'}")
+        return "\n".join(lines)
+
+    def _describe(self, place: Place) -> str:
+        where = self.sources[place.source].data.describe(*place.position)
+        return f"{where} (epoch {place.epoch + 1})"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which slots and streams are this rank's."""
+
+    global_batch_size: int
+    num_streams: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def own_streams(self) -> range:
+        count = self.num_streams // self.dp_size
+        return range(self.dp_rank * count, (self.dp_rank + 1) * count)
+
+    @property
+    def own_slots(self) -> list[int]:
+        rounds = range(0, self.global_batch_size, self.num_streams)
+        return [begin + stream for begin in rounds for stream in self.own_streams]
+
+
+class Shape(NamedTuple):
+    """Of the tensors of a batch."""
+
+    seq_len: int
+    pad_id: int
+    block_causal: bool
+    pin_memory: bool
+    pad_last: bool
+
+
+class Ahead(NamedTuple):
+    """What the background thread hands over: a batch (None: the data has ended) and the streams' states after it."""
+
+    batch: Batch | None = None
+    states: dict[int, Any] | None = None
+    error: BaseException | None = None
+
+
+def read_ahead(
+    packers: dict[int, Packer],
+    states: dict[int, Any],
+    slots: list[int],
+    shape: Shape,
+    sources: list[Source],
+    ahead: "queue.Queue[Ahead]",
+    stop: threading.Event,
+) -> None:
+    """Body of the background thread: assembles batches until there are no more or it is stopped."""
+    item = Ahead()
+    try:
+        for number, state in states.items():
+            packers[number].load(state)
+        while not stop.is_set():
+            batch = assemble(packers, slots, shape, sources)
+            item = Ahead(batch, {number: packer.state() for number, packer in packers.items()})
+            if batch is None or not _put(ahead, item, stop):
+                break
+    except BaseException as error:  # whatever it is, the thread that waits must learn of it
+        item = Ahead(error=error)
+    if item.batch is None:
+        _put(ahead, item, stop)
+
+
+def _put(ahead: "queue.Queue[Ahead]", item: Ahead, stop: threading.Event) -> bool:
+    while not stop.is_set():
+        try:
+            ahead.put(item, timeout=0.05)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def assemble(packers: dict[int, Packer], slots: list[int], shape: Shape, sources: list[Source]) -> Batch | None:
+    """The next batch of these slots; None where the data has ended."""
+    size = (len(slots), shape.seq_len)
+    inputs, labels = np.empty(size, np.int64), np.empty(size, np.int64)
+    ids = np.empty(size, np.int32) if shape.block_causal else None
+    owners = list(packers.values())
+    packed = []
+    for row in range(len(slots)):
+        packer = owners[row % len(owners)]
+        packed.append(packer.pack(inputs[row], labels[row], None if ids is None else ids[row]))
+        if packed[-1].num_labels < shape.seq_len and not shape.pad_last:
+            return None
+    if not any(sequence.num_labels for sequence in packed):
+        return None
+    ready = (lambda array: torch.from_numpy(array).pin_memory()) if shape.pin_memory else torch.from_numpy
+    return Batch(ready(inputs), ready(labels), None if ids is None else ready(ids), slots, packed, sources)

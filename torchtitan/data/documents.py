@@ -1,0 +1,194 @@
+"""Texts that can be read in any order: JSON lines, text files, a saved Hugging Face dataset.
+
+Nothing is repaired: a line that is no JSON object with text in it is an error that names file and line.
+"""
+
+import bisect
+import json
+import mmap
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+INDEX_BLOCK_BYTES = 64 << 20
+
+
+class Tokenizer(Protocol):
+    """What of `tokenizer.Tokenizer` the data needs."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int
+
+    def encode(self, text: str, bos: bool, eos: bool) -> list[int]: ...
+
+    def encode_batch(self, texts: list[str], bos: bool, eos: bool) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Texts(Protocol):
+    """Documents by number, as text."""
+
+    def __len__(self) -> int: ...
+
+    def text(self, index: int) -> str: ...
+
+    def describe(self, index: int) -> str: ...
+
+
+class Documents(Protocol):
+    """Documents by number, as tokens: BOS (where there is one) first, EOS last."""
+
+    def __len__(self) -> int: ...
+
+    def tokens(self, index: int) -> np.ndarray: ...
+
+    def describe(self, index: int) -> str: ...
+
+
+class TokenizedTexts:
+    """Texts tokenized when they are read."""
+
+    def __init__(self, texts: Texts, tokenizer: Tokenizer) -> None:
+        self._texts, self._tokenizer = texts, tokenizer
+        self.describe = texts.describe
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def tokens(self, index: int) -> np.ndarray:
+        return np.array(self._tokenizer.encode(self._texts.text(index), bos=True, eos=True), dtype=np.int32)
+
+
+class JsonLines:
+    """One JSON object a line; blank lines are skipped."""
+
+    def __init__(self, files: Sequence[Path], text_key: str) -> None:
+        self._files, self._text_key = files, text_key
+        self._maps = [map_file(path) for path in files]
+        indexes = [index_lines(data) for data in self._maps]
+        self._starts = [starts for starts, _ in indexes]
+        self._numbers = [numbers for _, numbers in indexes]
+        self._ends = list(accumulate(len(starts) for starts in self._starts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def text(self, index: int) -> str:
+        file, row = locate(self._ends, index)
+        data, start = self._maps[file], int(self._starts[file][row])
+        return parse_line(line_at(data, start), self._text_key, lambda: self.describe(index))
+
+    def describe(self, index: int) -> str:
+        file, row = locate(self._ends, index)
+        return f"{self._files[file]}:{self._numbers[file][row]}"
+
+
+class TextFiles:
+    """One file, one document."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def text(self, index: int) -> str:
+        try:
+            return self._files[index].read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self._files[index]}: cannot be read as UTF-8 text: {error}") from error
+
+    def describe(self, index: int) -> str:
+        return str(self._files[index])
+
+
+class SavedDataset:
+    """A Hugging Face dataset written by `save_to_disk`."""
+
+    def __init__(self, folder: Path, text_key: str) -> None:
+        import datasets
+
+        try:
+            self._dataset: Any = datasets.load_from_disk(str(folder))
+        except Exception as error:  # whatever datasets and arrow raise for a damaged folder
+            raise ValueError(f"{folder}: datasets cannot load it: {error}; save it again with save_to_disk") from error
+        if text_key not in self._dataset.column_names:
+            raise ValueError(
+                f"{folder} has no column {text_key!r} (it has {', '.join(self._dataset.column_names)}); set text_key"
+            )
+        self._folder, self._text_key = folder, text_key
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def text(self, index: int) -> str:
+        return check_text(self._dataset[index][self._text_key], self._text_key, lambda: self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return f"{self._folder} row {index}"
+
+
+def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """In which part, ending at `ends`, and where in it."""
+    part = bisect.bisect_right(ends, index)
+    return part, index - (ends[part - 1] if part else 0)
+
+
+def map_file(path: Path) -> mmap.mmap | bytes:
+    try:
+        with path.open("rb") as file:
+            # An empty file cannot be mapped.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; correct dataset_path or the permissions") from error
+
+
+def index_lines(data: mmap.mmap | bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Start offset and number (from 1) of every line that is not blank."""
+    if not len(data):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    view = np.frombuffer(data, np.uint8)
+    newlines = [
+        np.flatnonzero(view[begin : begin + INDEX_BLOCK_BYTES] == ord("\n")) + begin
+        for begin in range(0, len(view), INDEX_BLOCK_BYTES)
+    ]
+    starts = np.concatenate([np.zeros(1, np.int64), *(block + 1 for block in newlines)])
+    if starts[-1] == len(view):
+        starts = starts[:-1]
+    keep = np.ones(len(starts), bool)
+    for row in np.flatnonzero(np.isin(view[starts], list(b" \t\r\n"))).tolist():
+        keep[row] = bool(line_at(data, int(starts[row])).strip())
+    return starts[keep], np.flatnonzero(keep) + 1
+
+
+def line_at(data: mmap.mmap | bytes, start: int) -> bytes:
+    end = data.find(b"\n", start)
+    return data[start : end if end >= 0 else len(data)]
+
+
+def parse_line(line: bytes, text_key: str, where: Any) -> str:
+    """The text of one JSON line; `where()` names it in an error."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{where()}: not JSON ({error}); expected one object a line, such as "
+            f'{{"{text_key}": "..."}}, and found {line[:60].decode(errors="replace")!r}'
+        ) from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where()}: expected a JSON object with the key {text_key!r}, found {type(record).__name__}")
+    if text_key not in record:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"{where()}: no key {text_key!r} (its keys: {keys}); set text_key")
+    return check_text(record[text_key], text_key, where)
+
+
+def check_text(value: Any, text_key: str, where: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where()}: {text_key!r} holds {type(value).__name__}, not text; correct it or set text_key")
+    return value

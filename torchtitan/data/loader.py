@@ -1,0 +1,230 @@
+"""Global batches that do not know the layout: each rank reads its own streams, ahead of the training step.
+
+Slot i of a global batch is served by stream i mod num_streams; rank r of dp owns an equal run of consecutive streams.
+What ends on one rank ends on all of them; states are saved a stream, so that they can be handed to other ranks.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchtitan.config.schema import DataSource
+from torchtitan.data.batch import Ahead, Batch, Layout, Shape, read_ahead
+from torchtitan.data.documents import Tokenizer
+from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
+from torchtitan.data.sharded import ShardedTexts
+from torchtitan.data.sources import open_source
+from torchtitan.data.stream import Order, Source, Stream
+from torchtitan.observe.log import logger
+
+NUM_PREFETCHED = 3
+
+
+class Loader:
+    """Iterate with `next()`, from one thread. `close()` ends the background thread."""
+
+    def __init__(
+        self,
+        sources: list[Source],
+        tokenizer: Tokenizer,
+        layout: Layout,
+        shape: Shape,
+        order: Order,
+        agree: Callable[[bool], bool],
+    ) -> None:
+        self._sources, self._tokenizer = sources, tokenizer
+        self._layout, self._shape, self._order, self._agree = layout, shape, order, agree
+        self._stop: Callable[[], Any] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the first batch."""
+        self.close()
+        self._states: dict[int, Any] = {}  # empty: the start of the data
+        self._ended = self._own_data_ended = False
+
+    def next(self) -> Batch | None:
+        """This rank's part of the next global batch; None, on all ranks at once, where the data has ended."""
+        if self._ended:
+            return None
+        ahead = Ahead() if self._own_data_ended else self._take()
+        if ahead.error is not None:
+            raise ahead.error
+        if not self._agree(ahead.batch is not None):
+            self._ended = True
+            self.close()
+            return None
+        if ahead.batch is None:
+            assert self._shape.pad_last, "agree must be false where a rank has no full batch"
+            self._own_data_ended = True
+            return self._padding()
+        assert ahead.states is not None
+        self._states = ahead.states
+        return ahead.batch
+
+    def close(self) -> None:
+        """The background thread ends; a later `next()` starts it again, after the last batch that was returned."""
+        if self._stop is not None:
+            self._stop()
+            # A thread that waits for the network may take longer; it ends on its own, and never holds the process.
+            self._thread.join(timeout=2)
+            self._stop = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch `next()` returned, of this rank's streams; see `merge_states`."""
+        states = self._states or {s: Packer(self._stream(s), 1, 0).state() for s in self._layout.own_streams}
+        return {
+            "num_streams": self._layout.num_streams,
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+            "sources": [source_size(source) for source in self._sources],
+            "streams": {
+                stream: {"offset": offset, "num_tokens": list(num_tokens), "cursors": [list(c) for c in cursors]}
+                for stream, ((num_tokens, cursors), offset) in states.items()
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes this rank's streams out of the merged state of all ranks, whatever their number was."""
+        own = list(self._layout.own_streams)
+        check_state(state, self._layout.num_streams, self._order.shuffle, self._sources, own)
+        if state["seed"] != self._order.seed:
+            logger.info(f"the data order goes on as drawn from seed {state['seed']}, not {self._order.seed}")
+            self._order = Order(self._order.num_streams, state["seed"], self._order.shuffle)
+        self.reset()
+        for number in own:
+            saved = state["streams"][number]
+            self._states[number] = ((saved["num_tokens"], saved["cursors"]), saved["offset"])
+
+    def _stream(self, number: int) -> Stream:
+        return Stream(self._sources, self._tokenizer, self._order, number)
+
+    def _take(self) -> Ahead:
+        if self._stop is None:
+            self._queue: queue.Queue[Ahead] = queue.Queue(NUM_PREFETCHED)
+            stop = threading.Event()
+            packers = {
+                number: Packer(self._stream(number), self._shape.seq_len, self._shape.pad_id)
+                for number in self._layout.own_streams
+            }
+            # The thread knows no Loader, so that one nobody holds any more is collected and its thread ends.
+            args = (packers, dict(self._states), self._layout.own_slots, self._shape, self._sources, self._queue, stop)
+            self._thread = threading.Thread(target=read_ahead, args=args, name="loader", daemon=True)
+            self._stop = weakref.finalize(self, stop.set)
+            self._thread.start()
+        ahead = self._queue.get()
+        if ahead.error is not None:
+            self.close()
+        return ahead
+
+    def _padding(self) -> Batch:
+        slots, shape = self._layout.own_slots, self._shape
+        inputs = torch.full((len(slots), shape.seq_len), shape.pad_id, dtype=torch.int64)
+        ids = torch.zeros(inputs.shape, dtype=torch.int32) if shape.block_causal else None
+        packed = [Packed(0, None, None)] * len(slots)
+        return Batch(inputs, torch.full_like(inputs, IGNORED_LABEL), ids, slots, packed, self._sources)
+
+
+def build_loader(
+    sources: Sequence[DataSource],
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    global_batch_size: int,
+    num_streams: int,
+    dp_rank: int,
+    dp_size: int,
+    seed: int,
+    epochs: int,
+    shuffle: bool,
+    block_causal: bool,
+    agree: Callable[[bool], bool],
+    pin_memory: bool = False,
+    pad_last: bool = False,
+) -> Loader:
+    """`agree` is called once per `next()`, by the thread that calls it, on every rank alike.
+
+    It gets whether this rank has a batch and says whether the run goes on: the minimum over the ranks, as a step needs
+    all of them. With `pad_last` (validation: every token, once) it is the maximum, and a rank without data gives
+    sequences of ignored labels until no rank has a label left.
+    """
+    num_streams = global_batch_size if num_streams == -1 else num_streams
+    check_layout(num_streams, global_batch_size, dp_size)
+    opened = []
+    for source in sources:
+        data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
+        name = source.dataset_path or source.dataset
+        source_epochs = epochs if source.epochs is None else source.epochs
+        opened.append(Source(name, data, source.weight, source_epochs))
+        check_size(opened[-1], num_streams)
+    return Loader(
+        opened,
+        tokenizer,
+        Layout(global_batch_size, num_streams, dp_rank, dp_size),
+        Shape(seq_len, tokenizer.eos_id, block_causal, pin_memory, pad_last),
+        Order(num_streams, seed, shuffle),
+        agree,
+    )
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The ranks' `state_dict()`s as one."""
+    streams = {number: stream for state in states for number, stream in state["streams"].items()}
+    return {**states[0], "streams": streams}
+
+
+def check_layout(num_streams: int, global_batch_size: int, dp_size: int) -> None:
+    if global_batch_size % num_streams:
+        raise ValueError(
+            f"training.num_streams = {num_streams} does not divide training.global_batch_size = {global_batch_size}; "
+            f"use one of {_divisors(global_batch_size, 1)}, or -1"
+        )
+    if num_streams % dp_size:
+        raise ValueError(
+            f"training.num_streams = {num_streams} is not a multiple of the data-parallel degree {dp_size}; "
+            f"use one of {_divisors(global_batch_size, dp_size) or 'none: make global_batch_size a multiple of it'}"
+        )
+
+
+def check_size(source: Source, num_streams: int) -> None:
+    if not isinstance(source.data, ShardedTexts) and len(source.data) < num_streams:
+        raise ValueError(
+            f"{source.name} has {len(source.data)} documents, fewer than the {num_streams} streams "
+            "(training.num_streams); use fewer streams, or split the text into more documents (JSONL: one a line)"
+        )
+
+
+def check_state(
+    state: dict[str, Any], num_streams: int, shuffle: bool, sources: Sequence[Source], own: Sequence[int]
+) -> None:
+    if state["num_streams"] != num_streams:
+        raise ValueError(
+            f"the saved data state has {state['num_streams']} streams, this run {num_streams}; "
+            f"set training.num_streams = {state['num_streams']}"
+        )
+    if state["shuffle"] != shuffle:
+        raise ValueError(
+            f"the saved data state has training.shuffle = {state['shuffle']}, this run {shuffle}; set it back"
+        )
+    sizes = [source_size(source) for source in sources]
+    if state["sources"] != sizes:
+        raise ValueError(
+            f"the saved data state is of sources with {state['sources']} documents (or shards), these have {sizes}; "
+            "resume with the same data"
+        )
+    if missing := [number for number in own if number not in state["streams"]]:
+        raise ValueError(
+            f"the saved data state lacks streams {missing[:8]}; give the states of all ranks, merged by merge_states"
+        )
+
+
+def source_size(source: Source) -> int:
+    return source.data.num_shards if isinstance(source.data, ShardedTexts) else len(source.data)
+
+
+def _divisors(n: int, multiple_of: int) -> str:
+    return ", ".join(str(d) for d in range(multiple_of, n + 1, multiple_of) if n % d == 0)

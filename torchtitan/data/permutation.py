@@ -1,0 +1,39 @@
+"""A seeded permutation of range(n) in constant memory: a Feistel network over the bits of the index.
+
+An index the network sends beyond n is sent through again until it lands inside (cycle walking).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+NUM_ROUNDS = 6  # even, so that the two unequal halves of an odd number of bits are back in place at the end
+
+
+def permute(n: int, seed: int | Sequence[int], indices: np.ndarray) -> np.ndarray:
+    """Where each of `indices` (each in range(n)) goes, as int64."""
+    if n < 1:
+        raise ValueError(f"permutation of {n} elements; there must be at least 1")
+    num_bits = max(2, (n - 1).bit_length())
+    keys = np.random.SeedSequence(seed).generate_state(NUM_ROUNDS, np.uint64)
+    values = _encrypt(indices.astype(np.uint64), num_bits, keys)
+    # At least n of the 2^num_bits < 2n values are inside, so this ends, after two passes on average.
+    while (outside := values >= np.uint64(n)).any():
+        values[outside] = _encrypt(values[outside], num_bits, keys)
+    return values.astype(np.int64)
+
+
+def _encrypt(values: np.ndarray, num_bits: int, keys: np.ndarray) -> np.ndarray:
+    left_bits, right_bits = num_bits // 2, num_bits - num_bits // 2
+    left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
+    for key in keys:
+        left, right = right, left ^ (_mix(right + key) & np.uint64((1 << left_bits) - 1))
+        left_bits, right_bits = right_bits, left_bits
+    return np.bitwise_or(left << np.uint64(right_bits), right)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.bitwise_xor(values, values >> np.uint64(31))

@@ -1,0 +1,106 @@
+"""Prepared tokens: one flat file of ids, one of document offsets, and what they were made with; read memory-mapped.
+
+`meta.json` is written last, so a folder without it is unfinished and refused. So is another tokenizer.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan.data.documents import Tokenizer
+
+FORMAT_VERSION = 1
+TOKENS, OFFSETS, META, PLAN = "tokens.bin", "documents.bin", "meta.json", "plan.json"
+PROBE = (
+    "The quick brown fox jumps over 13 lazy dogs, 1234567 times!\n\n\tdef f(x):\n        return x ** 2  # naïve\r\n"
+    "Ünïcödé: Привет, мир. 你好,世界。 こんにちは 🙂👩‍🚀 don't <|end_of_text|> </s> https://example.org/?a=b&c=%20"
+)
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What `meta.json` holds."""
+
+    format_version: int
+    num_documents: int
+    num_tokens: int
+    dtype: str
+    vocab_size: int
+    tokenizer_sha256: str
+    text_key: str
+    source: str
+
+
+def is_prepared(folder: Path) -> bool:
+    """Prepared, or begun."""
+    return (folder / META).is_file() or (folder / PLAN).is_file() or (folder / TOKENS).is_file()
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Equal for tokenizers that turn text into the same ids, whatever file they came from."""
+    sampled = range(0, tokenizer.vocab_size, max(1, tokenizer.vocab_size // 512))
+    facts = [
+        tokenizer.vocab_size,
+        tokenizer.bos_id,
+        tokenizer.eos_id,
+        tokenizer.encode(PROBE, bos=True, eos=True),
+        [tokenizer.decode([token]) for token in sampled],
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The smallest unsigned type, in the byte order of the file, that holds every id."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+class PreparedTokens:
+    """Documents by number. Memory is the operating system's page cache, shared by the ranks of a machine."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self.meta = load_meta(folder)
+        if self.meta.tokenizer_sha256 != fingerprint(tokenizer):
+            raise ValueError(
+                f"{folder} was prepared with another tokenizer (vocabulary {self.meta.vocab_size}, here "
+                f"{tokenizer.vocab_size}); set model.hf_assets_path to that one, or prepare the text again"
+            )
+        self._folder = folder
+        self._offsets = _map(folder / OFFSETS, "<i8", self.meta.num_documents + 1)
+        self._tokens = _map(folder / TOKENS, self.meta.dtype, self.meta.num_tokens)
+
+    def __len__(self) -> int:
+        return self.meta.num_documents
+
+    def tokens(self, index: int) -> np.ndarray:
+        return self._tokens[self._offsets[index] : self._offsets[index + 1]]
+
+    def describe(self, index: int) -> str:
+        return f"{self._folder} document {index}"
+
+
+def load_meta(folder: Path) -> Meta:
+    path = folder / META
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} is prepared only in part ({META} is missing); run the same `python -m torchtitan prepare` "
+            "again, which goes on where it stopped"
+        )
+    content = json.loads(path.read_text())
+    if content.get("format_version") != FORMAT_VERSION or set(content) != {field.name for field in fields(Meta)}:
+        raise ValueError(
+            f"{path}: format {content.get('format_version')}, and this version reads {FORMAT_VERSION}; prepare it again"
+        )
+    return Meta(**content)
+
+
+def _map(path: Path, dtype: str, count: int) -> np.ndarray:
+    expected = count * np.dtype(dtype).itemsize
+    size = path.stat().st_size if path.is_file() else -1
+    if size != expected:
+        found = f"has {size:,} bytes" if size >= 0 else "is missing"
+        raise ValueError(f"{path} {found}, expected {expected:,}; the copy is damaged: copy or prepare it again")
+    # A plain array over the map: slicing a np.memmap costs several times as much.
+    return np.asarray(np.memmap(path, dtype, mode="r"))

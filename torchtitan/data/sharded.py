@@ -1,0 +1,179 @@
+"""Texts that can only be read forwards, shard by shard: Hugging Face hub datasets, compressed JSON lines, Parquet."""
+
+import bz2
+import gzip
+import lzma
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan.data.documents import check_text, parse_line
+
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+class ShardReader(Protocol):
+    """One shard from some place on. `state()` is that place, as small plain data."""
+
+    def read(self, count: int) -> list[str]:
+        """The next `count` texts; fewer only at the end of the shard."""
+
+    def state(self) -> Any: ...
+
+
+class ShardedTexts(ABC):
+    name: str
+    num_shards: int
+
+    @abstractmethod
+    def open(self, shard: int, state: Any | None) -> ShardReader:
+        """A reader at the start of the shard, or at `state`."""
+
+    @abstractmethod
+    def describe(self, shard: int, number: int) -> str: ...
+
+
+class CompressedJsonLines(ShardedTexts):
+    """A shard is a file."""
+
+    def __init__(self, files: Sequence[Path], text_key: str) -> None:
+        self.name, self.num_shards = str(files[0]), len(files)
+        self._files, self._text_key = files, text_key
+
+    def open(self, shard: int, state: int | None) -> ShardReader:
+        return _CompressedReader(self._files[shard], self._text_key, state or 0)
+
+    def describe(self, shard: int, number: int) -> str:
+        return f"{self._files[shard]} document {number}"
+
+
+class _CompressedReader:
+    def __init__(self, path: Path, text_key: str, lines_read: int) -> None:
+        self._path, self._text_key, self._lines_read = path, text_key, lines_read
+        self._lines = islice(self._open(), lines_read, None)
+
+    def _open(self) -> Iterator[bytes]:
+        try:
+            with COMPRESSIONS[self._path.suffix](self._path) as file:
+                yield from file
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            raise ValueError(f"{self._path} cannot be read: {error}; is it complete?") from error
+
+    def read(self, count: int) -> list[str]:
+        texts: list[str] = []
+        while len(texts) < count and (line := next(self._lines, None)) is not None:
+            self._lines_read += 1
+            if line.strip():
+                texts.append(parse_line(line, self._text_key, lambda: f"{self._path}:{self._lines_read}"))
+        return texts
+
+    def state(self) -> int:
+        return self._lines_read
+
+
+class ParquetFiles(ShardedTexts):
+    """A shard is a row group: the least that can be read."""
+
+    def __init__(self, files: Sequence[Path], text_key: str) -> None:
+        import pyarrow.parquet
+
+        self.name, self._text_key = str(files[0]), text_key
+        self._groups: list[tuple[Path, int, int]] = []  # file, row group, number of its first row
+        for path in files:
+            try:
+                metadata = pyarrow.parquet.read_metadata(path)
+            except (OSError, pyarrow.ArrowException) as error:
+                raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+            names = metadata.schema.to_arrow_schema().names
+            if text_key not in names:
+                raise ValueError(f"{path} has no column {text_key!r} (it has {', '.join(names)}); set text_key")
+            first_row = 0
+            for group in range(metadata.num_row_groups):
+                if num_rows := metadata.row_group(group).num_rows:
+                    self._groups.append((path, group, first_row))
+                    first_row += num_rows
+        self.num_shards = len(self._groups)
+
+    def open(self, shard: int, state: int | None) -> ShardReader:
+        import pyarrow.parquet
+
+        path, group, _ = self._groups[shard]
+        try:
+            column = pyarrow.parquet.ParquetFile(path).read_row_group(group, columns=[self._text_key]).column(0)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{path} row group {group} cannot be read: {error}") from error
+        return _ColumnReader(column, state or 0, self._text_key, lambda number: self.describe(shard, number))
+
+    def describe(self, shard: int, number: int) -> str:
+        path, _, first_row = self._groups[shard]
+        return f"{path} row {first_row + number}"
+
+
+class _ColumnReader:
+    def __init__(self, column: Any, rows_read: int, text_key: str, describe: Callable[[int], str]) -> None:
+        self._column, self._rows_read, self._text_key, self._describe = column, rows_read, text_key, describe
+
+    def read(self, count: int) -> list[str]:
+        first = self._rows_read
+        texts = self._column.slice(first, count).to_pylist()
+        self._rows_read += len(texts)
+        return [check_text(t, self._text_key, lambda i=i: self._describe(first + i)) for i, t in enumerate(texts)]
+
+    def state(self) -> int:
+        return self._rows_read
+
+
+class HubDataset(ShardedTexts):
+    """A dataset of the Hugging Face hub, streamed; a shard is one of its files."""
+
+    def __init__(self, repo: str, config: str | None, split: str, text_key: str) -> None:
+        self.name, self._text_key = f"{repo}{f' ({config})' if config else ''} {split}", text_key
+        try:
+            self._dataset = load_hub_dataset(repo, config, split)
+        except Exception as error:  # datasets, huggingface_hub and the network raise many kinds
+            raise ValueError(
+                f"dataset {self.name!r} cannot be opened: {type(error).__name__}: {error}\n"
+                "  offline: set dataset_path to a local copy; gated or private: accept its terms and set HF_TOKEN; "
+                "several configurations: dataset = 'owner/name:config' or 'owner/name:config:split'"
+            ) from error
+        self.num_shards: int = self._dataset.num_shards
+
+    def open(self, shard: int, state: Any | None) -> ShardReader:
+        return _HubReader(
+            self._dataset.shard(num_shards=self.num_shards, index=shard),
+            state,
+            self._text_key,
+            lambda: f"{self.name}, shard {shard} of {self.num_shards}",
+        )
+
+    def describe(self, shard: int, number: int) -> str:
+        return f"{self.name}, shard {shard} of {self.num_shards}, document {number}"
+
+
+class _HubReader:
+    def __init__(self, dataset: Any, state: Any | None, text_key: str, where: Callable[[], str]) -> None:
+        if state is not None:
+            dataset.load_state_dict(state)
+        self._dataset, self._rows, self._text_key, self._where = dataset, iter(dataset), text_key, where
+
+    def read(self, count: int) -> list[str]:
+        try:
+            rows = list(islice(self._rows, count))
+        except Exception as error:  # as above, and whatever a damaged file makes a parser raise
+            raise ValueError(f"{self._where()}: reading failed: {type(error).__name__}: {error}") from error
+        if rows and self._text_key not in rows[0]:
+            found = ", ".join(rows[0])
+            raise ValueError(f"{self._where()}: no field {self._text_key!r} (it has {found}); set text_key")
+        return [check_text(row[self._text_key], self._text_key, self._where) for row in rows]
+
+    def state(self) -> Any:
+        return self._dataset.state_dict()
+
+
+def load_hub_dataset(repo: str, config: str | None, split: str) -> Any:
+    """The download, alone, so that a test can put local files in its place."""
+    import datasets
+
+    return datasets.load_dataset(repo, config, split=split, streaming=True)

@@ -1,0 +1,173 @@
+"""Finds the text a `dataset` or `dataset_path` names, and says what it is.
+
+What it cannot tell apart it refuses; it never guesses that an unknown file is text.
+"""
+
+import difflib
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.data.documents import Documents, JsonLines, SavedDataset, TextFiles, Texts, TokenizedTexts, Tokenizer
+from torchtitan.data.prepared import PreparedTokens, is_prepared
+from torchtitan.data.sharded import COMPRESSIONS, CompressedJsonLines, HubDataset, ParquetFiles, ShardedTexts
+from torchtitan.observe.log import logger
+
+Kind = Literal["jsonl", "compressed", "parquet", "text", "saved", "prepared", "hub"]
+FileKind = Literal["jsonl", "compressed", "parquet", "text"]
+
+SHIPPED_TEXT = Path(__file__).parents[2] / "tests" / "assets" / "pydocs"
+SHIPPED = {"pydocs": "train.jsonl", "pydocs_validation": "validation.jsonl", "c4_test": "train.jsonl"}
+HUB: dict[str, tuple[str, str | None, str]] = {
+    "c4": ("allenai/c4", "en", "train"),
+    "c4_validation": ("allenai/c4", "en", "validation"),
+}
+SUFFIXES: dict[str, FileKind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text",
+    ".md": "text",
+    ".rst": "text",
+}
+READABLE = "JSONL (also .gz, .bz2, .xz), Parquet, text (.txt, .md, .rst)"
+
+
+@dataclass(frozen=True)
+class Location:
+    """Text that was found: its kind, and its files or its place on the hub."""
+
+    kind: Kind
+    files: tuple[Path, ...] = ()
+    hub: tuple[str, str | None, str] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.hub[0] if self.hub else str(self.files[0]) + (" ..." if len(self.files) > 1 else "")
+
+
+def locate_text(dataset: str, dataset_path: str | None) -> Location:
+    if dataset_path is not None:
+        return _locate_path(dataset_path)
+    if dataset in SHIPPED:
+        file = SHIPPED_TEXT / SHIPPED[dataset]
+        if not file.is_file():
+            raise ValueError(f"dataset = {dataset!r} ships with a clone of this repository, but {file} is not there")
+        if dataset == "c4_test":
+            logger.info(f"dataset c4_test is the small text that ships here ({file}), not torchtitan's excerpt of C4")
+        return Location("jsonl", (file,))
+    if dataset in HUB:
+        return Location("hub", hub=HUB[dataset])
+    if Path(dataset).exists():
+        raise ValueError(f"dataset = {dataset!r} is a path here; set dataset_path to it (dataset is then only a label)")
+    repo, _, rest = dataset.partition(":")
+    config, _, split = rest.partition(":")
+    if repo.count("/") == 1 and all(repo.split("/")) and not repo.startswith("."):
+        return Location("hub", hub=(repo, config or None, split or "train"))
+    known = sorted(SHIPPED | HUB)
+    nearest = difflib.get_close_matches(dataset, known, n=1)
+    hint = f"did you mean {nearest[0]!r}? Otherwise " if nearest else ""
+    raise ValueError(
+        f"dataset = {dataset!r} is not a name known here; {hint}use one of {', '.join(known)}, "
+        "a Hugging Face dataset 'owner/name', or set dataset_path to local data"
+    )
+
+
+def open_source(
+    dataset: str, dataset_path: str | None, text_key: str, tokenizer: Tokenizer
+) -> Documents | ShardedTexts:
+    """Documents by number where they can be read in any order, else shards of text."""
+    location = locate_text(dataset, dataset_path)
+    if location.kind == "prepared":
+        return PreparedTokens(location.files[0], tokenizer)
+    texts = open_texts(location, text_key)
+    return texts if isinstance(texts, ShardedTexts) else TokenizedTexts(texts, tokenizer)
+
+
+def open_texts(location: Location, text_key: str) -> Texts | ShardedTexts:
+    texts = _open_kind(location, text_key)
+    if not (texts.num_shards if isinstance(texts, ShardedTexts) else len(texts)):
+        raise ValueError(f"{location.name} holds no document; a source needs at least one")
+    return texts
+
+
+def _open_kind(location: Location, text_key: str) -> Texts | ShardedTexts:
+    if location.hub is not None:
+        return HubDataset(*location.hub, text_key)
+    if location.kind == "jsonl":
+        return JsonLines(location.files, text_key)
+    if location.kind == "compressed":
+        return CompressedJsonLines(location.files, text_key)
+    if location.kind == "parquet":
+        return ParquetFiles(location.files, text_key)
+    if location.kind == "text":
+        return TextFiles(location.files)
+    assert location.kind == "saved", location.kind
+    return SavedDataset(location.files[0], text_key)
+
+
+def _locate_path(dataset_path: str) -> Location:
+    path = Path(dataset_path).expanduser()
+    if path.is_dir():
+        if is_prepared(path):
+            return Location("prepared", (path,))
+        if (path / "dataset_dict.json").is_file():
+            splits = sorted(str(entry) for entry in path.iterdir() if entry.is_dir())
+            raise ValueError(f"dataset_path = {dataset_path!r} holds several splits; give one: {', '.join(splits)}")
+        if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
+            return Location("saved", (path,))
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file, path)]
+        if not files:
+            raise ValueError(f"dataset_path = {dataset_path!r} is a folder without files; expected {READABLE}")
+    elif path.is_file():
+        files = [path]
+    elif path.exists():
+        raise ValueError(f"dataset_path = {dataset_path!r} is neither a file nor a folder; expected {READABLE}")
+    else:
+        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+        if not files:
+            raise ValueError(
+                f"dataset_path = {dataset_path!r}: no file matches (looked from {Path.cwd()}); "
+                "give a file, a folder or a glob such as 'corpus/*.jsonl'"
+            )
+    return Location(_one_kind(dataset_path, files), tuple(files))
+
+
+def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
+    kinds = {file: _file_kind(file) for file in files}
+    unknown = [str(file) for file, kind in kinds.items() if kind is None]
+    if unknown:
+        raise ValueError(
+            f"dataset_path = {dataset_path!r}: of unknown type: {', '.join(unknown[:5])}"
+            f"{f' and {len(unknown) - 5} more' if len(unknown) > 5 else ''}; expected {READABLE}; "
+            "a glob such as 'corpus/*.jsonl' leaves other files out"
+        )
+    found = {kind: file for file, kind in kinds.items() if kind is not None}
+    if len(found) > 1:
+        examples = ", ".join(f"{kind} ({file})" for kind, file in sorted(found.items()))
+        raise ValueError(
+            f"dataset_path = {dataset_path!r} mixes kinds of files: {examples}; "
+            "give a glob that matches one kind, or one source a kind ([[training.sources]])"
+        )
+    return next(iter(found))
+
+
+def _file_kind(file: Path) -> FileKind | None:
+    if file.suffix in COMPRESSIONS and SUFFIXES.get(Path(file.stem).suffix) == "jsonl":
+        return "compressed"
+    if file.suffix in SUFFIXES:
+        return SUFFIXES[file.suffix]
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(4096).lstrip()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}; correct dataset_path or the permissions") from error
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    return "jsonl" if head.startswith(b"{") else None
+
+
+def _hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)

@@ -1,0 +1,218 @@
+"""One stream of documents: its own part of every source, its own order, and a position small enough to save.
+
+Which documents a stream reads depends on the data, the seed and the number of streams; never on ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from torchtitan.data.documents import Documents, Tokenizer
+from torchtitan.data.permutation import permute
+from torchtitan.data.sharded import ShardedTexts, ShardReader
+from torchtitan.observe.log import logger
+
+INDEX_BLOCK = 256  # permuted indices are computed this many at a time: some microseconds a call, spread out
+SHUFFLE_BLOCK = 512  # documents of a shard are shuffled within blocks of this many a stream; they are held as text
+
+
+class Place(NamedTuple):
+    """Where a document came from; put into words only when something went wrong."""
+
+    source: int
+    epoch: int
+    position: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a stream needs to know of a source."""
+
+    name: str
+    data: Documents | ShardedTexts
+    weight: float = 1.0
+    epochs: int = 1  # times it may be read; -1: without end
+
+
+@dataclass(frozen=True)
+class Order:
+    """What decides the order of documents."""
+
+    num_streams: int
+    seed: int
+    shuffle: bool
+
+
+class Cursor(Protocol):
+    """A stream's place in one source."""
+
+    def next(self) -> tuple[np.ndarray, Place] | None:
+        """Tokens of the next document; None once all epochs are read."""
+
+    def state(self) -> Any: ...
+
+    def load(self, state: Any) -> None: ...
+
+
+class IndexedCursor:
+    """Reads documents order[stream::num_streams], where order is a permutation of its own for each epoch."""
+
+    def __init__(self, source: Source, data: Documents, number: int, order: Order, stream: int) -> None:
+        self._source, self._data, self._number, self._order, self._stream = source, data, number, order, stream
+        self._length = len(range(stream, len(data), order.num_streams))
+        self.load((0, 0))
+
+    def load(self, state: Sequence[int]) -> None:
+        self._epoch, self._position = state
+        self._block: list[int] = []
+        self._block_begin = 0
+
+    def state(self) -> tuple[int, int]:
+        return self._epoch, self._position
+
+    def next(self) -> tuple[np.ndarray, Place] | None:
+        if self._position == self._length:
+            if self._epoch + 1 == self._source.epochs:
+                return None
+            self.load((self._epoch + 1, 0))
+            log_epoch(self._source, self._epoch, self._order, self._stream)
+        row = self._position - self._block_begin
+        if not 0 <= row < len(self._block):
+            self._read_block()
+            row = 0
+        index = self._block[row]
+        self._position += 1
+        return self._data.tokens(index), Place(self._number, self._epoch, (index,))
+
+    def _read_block(self) -> None:
+        positions = np.arange(self._position, min(self._position + INDEX_BLOCK, self._length))
+        indices = positions * self._order.num_streams + self._stream
+        if self._order.shuffle:
+            indices = permute(len(self._data), (self._order.seed, self._number, self._epoch), indices)
+        self._block, self._block_begin = indices.tolist(), self._position
+
+
+class ShardedCursor:
+    """Reads its shards one after the other, shuffled within blocks; a shard may be shared with other streams.
+
+    With at most as many streams as shards a stream owns shards order[stream::num_streams]. With more, the streams
+    congruent modulo the number of shards read the same one, and each keeps every so many-th document.
+    """
+
+    def __init__(
+        self, source: Source, data: ShardedTexts, number: int, order: Order, stream: int, tokenizer: Tokenizer
+    ) -> None:
+        self._source, self._data, self._number, self._order, self._stream = source, data, number, order, stream
+        self._tokenizer = tokenizer
+        self._share = len(range(stream % data.num_shards, order.num_streams, data.num_shards))
+        self._first = stream // data.num_shards
+        self._begin_epoch(0)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._found = epoch, False
+        shards = np.arange(self._data.num_shards)
+        if self._order.shuffle:
+            shards = permute(self._data.num_shards, (self._order.seed, self._number, epoch), shards)
+        self._shards = shards[self._stream % self._data.num_shards :: self._order.num_streams].tolist()
+        self._begin_shard(0)
+
+    def _begin_shard(self, shard: int) -> None:
+        self._shard, self._num_read = shard, 0  # num_read: documents of the shard before the block
+        self._reader: ShardReader | None = None
+        self._reader_state: Any = None  # at the start of the block
+        self._block: list[tuple[int, str]] = []
+        self._block_size = self._offset = 0  # offset: own documents of the block that were handed out
+
+    def state(self) -> tuple[int, int, int, Any, int]:
+        return self._epoch, self._shard, self._num_read, self._reader_state, self._offset
+
+    def load(self, state: Sequence[Any]) -> None:
+        epoch, shard, num_read, reader_state, offset = state
+        self._begin_epoch(epoch)
+        self._begin_shard(shard)
+        self._found = True
+        if reader_state is not None:
+            self._num_read = num_read
+            self._reader = self._data.open(self._shards[shard], reader_state)
+            self._read_block()
+            self._offset = offset
+
+    def next(self) -> tuple[np.ndarray, Place] | None:
+        while self._offset == len(self._block):
+            if self._shard == len(self._shards):
+                if not self._found:
+                    raise ValueError(
+                        f"{self._source.name}: stream {self._stream} of {self._order.num_streams} found no document in "
+                        f"{self._data.num_shards} shards; use fewer streams (training.num_streams)"
+                    )
+                if self._epoch + 1 == self._source.epochs:
+                    return None
+                self._begin_epoch(self._epoch + 1)
+                log_epoch(self._source, self._epoch, self._order, self._stream)
+            self._read_block()
+        number, text = self._block[self._offset]
+        self._offset += 1
+        self._found = True
+        tokens = np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int32)
+        return tokens, Place(self._number, self._epoch, (self._shards[self._shard], number))
+
+    def _read_block(self) -> None:
+        shard = self._shards[self._shard]
+        if self._reader is None:
+            self._reader = self._data.open(shard, None)
+        self._num_read += self._block_size
+        self._reader_state = self._reader.state()
+        texts = self._reader.read(SHUFFLE_BLOCK * self._share)
+        if not texts:
+            self._begin_shard(self._shard + 1)
+            return
+        # Blocks begin at multiples of the share, so that every stream of a shared shard counts alike.
+        own = np.arange(self._first, len(texts), self._share)
+        if self._order.shuffle and len(own):
+            key = (self._order.seed, self._number, self._epoch, shard, self._num_read)
+            own = own[permute(len(own), key, np.arange(len(own)))]
+        self._block = [(self._num_read + i, texts[i]) for i in own.tolist()]
+        self._block_size, self._offset = len(texts), 0
+
+
+class Stream:
+    """Takes each document from the source whose tokens lag most behind its weight; ends when that one has ended."""
+
+    def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer, order: Order, stream: int) -> None:
+        self._weights = [source.weight for source in sources]
+        self._num_tokens = [0] * len(sources)
+        self._cursors = [
+            build_cursor(source, number, tokenizer, order, stream) for number, source in enumerate(sources)
+        ]
+
+    def next(self) -> tuple[np.ndarray, Place] | None:
+        counts = self._num_tokens
+        due = min(range(len(counts)), key=lambda i: counts[i] / self._weights[i]) if len(counts) > 1 else 0
+        document = self._cursors[due].next()
+        if document is not None:
+            counts[due] += len(document[0])
+        return document
+
+    def state(self) -> tuple[Any, ...]:
+        return tuple(self._num_tokens), tuple([cursor.state() for cursor in self._cursors])
+
+    def load(self, state: Sequence[Any]) -> None:
+        num_tokens, cursor_states = state
+        self._num_tokens = list(num_tokens)
+        for cursor, cursor_state in zip(self._cursors, cursor_states, strict=True):
+            cursor.load(cursor_state)
+
+
+def build_cursor(source: Source, number: int, tokenizer: Tokenizer, order: Order, stream: int) -> Cursor:
+    data = source.data
+    if isinstance(data, ShardedTexts):
+        return ShardedCursor(source, data, number, order, stream, tokenizer)
+    return IndexedCursor(source, data, number, order, stream)
+
+
+def log_epoch(source: Source, epoch: int, order: Order, stream: int) -> None:
+    if stream == 0:  # the others follow at about the same time
+        order_text = "in a new order" if order.shuffle else "in the same order"
+        logger.info(f"epoch {epoch + 1} of {source.name} begins, {order_text}")

@@ -1,0 +1,135 @@
+"""What machine this is: the process's place among others, its device, and how fast that can be; torch only inside.
+
+Peaks are the vendors' dense bf16 figures in TFLOP/s. A device that is not in the table is measured, never guessed.
+"""
+
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# First match wins: the longer names of a series stand before the shorter.
+PEAK_BF16_TFLOPS: dict[str, float] = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+    "MI355X": 2500.0,
+    "MI325X": 1307.0,
+    "MI300X": 1307.0,
+    "MI250X": 191.5,  # one of its two dies, which is what torch sees as a device
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of the run, as torchrun says it; a process started alone is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def read_place() -> Place:
+    return Place(
+        rank=int(os.environ.get("RANK", 0)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+    )
+
+
+def pick_device(local_rank: int) -> "torch.device":
+    """This rank's GPU, or the CPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
+            f"start at most that many ranks on it (NGPU={torch.cuda.device_count()})"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s that MFU is counted against, and where the figure is from."""
+
+    flops: float
+    origin: str  # "data sheet" or "measured"
+
+
+def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
+    """The device table's figure for bf16, else the best of a large matrix product on this device in this dtype."""
+    import torch
+
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for known, tflops in PEAK_BF16_TFLOPS.items():
+            if known.lower() in name.lower().replace("-", " "):
+                return Peak(tflops * 1e12, "data sheet")
+    return Peak(measure_matmul_flops(device, dtype), "measured")
+
+
+def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: float = 0.6) -> float:
+    """FLOP/s of the fastest of several square matrix products, tried for about this long."""
+    import torch
+
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def timed() -> float:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    timed()
+    best, end = timed(), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        best = min(best, timed())
+    return 2 * n**3 / best
+
+
+def describe_device(device: "torch.device") -> str:
+    import torch
+
+    if device.type == "cuda":
+        gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+        return f"{torch.cuda.get_device_name(device)} ({gib:.0f} GiB)"
+    return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def peak_memory_gib(device: "torch.device") -> float:
+    """Most memory held so far: what the allocator reserved on a GPU, the process's resident size on a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def use_deterministic_kernels(warn_only: bool) -> None:
+    """Refuse (or warn of) kernels whose result depends on timing; before the first CUDA call."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.benchmark = False

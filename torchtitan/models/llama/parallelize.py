@@ -1,0 +1,74 @@
+"""How a Llama meets a mesh: what is recomputed, compiled and sharded, in which order, and how its weights begin.
+
+TP, CP and the pipeline's stage split belong here too when they come; the model file stays as it is.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
+from torchtitan.models.llama.model import Transformer, fill_initial
+from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.recompute import apply_recompute
+
+
+def apply_parallelism(
+    model: Transformer,
+    mesh: Mesh,
+    parallelism: Parallelism,
+    training: Training,
+    recompute: ActivationCheckpoint,
+    compile_: Compile,
+) -> None:
+    """Turn a model on the meta device into this rank's part of it: recompute, compile each block, shard."""
+    apply_recompute(model.layers, recompute)
+    if compile_.enable and "model" in compile_.components:
+        for layer in model.layers.values():
+            layer.compile(backend=compile_.backend, fullgraph=True)
+    apply_fsdp(
+        model,
+        _sharding_units(model),
+        mesh.fsdp,
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
+    )
+
+
+def _sharding_units(model: Transformer) -> list[list[torch.nn.Module]]:
+    """What is gathered together: the embedding, each block, and norm with output; a tied weight stays with the root."""
+    blocks: list[list[torch.nn.Module]] = [[layer] for layer in model.layers.values()]
+    if model.args.tied_embeddings:
+        return blocks
+    return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
+
+
+def init_weights(model: Transformer, device: torch.device, seed: int) -> None:
+    """Allocate this rank's part on the device and fill it with values that depend on seed and name, not on the layout.
+
+    Each rank draws every whole parameter it has a part of, one at a time, and keeps its part.
+    """
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        fill_initial(name, whole, model.args, generator)
+        _keep_part(parameter, whole)
+
+
+@torch.no_grad()
+def _keep_part(parameter: Tensor, whole: Tensor) -> None:
+    """Copy the slice of `whole` that this rank holds of a sharded parameter."""
+    if isinstance(parameter, DTensor):
+        for chunk in parameter.__create_chunk_list__():  # DTensor's description of itself for checkpoints
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                whole = whole.narrow(dim, offset, size)
+        parameter = parameter.to_local()
+    if parameter.numel():  # a rank beyond the last row holds nothing
+        parameter.copy_(whole)

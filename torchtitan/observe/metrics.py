@@ -1,0 +1,177 @@
+"""One record a logged step, to the console, metrics.jsonl, TensorBoard and Weights & Biases; it receives plain numbers."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan.config.schema import Config, Metrics
+from torchtitan.observe.log import logger, wants_color
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is known at a logged step; averages are over the steps since the last one."""
+
+    step: int
+    loss: float
+    max_loss: float
+    grad_norm: float
+    lr: float
+    tokens_seen: int
+    tokens_per_second: float  # per device
+    tflops: float  # per device
+    mfu: float
+    memory_gib: float
+    step_seconds: float
+    data_seconds: float
+    eta_seconds: float
+    skipped_updates: int
+
+
+class Clock:
+    """Time spent on training steps; what happens inside `outside_training` does not count."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def outside_training(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - begin
+
+    def read(self) -> float:
+        """Seconds since the last reading."""
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        return seconds
+
+
+class Sink(Protocol):
+    """Somewhere numbers go."""
+
+    def write(self, step: int, values: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """A file with one JSON object a line; floats are written so that they read back the same."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        if start_step and path.exists():  # a resumed run writes the steps after its checkpoint again
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= start_step]
+            path.write_text("".join(line + "\n" for line in kept))
+        self._file = path.open("a" if start_step else "w", buffering=1)  # a killed run keeps its last line
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files; after a resume the curve goes on where it was, and steps written twice show once."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Weights & Biases, set up by its own environment variables (WANDB_PROJECT, WANDB_MODE=offline, ...)."""
+
+    def __init__(self, run_folder: Path, config: Config) -> None:
+        wandb = import_wandb()
+        self._run = wandb.init(dir=str(run_folder), config=config.model_dump(), notes=config.job.description)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def import_wandb() -> Any:
+    """The optional package, or an error with the line that installs it."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("metrics.enable_wandb = true needs Weights & Biases; pip install wandb") from None
+    return wandb
+
+
+class MetricsWriter:
+    """All places a record goes to. Only rank 0 has one."""
+
+    def __init__(self, config: Config, run_folder: Path, start_step: int, total_steps: int, mfu_label: str) -> None:
+        self._color = wants_color(config.metrics.disable_color_printing)
+        self._total_steps, self._mfu_label = total_steps, mfu_label
+        self._records = JsonLines(run_folder / "metrics.jsonl", start_step)
+        self._validations = JsonLines(run_folder / "validation.jsonl", start_step) if config.validation.enable else None
+        self._curves = _open_curves(config.metrics, config, run_folder, start_step)
+
+    def write(self, record: StepRecord) -> None:
+        values = asdict(record)
+        step = values.pop("step")
+        self._records.write(step, values)
+        for sink in self._curves:
+            sink.write(step, values)
+        logger.info(self._line(record))
+
+    def write_validation(self, step: int, loss: float, num_tokens: int) -> None:
+        assert self._validations is not None
+        self._validations.write(step, {"validation_loss": loss, "validation_tokens": num_tokens})
+        for sink in self._curves:
+            sink.write(step, {"validation_loss": loss})
+        logger.info(f"validation after step {step}: loss {loss:.4f} over {num_tokens:,} tokens")
+
+    def close(self) -> None:
+        self._records.close()
+        if self._validations:
+            self._validations.close()
+        for sink in self._curves:
+            sink.close()
+
+    def _line(self, r: StepRecord) -> str:
+        width = len(str(self._total_steps))
+        parts = [
+            (f"step {r.step:>{width}}/{self._total_steps}", "31"),
+            (f"loss {r.loss:7.4f}", "32"),
+            (f"grad norm {r.grad_norm:6.3f}", "33"),
+            (f"{r.tokens_per_second:,.0f} tok/s", "34"),
+            (f"{r.tflops:.2f} TFLOP/s", "36"),
+            (f"MFU {r.mfu:.1%} of {self._mfu_label}", "35"),
+            (f"memory {r.memory_gib:.2f} GiB", "34"),
+            (f"ETA {_duration(r.eta_seconds)}", "37"),
+        ]
+        if r.skipped_updates:
+            parts.append((f"{r.skipped_updates} updates left out", "31"))
+        return "  ".join(f"\033[{code}m{text}\033[0m" if self._color else text for text, code in parts)
+
+
+def _open_curves(metrics: Metrics, config: Config, run_folder: Path, start_step: int) -> list[Sink]:
+    sinks: list[Sink] = []
+    if metrics.enable_tensorboard:
+        sinks.append(TensorBoard(run_folder / metrics.save_tb_folder, start_step))
+    if metrics.enable_wandb:
+        sinks.append(WeightsAndBiases(run_folder, config))
+    return sinks
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"

@@ -1,0 +1,40 @@
+"""The one DeviceMesh: always the same five axes, so that every mechanism asks for its axis by name."""
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan.config.layout import AXES, ParallelDims
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The devices of a run, and the slices of them its mechanisms work on."""
+
+    dims: ParallelDims
+    devices: DeviceMesh
+    batch: DeviceMesh  # ranks that see different sequences
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """What parameters are sharded over; two-dimensional, replicas first, where there are replicas (HSDP)."""
+        if self.dims.dp_replicate > 1:
+            return self.devices["dp_replicate", "dp_shard"]
+        return self.devices["dp_shard"]
+
+    @property
+    def batch_rank(self) -> int:
+        """This rank's place among those that see different sequences."""
+        return self.batch.get_local_rank()
+
+    @property
+    def batch_group(self) -> ProcessGroup:
+        return self.batch.get_group()
+
+
+def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:
+    """Lay the ranks out; the process group must be up."""
+    devices = init_device_mesh(device_type, dims.sizes, mesh_dim_names=AXES)
+    batch = devices["dp_replicate", "dp_shard"]._flatten("batch")
+    return Mesh(dims, devices, batch)

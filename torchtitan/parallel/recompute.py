@@ -1,0 +1,57 @@
+"""Recompute activations in backward: whole blocks, every n-th, or the cheap operations of each."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from torchtitan.config.schema import ActivationCheckpoint
+
+# Kept: what costs most to compute again, and what communicates.
+_SAVED_OPERATIONS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+}
+
+
+def apply_recompute(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None:
+    """Exchange the layers for ones that recompute; parameter names do not change."""
+    if config.mode == "none":
+        return
+    if config.mode == "memory_budget":
+        torch._functorch.config.activation_memory_budget = config.memory_budget
+        return
+    every = int(config.selective_ac_option) if config.mode == "selective" and config.selective_ac_option != "op" else 1
+    by_operation = config.mode == "selective" and config.selective_ac_option == "op"
+    for i, name in enumerate(list(layers)):
+        if i % every == 0:
+            layers[name] = checkpoint_wrapper(
+                layers[name],
+                preserve_rng_state=config.preserve_rng_state,
+                determinism_check=config.determinism_check,
+                early_stop=config.early_stop,
+                **({"context_fn": _keep_expensive_operations} if by_operation else {}),
+            )
+
+
+def _keep_expensive_operations() -> Any:
+    """Save attention and every second matrix product: half the products' memory for half their cost again."""
+    seen: dict[str, int] = defaultdict(int)
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        pass_name = "recompute" if context.is_recompute else "forward"
+        if operation == torch.ops.aten.mm.default:
+            seen[pass_name] += 1
+            if seen[pass_name] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        saved = operation in _SAVED_OPERATIONS
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,91 @@
+"""From a configuration to the parts of a run: the only place where they are constructed."""
+
+import torch
+from torch import nn
+
+from torchtitan.config.layout import BatchPlan
+from torchtitan.config.schema import Config, DataSource
+from torchtitan.data.loader import Loader, build_loader
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
+from torchtitan.models.llama.model import Transformer
+from torchtitan.models.llama.parallelize import apply_parallelism, init_weights
+from torchtitan.observe.metrics import import_wandb
+from torchtitan.parallel.collectives import all_agree, any_agrees
+from torchtitan.parallel.mesh import Mesh
+
+
+def check_environment(config: Config, device: torch.device) -> None:
+    """Refuse, before anything is started, what this machine or installation cannot do."""
+    if config.metrics.enable_wandb:
+        import_wandb()
+    if config.profiling.enable_memory_snapshot and device.type != "cuda":
+        raise ValueError(
+            "profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false"
+        )
+
+
+def build_model_args(config: Config, tokenizer: Tokenizer) -> LlamaArgs:
+    """The flavor's shape, with the vocabulary fixed."""
+    args = FLAVORS[config.model.name][config.model.flavor]
+    return resolve_vocab_size(args, config.model.vocab_size, tokenizer.vocab_size)
+
+
+def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, seed: int) -> nn.Module:
+    """This rank's part of the model, with its initial weights."""
+    dtype = getattr(torch, config.training.dtype)
+    with torch.device("meta"):
+        model = Transformer(args).to(dtype)
+    apply_parallelism(
+        model, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile
+    )
+    init_weights(model, device, seed)
+    return model.train()
+
+
+def build_training_loader(
+    config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, seed: int, device: torch.device
+) -> Loader:
+    """The training data; it ends on all ranks at once, at the last batch that every rank can fill."""
+    training = config.training
+    single = DataSource(dataset=training.dataset, dataset_path=training.dataset_path, text_key=training.text_key)
+    return build_loader(
+        training.sources or [single],
+        tokenizer,
+        seq_len=training.seq_len,
+        global_batch_size=plan.global_batch_size,
+        num_streams=plan.num_streams,
+        dp_rank=mesh.batch_rank,
+        dp_size=mesh.dims.dp,
+        seed=seed,
+        epochs=training.epochs,
+        shuffle=training.shuffle,
+        block_causal=config.model.attn_mask_type == "block_causal",
+        agree=lambda mine: all_agree(mine, mesh.batch_group),
+        pin_memory=device.type == "cuda",
+    )
+
+
+def build_validation_loader(config: Config, tokenizer: Tokenizer, mesh: Mesh, device: torch.device) -> Loader:
+    """The held-out data, in file order; it ends when no rank has any left, the last batches filled up with nothing."""
+    validation = config.validation
+    source = DataSource(
+        dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key
+    )
+    batch_size = validation.local_batch_size * mesh.dims.dp
+    return build_loader(
+        [source],
+        tokenizer,
+        seq_len=validation.seq_len,
+        global_batch_size=batch_size,
+        num_streams=batch_size,
+        dp_rank=mesh.batch_rank,
+        dp_size=mesh.dims.dp,
+        seed=0,
+        epochs=1,
+        shuffle=False,
+        block_causal=config.model.attn_mask_type == "block_causal",
+        agree=lambda mine: any_agrees(mine, mesh.batch_group),
+        pin_memory=device.type == "cuda",
+        pad_last=True,
+    )

@@ -1,0 +1,141 @@
+"""From steps to logged records: numbers wait on the device until a logged step, then are read, judged and written."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.config.schema import Training
+from torchtitan.data.loader import Batch
+from torchtitan.hardware import Peak, peak_memory_gib
+from torchtitan.observe.health import NotFiniteError, Verdict, describe_stop, judge_window
+from torchtitan.observe.log import logger
+from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
+from torchtitan.parallel.collectives import gather_objects, max_over, sum_over
+from torchtitan.training.step import StepLoss
+
+
+class Reporter:
+    """Collects the steps since the last logged one; `flush` is the only point where the host waits for the device."""
+
+    def __init__(
+        self,
+        training: Training,
+        writer: MetricsWriter | None,
+        batch_group: ProcessGroup,
+        world_size: int,
+        device: torch.device,
+        tokens_per_step: int,
+        flops_per_token: int,
+        peak: Peak,
+    ) -> None:
+        self.training, self.writer, self.batch_group = training, writer, batch_group
+        self.world_size, self.device = world_size, device
+        self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak
+        self.clock = Clock()
+        self.losses: list[float] = []  # of all logged windows, for the run's summary
+        self._skips_in_a_row = 0
+        self._begin = time.perf_counter()
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._shares: list[Tensor] = []
+        self._own: list[Tensor] = []
+        self._norms: list[Tensor] = []
+        self._batches: list[Batch] = []
+        self._data_seconds = 0.0
+
+    def add(self, batch: Batch, loss: StepLoss, gradient_norm: Tensor, data_seconds: float) -> None:
+        """Note a step; nothing is read from the device."""
+        self._shares.append(loss.share)
+        self._own.append(loss.own)
+        self._norms.append(gradient_norm)
+        self._batches.append(batch)
+        self._data_seconds += data_seconds
+
+    def flush(self, step: int, learning_rate: float) -> None:
+        """Write the record of the steps up to this one; raises NotFiniteError where they end the run."""
+        if not self._shares:
+            return
+        losses, largest, own, norms = self._read()
+        verdict = judge_window(
+            losses,
+            norms,
+            skip=self.training.on_nonfinite == "skip",
+            in_a_row=self._skips_in_a_row,
+            most_in_a_row=self.training.max_consecutive_skips,
+        )
+        first = step - len(losses) + 1
+        if verdict.stop_at is not None:
+            self._stop(first + verdict.stop_at, verdict, own, norms)
+        for i in verdict.skipped:
+            logger.warning(f"step {first + i}: update left out (loss {losses[i]}, gradient norm {norms[i]})")
+        self._skips_in_a_row = verdict.in_a_row
+        record = self._record(step, learning_rate, losses, largest, norms, set(verdict.skipped))
+        self.losses.append(record.loss)
+        if self.writer is not None:
+            self.writer.write(record)
+        self._start_window()
+
+    def summary(self, step: int) -> str:
+        """One line on the whole run."""
+        if not self.losses:
+            return "no step was trained"
+        seconds = time.perf_counter() - self._begin
+        return f"trained {step} steps in {seconds:.0f} s: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
+
+    def _read(self) -> list[list[float]]:
+        """Reduce over ranks and wait for the device, once for all numbers."""
+        shares, own = torch.stack(self._shares).double(), torch.stack(self._own).double()
+        largest = max_over(own.clone(), self.batch_group)
+        losses = sum_over(shares, self.batch_group)
+        return torch.stack([losses, largest, own, torch.stack(self._norms).double()]).tolist()
+
+    def _record(
+        self,
+        step: int,
+        learning_rate: float,
+        losses: Sequence[float],
+        largest: Sequence[float],
+        norms: Sequence[float],
+        skipped: set[int],
+    ) -> StepRecord:
+        counted = [i for i in range(len(losses)) if i not in skipped]
+        mean_over = max(1, len(counted))
+        step_seconds = self.clock.read() / len(losses)
+        tokens_per_second = self.tokens_per_step / step_seconds / self.world_size
+        flops = tokens_per_second * self.flops_per_token
+        return StepRecord(
+            step=step,
+            loss=sum(losses[i] for i in counted) / mean_over if counted else math.nan,
+            max_loss=max((largest[i] for i in counted), default=math.nan),
+            grad_norm=sum(norms[i] for i in counted) / mean_over if counted else math.nan,
+            lr=learning_rate,
+            tokens_seen=step * self.tokens_per_step,
+            tokens_per_second=tokens_per_second,
+            tflops=flops / 1e12,
+            mfu=flops / self.peak.flops,
+            memory_gib=peak_memory_gib(self.device),
+            step_seconds=step_seconds,
+            data_seconds=self._data_seconds / len(losses),
+            eta_seconds=(self.training.steps - step) * step_seconds,
+            skipped_updates=len(skipped),
+        )
+
+    def _stop(self, step: int, verdict: Verdict, own: Sequence[float], norms: Sequence[float]) -> None:
+        """All ranks see the same global numbers, so all come here together."""
+        assert verdict.stop_at is not None
+        mine = (own[verdict.stop_at], self._batches[verdict.stop_at].describe())
+        everyone = gather_objects(mine, self.batch_group)
+        raise NotFiniteError(
+            describe_stop(
+                step,
+                verdict.reason,
+                not math.isfinite(norms[verdict.stop_at]),
+                [loss for loss, _ in everyone],
+                [batch for _, batch in everyone],
+            )
+        )

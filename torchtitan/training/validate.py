@@ -1,0 +1,27 @@
+"""Loss on held-out data: the same batches every time, each token counted once, on however many ranks."""
+
+import torch
+from torch.distributed import ProcessGroup
+
+from torchtitan.data.loader import Loader
+from torchtitan.parallel.collectives import sum_over
+from torchtitan.training.step import ForwardBackward
+
+
+def validate(
+    step: ForwardBackward, loader: Loader, num_batches: int, batch_group: ProcessGroup
+) -> tuple[float, int]:
+    """Mean loss and number of tokens over `num_batches` from the start of the data, or over all of it (-1).
+
+    The loader ends on all ranks at once, so every rank runs the same number of forward passes, which FSDP needs.
+    """
+    loader.reset()
+    totals: torch.Tensor | None = None
+    while num_batches and (batch := loader.next()) is not None:
+        num_batches -= 1
+        numbers = torch.stack(step.evaluate(batch)).double()
+        totals = numbers if totals is None else totals + numbers
+    if totals is None:
+        raise ValueError("the validation data holds no tokens; see validation.dataset and validation.dataset_path")
+    summed, tokens = sum_over(totals, batch_group).tolist()
+    return summed / max(1, tokens), int(tokens)

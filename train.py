@@ -1,0 +1,148 @@
+"""Train a Llama: one file, read from top to bottom.
+
+    python train.py --job.config_file train_configs/debug_model.toml --training.steps 20
+
+Every option: `python train.py --help`. On several devices: `./run_llama_train.sh`. The run is a function of the
+configuration, the data and the seed, never of how many processes share the work.
+"""
+
+import sys
+
+from torchtitan.config.load import load_config_or_exit, to_toml
+from torchtitan.config.schema import Config
+from torchtitan.hardware import Place, read_place
+
+if __name__ == "__main__":  # before torch is loaded, so that --help and a mistake in the file answer at once
+    place = read_place()
+    config = load_config_or_exit(sys.argv[1:], place.world_size, place.rank)
+
+import gc
+import secrets
+import time
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from torchtitan import hardware
+from torchtitan.config.layout import plan_batch, plan_layout
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.models.llama.args import count_parameters, flops_per_token
+from torchtitan.observe.health import NotFiniteError
+from torchtitan.observe.log import is_refusal, logger, start_logging, wants_color
+from torchtitan.observe.metrics import MetricsWriter
+from torchtitan.observe.profiling import profile
+from torchtitan.observe.run_folder import open_run_folder
+from torchtitan.parallel import collectives
+from torchtitan.parallel.mesh import build_mesh
+from torchtitan.training import build
+from torchtitan.training.loss import build_loss
+from torchtitan.training.lr_schedule import learning_rate_factor
+from torchtitan.training.optimizer import apply_update, build_optimizer
+from torchtitan.training.report import Reporter
+from torchtitan.training.step import ForwardBackward
+from torchtitan.training.validate import validate
+
+
+@record  # under torchrun, the first rank's error is the one that is shown
+def main(config: Config, place: Place) -> None:
+    # What can be refused is refused here, before any process waits for another.
+    training = config.training
+    device = hardware.pick_device(place.local_rank)
+    build.check_environment(config, device)
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    args = build.build_model_args(config, tokenizer)
+    if config.debug.deterministic:
+        hardware.use_deterministic_kernels(config.debug.deterministic_warn_only)
+    run_folder = open_run_folder(config, place.rank)
+
+    # The mesh
+    dims = plan_layout(config.parallelism, place.world_size)
+    plan = plan_batch(training, dims.dp)
+    collectives.start_process_group(device, place.rank, place.world_size, config.comm.init_timeout_seconds)
+    mesh = build_mesh(dims, device.type)
+    seed = collectives.from_rank_0(secrets.randbits(31) if config.debug.seed is None else config.debug.seed)
+    peak = hardware.find_peak(device, getattr(torch, training.mixed_precision_param))
+    logger.info(f"{config.job.description}: {place.world_size} x {hardware.describe_device(device)}, mesh {dims}")
+    logger.info(f"peak {peak.flops / 1e12:.2f} TFLOP/s a device ({peak.origin}), seed {seed}")
+
+    # The data
+    loader = build.build_training_loader(config, plan, tokenizer, mesh, seed, device)
+    validation = build.build_validation_loader(config, tokenizer, mesh, device) if config.validation.enable else None
+
+    # The model, its loss and its optimizer
+    model = build.build_model(config, args, mesh, device, seed)
+    forward_backward = ForwardBackward(model, build_loss(config.compile), training.local_batch_size, mesh.batch_group)
+    optimizer = build_optimizer(model, config.optimizer)
+    logger.info(
+        f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
+        f"global batch {plan.global_batch_size} x {training.seq_len} tokens in {plan.num_microbatches} microbatches"
+    )
+
+    # What is seen of it
+    writer = None
+    if place.rank == 0:
+        resolved = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": seed})})
+        (run_folder / "config.toml").write_text(to_toml(resolved))
+        if config.job.print_config:
+            print(to_toml(resolved))
+        writer = MetricsWriter(config, run_folder, 0, training.steps, f"{peak.origin} peak")
+    reporter = Reporter(
+        training,
+        writer,
+        mesh.batch_group,
+        place.world_size,
+        device,
+        tokens_per_step=plan.global_batch_size * training.seq_len,
+        flops_per_token=flops_per_token(args, training.seq_len),
+        peak=peak,
+    )
+
+    gc.disable()  # a collection at a random moment on one rank makes all the others wait
+    step, learning_rate = 0, 0.0
+    with profile(config.profiling, run_folder, place.rank, step, device) as profiler:
+        while step < training.steps:
+            asked = time.perf_counter()
+            batch = loader.next()
+            if batch is None:
+                logger.warning(f"the data ends after step {step}; training.epochs says how often it may be read")
+                break
+            data_seconds = time.perf_counter() - asked
+
+            step += 1
+            learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)
+            loss = forward_backward(batch.to(device))
+            gradient_norm = collectives.clip_gradients(model, training.max_norm)
+            apply_update(optimizer, learning_rate, gradient_norm)
+
+            reporter.add(batch, loss, gradient_norm, data_seconds)
+            if step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:
+                reporter.flush(step, learning_rate)
+            if validation is not None and (step % config.validation.freq == 0 or step == training.steps):
+                with reporter.clock.outside_training():
+                    mean, tokens = validate(forward_backward, validation, config.validation.steps, mesh.batch_group)
+                if writer is not None:
+                    writer.write_validation(step, mean, tokens)
+            if step == 1:
+                collectives.set_timeout(config.comm.train_timeout_seconds)
+            if step % training.gc_freq == 0:
+                gc.collect(1)
+            profiler.step()
+        reporter.flush(step, learning_rate)
+
+    loader.close()
+    if writer is not None:
+        writer.close()
+        logger.info(reporter.summary(step))
+        logger.info(f"run folder: {run_folder} (config.toml, metrics.jsonl{', tb/' if config.metrics.enable_tensorboard else ''})")
+        logger.info(f"look at it: tensorboard --logdir {run_folder}, then open http://localhost:6006")
+    collectives.stop_process_group()
+
+
+if __name__ == "__main__":
+    start_logging(place.rank, wants_color(config.metrics.disable_color_printing))
+    try:
+        main(config, place)
+    except (ValueError, NotFiniteError) as error:
+        if place.world_size > 1 or not is_refusal(error):
+            raise
+        raise SystemExit(f"error: {error}") from None
