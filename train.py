@@ -67,7 +67,9 @@ def main(config: Config, place: Place) -> None:
 
     # The data
     loader = build.build_training_loader(config, plan, tokenizer, mesh, seed, device)
-    validation = build.build_validation_loader(config, tokenizer, mesh, device) if config.validation.enable else None
+    validation = None
+    if config.validation.enable:
+        validation = build.build_validation_loader(config, plan, tokenizer, mesh, device)
 
     # The model, its loss and its optimizer
     model = build.build_model(config, args, mesh, device, seed)
@@ -119,7 +121,9 @@ def main(config: Config, place: Place) -> None:
                 reporter.flush(step, learning_rate)
             if validation is not None and (step % config.validation.freq == 0 or step == training.steps):
                 with reporter.clock.outside_training():
-                    mean, tokens = validate(forward_backward, validation, config.validation.steps, mesh.batch_group)
+                    mean, tokens = validate(
+                        forward_backward, validation, config.validation, device, mesh.batch_group
+                    )
                 if writer is not None:
                     writer.write_validation(step, mean, tokens)
             if step == 1:

@@ -2,8 +2,8 @@
 
     python scripts/check_requirements.py requirements.txt --missing
 
-A pin says what gets installed, not what is needed: a package in any version will do, unless pyproject.toml gives a range
-for it. Standard library only, and it imports none of the packages, so that it answers at once.
+A pin says what gets installed, not what is needed: a package in any version will do, unless pyproject.toml gives a
+range for it. Standard library only, and it imports none of the packages, so that it answers at once.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def split_name(requirement: str) -> tuple[str, str]:
 def is_within(version: str, wanted: str) -> bool:
     """Whether a version meets `>=2.11,<2.14`; only release numbers count, so a vendor's 2.11.0a0+nv is 2.11."""
     for clause in filter(None, wanted.split(",")):
-        sign, bound = re.match(r"\s*([<>=]+)\s*(.*)", clause).groups()  # type: ignore[union-attr]
+        sign, bound = re.match(r"\s*([<>=]+)\s*(.*)", clause).groups()
         if not COMPARISONS[sign](release(version), release(bound)):
             return False
     return True
@@ -84,7 +84,7 @@ def is_within(version: str, wanted: str) -> bool:
 
 def release(version: str) -> tuple[int, ...]:
     """`2.11.0a0+nv` -> (2, 11), without trailing zeros, so that 2.11 equals 2.11.0."""
-    numbers = [int(n) for n in re.match(r"\d+(\.\d+)*", version)[0].split(".")]  # type: ignore[index]
+    numbers = [int(n) for n in re.match(r"\d+(\.\d+)*", version)[0].split(".")]
     while len(numbers) > 1 and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

@@ -51,8 +51,11 @@ install_requirements() {
     ">= 3.$oldest and < 3.$too_new is needed; delete .venv and run this again"
   "$venv_python" -m pip --version >/dev/null 2>&1 || die ".venv has no pip; install $requirements with the tool" \
     "that made it, or delete .venv and run this again"
-  say "installing $requirements into .venv, once: some minutes; torch with its GPU libraries is several GB"
-  "$venv_python" -m pip install --quiet --disable-pip-version-check -r "$requirements" >&2 ||
+  local lacking how_long="a minute"
+  lacking="$(lacks "$venv_python" || true)"
+  if [[ $lacking == *torch\ * ]]; then how_long="some minutes, for torch is large, with its GPU libraries several GB"; fi
+  say "installing $requirements into .venv, once; this takes $how_long"
+  "$venv_python" -m pip install -qq --disable-pip-version-check -r "$requirements" >&2 ||
     die "pip could not install $requirements (its message is above); run this again once that is mended"
   rm -f "$half_made"
   venv_is_ready || die "after the installation .venv still lacks: $(lacks "$venv_python")"

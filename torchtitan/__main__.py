@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 
 def main(argv: list[str]) -> None:
@@ -13,8 +12,7 @@ def main(argv: list[str]) -> None:
     check.add_argument("--world_size", type=int, help="ranks the run will have; without it, layouts are not checked")
     check.add_argument("options", nargs="*", help="after --: the options of train.py")
 
-    schema = verbs.add_parser("schema", help="write the JSON Schema that editors complete TOML files with")
-    schema.add_argument("--out", type=Path, default=Path("train_configs/schema.json"))
+    verbs.add_parser("schema", help="bring train_configs/schema.json and docs/configuration.md up to date")
 
     from torchtitan.data import prepare
 
@@ -26,9 +24,9 @@ def main(argv: list[str]) -> None:
 
         load_config_or_exit(args.options, args.world_size, rank=0)
     elif args.verb == "schema":
-        from torchtitan.config.load import to_json_schema
+        from torchtitan.config import export
 
-        args.out.write_text(to_json_schema())
+        export.write_all()
     elif args.verb == "prepare":
         try:
             prepare.run(args)

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -102,12 +101,16 @@ def test_a_killed_preparation_is_refused_goes_on_and_ends_the_same(prepared, tok
     )
     (tmp_path / "program.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, tmp_path / "program.py"], env=environment, start_new_session=True)
+    process = subprocess.Popen([sys.executable, tmp_path / "program.py"], env=environment)
     deadline = time.time() + 30
     while not list(out.glob("*.lengths")) and process.poll() is None and time.time() < deadline:
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
+    time.sleep(0.3)
+    left = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    time.sleep(0.3)
+    assert left == {path: path.stat().st_mtime_ns for path in out.iterdir()}, "a worker outlived its parent"
     finished = {path: path.stat().st_mtime_ns for path in out.glob("*.lengths")}
     assert finished and not (out / "meta.json").is_file()
     with pytest.raises(ValueError, match=r"prepared only in part \(meta.json is missing\)"):

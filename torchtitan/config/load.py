@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from torchtitan.config import not_yet
 from torchtitan.config.rules import find_conflicts
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, Section
 
 
 class ConfigError(ValueError):
@@ -72,16 +72,14 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
-def to_json_schema() -> str:
-    """JSON Schema for editors: completion, docs and errors while a TOML file is written."""
-    return json.dumps(Config.model_json_schema(), indent=1, sort_keys=True) + "\n"
-
-
 def key_names() -> list[str]:
     """All keys of the schema, dotted."""
-    return [
-        f"{section}.{key}" for section, field in Config.model_fields.items() for key in field.annotation.model_fields
-    ]  # type: ignore[union-attr]
+    return [f"{section}.{key}" for section, keys in sections().items() for key in keys.model_fields]
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of the schema, in order."""
+    return {name: type(default) for name, default in Config()}
 
 
 def _exit(message: str) -> NoReturn:

@@ -302,7 +302,7 @@ class Validation(Section):
     """As `training.text_key` (ours)."""
 
     local_batch_size: PositiveInt = 8
-    """Sequences a device takes at once; the validation batch is this times the data-parallel degree."""
+    """Sequences a device takes at once; the validation batch is as large as the training's global batch."""
 
     seq_len: PositiveInt = 2048
     """Tokens in a validation sequence."""

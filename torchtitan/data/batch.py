@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,15 @@ class Batch:
     slots: list[int]
     packed: list[Packed]
     sources: list[Source]
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on the device; from pinned memory the host does not wait for the copy."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        ids = None if self.document_ids is None else move(self.document_ids)
+        return replace(self, inputs=move(self.inputs), labels=move(self.labels), document_ids=ids)
 
     def describe(self) -> str:
         """Where each sequence came from: its first and last document."""

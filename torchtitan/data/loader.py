@@ -18,7 +18,7 @@ from torchtitan.data.documents import Tokenizer
 from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
 from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.sources import open_source
-from torchtitan.data.stream import Order, Source, Stream
+from torchtitan.data.stream import Order, Source, Stream, sample_mean_tokens
 from torchtitan.observe.log import logger
 
 NUM_PREFETCHED = 3
@@ -159,7 +159,8 @@ def build_loader(
         data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
         name = source.dataset_path or source.dataset
         source_epochs = epochs if source.epochs is None else source.epochs
-        opened.append(Source(name, data, source.weight, source_epochs))
+        mean_tokens = sample_mean_tokens(data, tokenizer) if len(sources) > 1 else 0.0
+        opened.append(Source(name, data, source.weight, source_epochs, mean_tokens))
         check_size(opened[-1], num_streams)
     return Loader(
         opened,
@@ -191,9 +192,17 @@ def check_layout(num_streams: int, global_batch_size: int, dp_size: int) -> None
 
 
 def check_size(source: Source, num_streams: int) -> None:
-    if not isinstance(source.data, ShardedTexts) and len(source.data) < num_streams:
+    size = source_size(source)
+    if isinstance(source.data, ShardedTexts):
+        if size < num_streams:
+            times = -(-num_streams // size)
+            logger.info(
+                f"{source.name} has {size} shards for {num_streams} streams, so each is read up to {times} times; "
+                f"training.num_streams = {size} or less, or prepared tokens, avoid it"
+            )
+    elif size < num_streams:
         raise ValueError(
-            f"{source.name} has {len(source.data)} documents, fewer than the {num_streams} streams "
+            f"{source.name} has {size} documents, fewer than the {num_streams} streams "
             "(training.num_streams); use fewer streams, or split the text into more documents (JSONL: one a line)"
         )
 

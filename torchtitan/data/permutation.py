@@ -29,11 +29,13 @@ def _encrypt(values: np.ndarray, num_bits: int, keys: np.ndarray) -> np.ndarray:
     for key in keys:
         left, right = right, left ^ (_mix(right + key) & np.uint64((1 << left_bits) - 1))
         left_bits, right_bits = right_bits, left_bits
-    return np.bitwise_or(left << np.uint64(right_bits), right)
+    encrypted: np.ndarray = (left << np.uint64(right_bits)) | right
+    return encrypted
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.bitwise_xor(values, values >> np.uint64(31))
+    values = values ^ (values >> np.uint64(31))
+    return values

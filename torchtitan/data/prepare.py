@@ -9,12 +9,14 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.sources import Location, locate_text, open_texts
 from torchtitan.data.tokenizer import build_tokenizer
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 CHUNK_DOCUMENTS = 10_000
 MAX_CHUNKS = 4096  # files in one folder
 BATCH_DOCUMENTS = 256
@@ -149,9 +151,18 @@ _worker: tuple[Job, Tokenizer, Any]
 
 def _start_worker(job: Job, needs_texts: bool) -> None:
     global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets running chunks finish
+    # A worker whose parent was killed would go on writing, perhaps against the worker of a second start.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker a core already
     texts = open_texts(job.location, job.text_key) if needs_texts else None
     _worker = (job, build_tokenizer(job.tokenizer_path), texts)
+
+
+def _end_with_parent() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _tokenize_chunk(number: int, chunk: Chunk) -> int:

@@ -34,6 +34,7 @@ class Source:
     data: Documents | ShardedTexts
     weight: float = 1.0
     epochs: int = 1  # times it may be read; -1: without end
+    mean_tokens: float = 0.0  # of a document, roughly; only a mix needs it
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,21 @@ class ShardedCursor:
 
 
 class Stream:
-    """Takes each document from the source whose tokens lag most behind its weight; ends when that one has ended."""
+    """Takes each document from the source whose tokens lag most behind its weight; ends when that one has ended.
+
+    Streams begin at different points of that cycle. Otherwise a source of few, long documents would fill whole batches,
+    in all streams at once, and then none for long.
+    """
 
     def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer, order: Order, stream: int) -> None:
         self._weights = [source.weight for source in sources]
         self._num_tokens = [0] * len(sources)
+        if len(sources) > 1:
+            # A source counts as having given this much already, so that its first document is due somewhere within
+            # mean_tokens / share, the distance from one to the next.
+            for number, source in enumerate(sources):
+                others = 1 - source.weight / sum(self._weights)
+                self._num_tokens[number] = int(spread(order, stream, number) * source.mean_tokens / others)
         self._cursors = [
             build_cursor(source, number, tokenizer, order, stream) for number, source in enumerate(sources)
         ]
@@ -210,6 +221,21 @@ def build_cursor(source: Source, number: int, tokenizer: Tokenizer, order: Order
     if isinstance(data, ShardedTexts):
         return ShardedCursor(source, data, number, order, stream, tokenizer)
     return IndexedCursor(source, data, number, order, stream)
+
+
+def spread(order: Order, stream: int, number: int) -> float:
+    """Between 0 and 1, evenly over the streams, and in another order for each source."""
+    place = permute(order.num_streams, (order.seed, number), np.array([stream]))
+    return float(place[0] + 0.5) / order.num_streams
+
+
+def sample_mean_tokens(data: Documents | ShardedTexts, tokenizer: Tokenizer, count: int = 32) -> float:
+    if isinstance(data, ShardedTexts):
+        lengths = [len(tokenizer.encode(text, bos=True, eos=True)) for text in data.open(0, None).read(count)]
+    else:
+        indices = permute(len(data), 0, np.arange(min(count, len(data)))).tolist()
+        lengths = [len(data.tokens(index)) for index in indices]
+    return sum(lengths) / max(len(lengths), 1)
 
 
 def log_epoch(source: Source, epoch: int, order: Order, stream: int) -> None:

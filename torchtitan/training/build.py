@@ -66,19 +66,23 @@ def build_training_loader(
     )
 
 
-def build_validation_loader(config: Config, tokenizer: Tokenizer, mesh: Mesh, device: torch.device) -> Loader:
-    """The held-out data, in file order; it ends when no rank has any left, the last batches filled up with nothing."""
+def build_validation_loader(
+    config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, device: torch.device
+) -> Loader:
+    """The held-out data, in file order; it ends when no rank has any left, the last batches filled up with nothing.
+
+    Its batches are as large as the training's, so that what `validation.steps` of them hold does not depend on ranks.
+    """
     validation = config.validation
     source = DataSource(
         dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key
     )
-    batch_size = validation.local_batch_size * mesh.dims.dp
     return build_loader(
         [source],
         tokenizer,
         seq_len=validation.seq_len,
-        global_batch_size=batch_size,
-        num_streams=batch_size,
+        global_batch_size=plan.global_batch_size,
+        num_streams=plan.num_streams,
         dp_rank=mesh.batch_rank,
         dp_size=mesh.dims.dp,
         seed=0,

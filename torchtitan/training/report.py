@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.config.schema import Training
-from torchtitan.data.loader import Batch
+from torchtitan.data.batch import Batch
 from torchtitan.hardware import Peak, peak_memory_gib
 from torchtitan.observe.health import NotFiniteError, Verdict, describe_stop, judge_window
 from torchtitan.observe.log import logger

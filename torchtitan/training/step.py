@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.data.loader import Batch
+from torchtitan.data.batch import Batch
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.training.loss import IGNORED, LossFunction
 
@@ -37,12 +37,12 @@ class ForwardBackward:
         return StepLoss(share=total / all_tokens.clamp(min=1), own=total / own_tokens.clamp(min=1))
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """This rank's summed loss and number of counted tokens; no gradients."""
+    def evaluate(self, batch: Batch, local_batch_size: int) -> Tensor:
+        """This rank's summed loss and number of counted tokens, in float64; no gradients."""
         total = torch.zeros((), device=batch.inputs.device)
-        for inputs, labels, document_ids in _microbatches(batch, self.local_batch_size):
+        for inputs, labels, document_ids in _microbatches(batch, local_batch_size):
             total += self.loss(self.model(inputs, document_ids=document_ids), labels)
-        return total, (batch.labels != IGNORED).sum()
+        return torch.stack([total.double(), (batch.labels != IGNORED).sum().double()])
 
 
 def _microbatches(batch: Batch, size: int) -> list[tuple[Tensor, Tensor, Tensor | None]]:

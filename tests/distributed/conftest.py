@@ -1,0 +1,86 @@
+"""Ranks that are started once and serve all the tests of this folder: importing torch costs more than most tests."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+NUM_RANKS = 4
+TEST_SECONDS = 100
+
+
+def _serve(rank: int, pipe: Connection) -> None:
+    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "LOCAL_RANK": str(rank), "RANK": str(rank)}
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        job = pipe.recv()
+        if job is None:
+            return
+        function, world_size, port, args = job
+        os.environ |= {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
+        try:
+            answer = function(rank, world_size, *args), None
+        except BaseException:
+            answer = None, traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(answer)
+
+
+class Ranks:
+    """Calls `function(rank, world_size, *args)` on the first ranks and returns their answers."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._start()
+
+    def _start(self) -> None:
+        self._pipes, self._processes = [], []
+        for rank in range(NUM_RANKS):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __call__(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        with socket.socket() as s:
+            s.bind(("localhost", 0))
+            port = s.getsockname()[1]
+        for pipe in self._pipes[:world_size]:
+            pipe.send((function, world_size, port, args))
+        answers, errors = [], []
+        for rank, pipe in enumerate(self._pipes[:world_size]):
+            # After one rank's error the others may hang in a collective; they get a moment to say why they do.
+            if not pipe.poll(5 if errors else TEST_SECONDS):
+                errors.append(f"rank {rank} gave no answer")
+                continue
+            answer, error = pipe.recv()
+            answers.append(answer)
+            errors += [f"rank {rank}: {error}"] if error else []
+        if errors:
+            self.stop()
+            self._start()
+            raise AssertionError("\n".join(errors))
+        return answers
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.stop()

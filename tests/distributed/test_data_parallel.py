@@ -1,0 +1,131 @@
+"""Any number of data-parallel ranks trains as one process does: same batches, loss, gradient norm, parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.conftest import Ranks
+from tests.tiny_runs import read_records, tiny_config, train_here
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP on 2": (2, {"training__local_batch_size": 4}),
+    "FSDP on 4": (4, {"training__local_batch_size": 2}),
+    "FSDP on 4, parameters kept after forward": (
+        4, {"training__local_batch_size": 2, "parallelism__fsdp_reshard_after_forward": "never"}),
+    "HSDP 2 x 2": (4, {"training__local_batch_size": 2, "parallelism__data_parallel_replicate_degree": 2}),
+    "plain data parallelism on 2": (
+        2, {"training__local_batch_size": 4, "parallelism__data_parallel_replicate_degree": 2}),
+    "FSDP on 2, accumulating 4": (2, {"training__local_batch_size": 1}),
+    "FSDP on 2, recomputing": (
+        2, {"training__local_batch_size": 4, "activation_checkpoint__mode": "selective",
+            "activation_checkpoint__selective_ac_option": "op"}),
+    "FSDP on 2, fewer streams than slots": (2, {"training__local_batch_size": 4, "training__num_streams": 8}),
+}  # fmt: skip
+
+
+def differences(ours: list[dict[str, Any]], reference: list[dict[str, Any]], key: str) -> float:
+    assert [r["step"] for r in ours] == [r["step"] for r in reference] == list(range(1, len(reference) + 1))
+    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(ours, reference, strict=True))
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train_here(tiny_config(tmp_path_factory.mktemp("one")))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_one_process_does(
+    ranks: Ranks, one_process: list[dict[str, Any]], tmp_path: Path, layout: str
+) -> None:
+    world_size, overrides = LAYOUTS[layout]
+    records = ranks(cases.train, world_size, str(tmp_path), overrides)[0]
+    assert differences(records, one_process, "loss") <= 1e-5
+    assert differences(records, one_process, "grad_norm") <= 1e-4
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert [r["tokens_seen"] for r in records] == [r["tokens_seen"] for r in one_process]
+
+
+def test_tied_embeddings_train_alike_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    tied = {"model__flavor": "tiny-tied", "training__local_batch_size": 4}
+    one = ranks(cases.train, 1, str(tmp_path / "1"), tied)[0]
+    two = ranks(cases.train, 2, str(tmp_path / "2"), tied)[0]
+    assert differences(two, one, "loss") <= 1e-5
+    assert differences(two, one, "grad_norm") <= 1e-4
+
+
+def test_documents_kept_apart_train_alike_though_ranks_count_different_labels(ranks: Ranks, tmp_path: Path) -> None:
+    apart = {"model__attn_mask_type": "block_causal", "training__local_batch_size": 2}
+    one = ranks(cases.train, 1, str(tmp_path / "1"), apart)[0]
+    four = ranks(cases.train, 4, str(tmp_path / "4"), apart)[0]
+    assert differences(four, one, "loss") <= 1e-5
+    assert differences(four, one, "grad_norm") <= 1e-4
+
+
+def test_bfloat16_trains_alike_within_its_precision(
+    ranks: Ranks, one_process: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    mixed = {"training__mixed_precision_param": "bfloat16", "training__local_batch_size": 4}
+    one = ranks(cases.train, 1, str(tmp_path / "1"), mixed)[0]
+    two = ranks(cases.train, 2, str(tmp_path / "2"), mixed)[0]
+    assert 0 < differences(one, one_process, "loss") < 5e-3  # bfloat16 it is, and close to float32
+    # Both round the same weights and activations; only the order of float32 sums differs.
+    assert differences(two, one, "loss") <= 1e-3
+
+
+def test_initial_and_trained_parameters_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
+    four, two = {"training__local_batch_size": 2}, {"training__local_batch_size": 4}
+    hybrid = four | {"parallelism__data_parallel_replicate_degree": 2}
+    for steps, tolerance in [(0, 0.0), (10, 1e-4)]:
+        one = ranks(cases.parameters_after, 1, str(tmp_path), steps, two)[0][0]
+        on_two = ranks(cases.parameters_after, 2, str(tmp_path), steps, two)[0][0]
+        on_four = ranks(cases.parameters_after, 4, str(tmp_path), steps, hybrid)
+        for name, value in one.items():
+            for other in (on_two[name], on_four[0][0][name]):
+                assert (other - value).abs().max() <= tolerance, (name, steps)
+            # Replicas hold the same shard: ranks 0 and 2, 1 and 3.
+            for rank in (0, 1):
+                assert on_four[rank][1][name].equal(on_four[rank + 2][1][name]), (name, steps)
+
+
+def test_validation_counts_every_token_once_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    overrides = {
+        "validation__enable": True,
+        "validation__dataset": "pydocs_validation",
+        "validation__seq_len": 200,
+        "validation__local_batch_size": 3,
+        "validation__freq": 2,
+        "training__steps": 3,
+        "training__local_batch_size": 2,
+    }
+    seen = {}
+    for world_size in (1, 2, 4):
+        folder = tmp_path / str(world_size)
+        ranks(cases.train, world_size, str(folder), overrides)
+        seen[world_size] = read_records(folder, "validation.jsonl")
+    assert [r["step"] for r in seen[1]] == [2, 3]
+    for world_size in (2, 4):
+        for ours, reference in zip(seen[world_size], seen[1], strict=True):
+            assert ours["validation_tokens"] == reference["validation_tokens"] > 50_000
+            assert ours["validation_loss"] == pytest.approx(reference["validation_loss"], rel=1e-5)
+
+
+def test_data_that_runs_out_ends_all_ranks_at_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
+    # Documents of very different length: the ranks' own data ends at different places.
+    corpus = tmp_path / "uneven.jsonl"
+    corpus.write_text("".join(f'{{"text": "{"word " * (20 + 40 * (i % 4))}"}}\n' for i in range(64)))
+    overrides = {"training__dataset_path": str(corpus), "training__steps": 500, "training__local_batch_size": 2}
+    ends = []
+    for world_size in (1, 2, 4):
+        ranks(cases.train, world_size, str(tmp_path / str(world_size)), overrides | {"metrics__log_freq": 3})
+        ends.append(read_records(tmp_path / str(world_size))[-1]["step"])
+    assert ends[0] == ends[1] == ends[2]
+    assert 1 < ends[0] < 500
+
+
+def test_a_loss_that_is_not_finite_names_the_rank_and_its_data(ranks: Ranks, tmp_path: Path) -> None:
+    overrides = {"optimizer__lr": 1e30, "training__local_batch_size": 4, "training__max_norm": 1e30}
+    messages = ranks(cases.failing_train, 2, str(tmp_path), overrides)
+    assert messages[0] == messages[1]
+    assert "on data-parallel rank 0, 1" in messages[0] and "pydocs/train.jsonl:" in messages[0]

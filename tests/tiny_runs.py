@@ -1,0 +1,57 @@
+"""A tiny model and a tiny run: what the tests train, in the process they are called in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import train
+from torchtitan.config.load import load_config
+from torchtitan.config.schema import Config
+from torchtitan.hardware import Place
+from torchtitan.models.llama.args import FLAVORS, LlamaArgs
+
+TINY = LlamaArgs(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=160, vocab_size=None, rope_theta=10000.0
+)
+TINY_TIED = LlamaArgs(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=160, vocab_size=None, tied_embeddings=True
+)
+
+BASE = {
+    "model.flavor": "tiny",
+    "training.dataset": "pydocs",
+    "training.seq_len": 64,
+    "training.local_batch_size": 8,
+    "training.global_batch_size": 8,
+    "training.steps": 10,
+    "training.mixed_precision_param": "float32",
+    "optimizer.lr": 1e-2,
+    "lr_scheduler.warmup_steps": 2,
+    "activation_checkpoint.mode": "none",
+    "metrics.log_freq": 1,
+    "debug.seed": 0,
+}
+
+
+def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) -> Config:
+    """The base run with some keys changed; `__` stands for the dot."""
+    FLAVORS["llama3"]["tiny"], FLAVORS["llama3"]["tiny-tied"] = TINY, TINY_TIED
+    values = BASE | {"job.dump_folder": str(dump_folder)} | {k.replace("__", "."): v for k, v in overrides.items()}
+    argv: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            section, key = name.split(".")
+            argv.append(f"--{section}.{key}" if value else f"--{section}.no_{key}")
+        else:
+            argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return load_config(argv, world_size)
+
+
+def train_here(config: Config, place: Place = Place(0, 0, 1)) -> list[dict[str, Any]]:
+    """Run train.py's main in this process; the logged records."""
+    train.main(config, place)
+    return read_records(Path(config.job.dump_folder)) if place.rank == 0 else []
+
+
+def read_records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]

@@ -1,0 +1,348 @@
+"""Configuration: precedence, torchtitan's files, every mistake at once, and no key that nothing reads."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tomli
+
+from torchtitan.config import export, not_yet
+from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
+from torchtitan.config.load import (
+    ConfigError,
+    key_names,
+    load_config,
+    load_config_or_exit,
+    read_toml,
+    sections,
+    to_toml,
+)
+from torchtitan.config.schema import Config, Parallelism, Training
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
+
+# The keys and values of torchtitan v0.2.2's Llama 3 8B preset, and the sections its other Llama 3 presets have.
+TORCHTITAN_8B = """
+[job]
+dump_folder = "./outputs"
+description = "Llama 3 8B training"
+[profiling]
+enable_profiling = true
+save_traces_folder = "profile_trace"
+profile_freq = 100
+enable_memory_snapshot = false
+save_memory_snapshot_folder = "memory_snapshot"
+[metrics]
+log_freq = 10
+disable_color_printing = false
+enable_tensorboard = true
+save_tb_folder = "tb"
+enable_wandb = false
+[model]
+name = "llama3"
+flavor = "8B"
+hf_assets_path = "./assets/hf/Llama-3.1-8B"
+converters = []
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+eps = 1e-8
+[lr_scheduler]
+warmup_steps = 200
+decay_ratio = 0.8
+decay_type = "linear"
+min_lr_factor = 0.0
+[training]
+local_batch_size = 1
+seq_len = 8192
+max_norm = 1.0
+steps = 1000
+dataset = "c4"
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 1
+enable_async_tensor_parallel = false
+pipeline_parallel_degree = 1
+context_parallel_degree = 1
+[checkpoint]
+enable = false
+folder = "checkpoint"
+interval = 500
+last_save_model_only = true
+export_dtype = "float32"
+async_mode = "disabled"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[compile]
+enable = false
+components = ["model", "loss"]
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = ["output"]
+[validation]
+enable = false
+dataset = "c4_validation"
+freq = 500
+steps = -1
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def mistakes_of(tmp_path: Path, text: str, *argv: str, world_size: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--job.config_file", written(tmp_path, text), *argv], world_size)
+    return caught.value.mistakes
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    path = written(tmp_path, "[training]\nsteps = 1000\nseq_len = 512\n")
+    config = load_config([f"--job.config_file={path}", "--training.steps", "2000", "--compile.enable"])
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (2000, 512, 8)
+    assert config.compile.enable and config.job.config_file == path
+
+
+def test_options_may_be_written_with_hyphens_and_switched_off(tmp_path: Path) -> None:
+    path = written(tmp_path, "[metrics]\nenable_tensorboard = true\n")
+    config = load_config(["--job.config-file", path, "--metrics.no-enable-tensorboard", "--optimizer.lr", "1e-3"])
+    assert not config.metrics.enable_tensorboard and config.optimizer.lr == 1e-3
+
+
+def test_a_mix_of_sources_survives_the_command_line(tmp_path: Path) -> None:
+    path = written(tmp_path, '[[training.sources]]\ndataset = "pydocs"\nweight = 3\n[[training.sources]]\ndataset = "c4"\n')
+    config = load_config(["--job.config_file", path, "--training.steps", "300"])
+    assert [(s.dataset, s.weight) for s in config.training.sources] == [("pydocs", 3.0), ("c4", 1.0)]
+
+
+def test_torchtitans_llama3_preset_loads_and_means_the_same(tmp_path: Path) -> None:
+    config = load_config(["--job.config_file", written(tmp_path, TORCHTITAN_8B)], world_size=64)
+    assert config.model.flavor == "8B" and config.training.seq_len == 8192
+    assert config.lr_scheduler.decay_ratio == 0.8 and config.activation_checkpoint.selective_ac_option == "op"
+
+
+def test_defaults_are_torchtitans() -> None:
+    c = Config()
+    assert (c.optimizer.lr, c.optimizer.beta2, c.optimizer.weight_decay) == (8e-4, 0.95, 0.1)
+    assert (c.training.local_batch_size, c.training.seq_len, c.training.steps) == (8, 2048, 10000)
+    assert (c.lr_scheduler.warmup_steps, c.metrics.log_freq, c.job.dump_folder) == (200, 10, "./outputs")
+    assert (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option) == ("selective", "2")
+    assert (c.comm.init_timeout_seconds, c.comm.train_timeout_seconds) == (300, 100)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_a_shipped_file_is_right_for_the_devices_it_names(path: Path) -> None:
+    text = path.read_text()
+    stated = re.search(r"NGPU=(\d+)", text)
+    load_config(["--job.config_file", str(path)], world_size=int(stated[1]) if stated else 1)
+    assert text.startswith("#:schema ./schema.json\n")
+
+
+def test_the_json_schema_is_current() -> None:
+    assert (ROOT / export.SCHEMA_FILE).read_text() == export.to_json_schema(), "run: python -m torchtitan schema"
+
+
+def test_the_documentation_of_all_keys_is_current() -> None:
+    page = (ROOT / export.DOC_FILE).read_text()
+    assert page == export.with_key_tables(page), "run: python -m torchtitan schema"
+    assert all(f"`{name.rpartition('.')[2]}`" in page for name in key_names())
+
+
+def test_every_key_has_a_doc() -> None:
+    for name, section in sections().items():
+        assert section.__doc__
+        for key, field in section.model_fields.items():
+            assert field.description, f"{name}.{key}"
+
+
+def test_the_resolved_file_loads_to_the_same_configuration(tmp_path: Path) -> None:
+    text = '[training]\nsteps = 300\nmax_norm = 0.5\n[[training.sources]]\ndataset = "c4"\n[debug]\nseed = 7\n'
+    path = written(tmp_path, text)
+    config = load_config(["--job.config_file", path])
+    again, mistakes, _ = read_toml(Path(written(tmp_path, to_toml(config))))
+    assert again == config and not mistakes
+
+
+def test_all_mistakes_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
+    text = """
+[job]
+dump_foler = "x"
+[trainig]
+steps = 3
+[training]
+lr = 3
+seq_len = "2k"
+epochs = 0
+sources = [{dataset = "c4", weight = -1.0}]
+[lr_scheduler]
+warmup_steps = 20000
+[checkpoint]
+enable = true
+[compile]
+components = ["model", "los"]
+"""
+    mistakes = mistakes_of(tmp_path, text)
+    expected = [
+        "checkpoint.enable = true: torchtitan v0.2.2 has this key, this version does not yet",
+        'job.dump_foler = "x": unknown key; did you mean job.dump_folder?',
+        "[trainig]: unknown section; did you mean training?",
+        "training.lr = 3: unknown key; did you mean optimizer.lr?",
+        'training.seq_len = "2k": input should be a valid integer',
+        "training.epochs = 0 would do nothing",
+        "training.sources[0].weight = -1.0: input should be greater than 0",
+        "lr_scheduler.warmup_steps = 20000 is longer than the schedule of 10000 steps",
+        "compile.components[1] = \"los\": input should be 'model' or 'loss'",
+    ]
+    assert len(mistakes) == len(expected)
+    for beginning in expected:
+        assert any(mistake.startswith(beginning) for mistake in mistakes), beginning
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[training]\nsteps = 1.5", "training.steps = 1.5: input should be a valid integer"),
+        ("[training]\nsteps = true", "training.steps = true: input should be a valid integer"),
+        ("[compile]\nenable = 1", "compile.enable = 1: input should be a valid boolean"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = NaN: input should be a finite number"),
+        ("[training]\nsteps = 0", "training.steps = 0: input should be greater than 0"),
+        ("training = 3", "training = 3: this is a section; write [training] and its keys below"),
+        ('[model]\nname = "gpt"', 'model.name = "gpt" is not a model this recipe has; use llama3 or llama2'),
+        ('[model]\nflavor = "9B"', 'model.flavor = "9B" is no flavor of llama3; use one of debugmodel, 1B, 3B'),
+        ('[model]\nname = "llama2"\nflavor = "7B"\n[training]\nseq_len = 8192',
+         "training.seq_len = 8192 is longer than llama2 7B can be: use 4096 or less"),
+        ("[lr_scheduler]\ndecay_ratio = 0.99\nwarmup_steps = 200", "lr_scheduler.decay_ratio = 0.99 of 10000 steps and"),
+        ("[lr_scheduler]\ntotal_steps = 500", "lr_scheduler.total_steps = 500 ends before training.steps = 10000"),
+        ('[activation_checkpoint]\nselective_ac_option = "ops"',
+         'activation_checkpoint.selective_ac_option = "ops" is neither "op" nor a number of blocks'),
+        ('[activation_checkpoint]\nmode = "memory_budget"',
+         'activation_checkpoint.mode = "memory_budget" is carried out by the compiler'),
+        ('[training]\non_nonfinite = "skip"\n[optimizer]\nimplementation = "foreach"',
+         'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.implementation = "foreach"'),
+        ('[training]\ndataset_path = "x"\nsources = [{dataset = "c4"}]',
+         "training.dataset_path and [[training.sources]] both say where the data is"),
+        ("[profiling]\nenable_profiling = true\nprofile_freq = 2", "profiling.profile_freq = 2 is shorter than"),
+        ("[parallelism]\ntensor_parallel_degree = 8",
+         "parallelism.tensor_parallel_degree = 8: torchtitan v0.2.2 has this key, this version does not yet; remove it, "
+         "or leave it at 1"),
+        ('[model]\ntokenizer_path = "x"', 'model.tokenizer_path = "x": torchtitan v0.2.2 has this key, this version does '
+         "not yet; torchtitan deprecated it; set model.hf_assets_path"),
+    ],
+)  # fmt: skip
+def test_a_mistake_says_value_rule_and_fix(tmp_path: Path, line: str, message: str) -> None:
+    (mistake,) = mistakes_of(tmp_path, line)
+    assert mistake.startswith(message)
+
+
+def test_what_rests_on_a_refused_value_is_not_called_wrong_too(tmp_path: Path) -> None:
+    mistakes = mistakes_of(tmp_path, '[training]\nsteps = "many"\n[lr_scheduler]\ntotal_steps = 500\n')
+    assert mistakes == ['training.steps = "many": input should be a valid integer']
+
+
+def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhere() -> None:
+    data = {"parallelism": {"tensor_parallel_degree": 1}, "checkpoint": {"enable": False, "interval": 7}}
+    assert not_yet.take_out(data | {"job": {"description": "x"}}) == ({"job": {"description": "x"}}, [])
+    rest, refusals = not_yet.take_out({"parallelism": {"tensor_parallel_degree": True}, "fault_tolerance": {"enable": True}})
+    assert rest == {} and len(refusals) == 2
+    assert not set(not_yet.names()) & set(key_names())
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.toml: 1 mistake\n  cannot be read: No such file"):
+        load_config(["--job.config_file", "nowhere.toml"])
+    with pytest.raises(ConfigError, match="is not TOML: .*line 2"):
+        load_config(["--job.config_file", written(tmp_path, "[job]\nx x")])
+    with pytest.raises(ConfigError, match="--job.config_file needs a file name"):
+        load_config(["--job.config_file"])
+    with pytest.raises(ConfigError, match="--parallelism.tensor_parallel_degree: torchtitan v0.2.2 has this key"):
+        load_config(["--parallelism.tensor-parallel-degree", "2"])
+
+
+def test_only_rank_0_shows_the_mistakes_and_all_leave_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, shown in [(0, True), (1, False)]:
+        with pytest.raises(SystemExit) as caught:
+            load_config_or_exit(["--job.config_file", "nowhere.toml"], 2, rank)
+        assert caught.value.code == 2
+        assert ("cannot be read" in capsys.readouterr().err) == shown
+
+
+def run(*command: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done, time.perf_counter() - begin
+
+
+def test_help_lists_every_key_with_its_doc_within_seconds() -> None:
+    done, seconds = run("train.py", "--job.config_file", "train_configs/debug_model.toml", "--help")
+    assert done.returncode == 0
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
+    for name, section in sections().items():
+        for key, field in section.model_fields.items():
+            if key != "sources":
+                assert f"--{name}.{key}" in shown
+                assert str(field.description).split(";")[0].split("(")[0].strip()[:40] in shown
+    assert "(default: 120)" in shown  # the file's value, not the schema's
+    assert seconds < 3
+
+
+def test_a_wrong_key_on_the_command_line_exits_with_2_within_seconds() -> None:
+    done, seconds = run("train.py", "--training.stpes", "3")
+    assert done.returncode == 2 and "--training.steps" in done.stdout + done.stderr
+    assert seconds < 3
+
+
+def test_the_check_verb_finds_mistakes_without_torch(tmp_path: Path) -> None:
+    path = written(tmp_path, "[training]\nstpes = 3\n")
+    done, seconds = run("-X", "importtime", "-m", "torchtitan", "check", "--", "--job.config_file", path)
+    assert done.returncode == 2 and "did you mean training.steps?" in done.stderr
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
+    assert seconds < 3
+    done, _ = run("-m", "torchtitan", "check", "--world_size", "8", "--", "--job.config_file", str(SHIPPED[0]))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_layout_fills_the_sharded_axis() -> None:
+    assert plan_layout(Parallelism(), 8) == ParallelDims(dp_shard=8)
+    hybrid = plan_layout(Parallelism(data_parallel_replicate_degree=2), 8)
+    assert (hybrid.dp_replicate, hybrid.dp_shard, hybrid.dp) == (2, 4, 8)
+    assert str(hybrid) == "dp_replicate 2 x dp_shard 4" and str(ParallelDims()) == "1 rank"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"data_parallel_replicate_degree": 3}, "degree = 3 does not divide the 8 ranks; use one of 1, 2, 4, 8"),
+        ({"data_parallel_shard_degree": 4}, "is 4, but the run has 8 ranks; start 4 ranks, or set"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_ranks_are_refused(tmp_path: Path, degrees: dict, message: str) -> None:
+    text = "[parallelism]\n" + "\n".join(f"{key} = {value}" for key, value in degrees.items())
+    (mistake,) = mistakes_of(tmp_path, text, world_size=8)
+    assert message in mistake
+
+
+def test_a_global_batch_divides_into_microbatches_and_streams() -> None:
+    assert plan_batch(Training(local_batch_size=2), dp=4) == BatchPlan(8, 1, 8)
+    assert plan_batch(Training(local_batch_size=2, global_batch_size=24, num_streams=12), dp=4) == BatchPlan(24, 3, 12)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_with_one_that_can(tmp_path: Path) -> None:
+    (mistake,) = mistakes_of(tmp_path, "[training]\nglobal_batch_size = 20", world_size=2)
+    assert "global_batch_size = 20 is not a multiple of local_batch_size 8 x data-parallel degree 2 = 16; use 16" in mistake
+    (mistake,) = mistakes_of(tmp_path, "[training]\nnum_streams = 3", world_size=2)
+    assert "num_streams = 3 must divide the global batch of 16" in mistake and "use one of 2, 4, 8, 16" in mistake
+
+
+def test_shipped_files_are_plain_toml() -> None:
+    assert SHIPPED and all(tomli.loads(path.read_text()) for path in SHIPPED)

@@ -1,0 +1,184 @@
+"""The Llama against transformers' on the same weights, its parameter counts, its masks, and its flavors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.models.llama.args import (
+    FLAVORS,
+    LlamaArgs,
+    RopeScaling,
+    count_parameters,
+    flops_per_token,
+    resolve_vocab_size,
+)
+from torchtitan.models.llama.hf import to_hf_name
+from torchtitan.models.llama.model import Transformer, fill_initial, rope_table
+
+TINY = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, hidden_dim=160, vocab_size=97, rope_theta=10000.0)
+# The stretched frequencies differ from the plain ones within 64 positions only if the original length is short.
+SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+
+SHAPES = {
+    "plain": TINY,
+    "grouped queries": replace(TINY, n_kv_heads=2),
+    "scaled rotation": replace(TINY, rope_scaling=SCALED, rope_theta=500000.0),
+    "tied embeddings": replace(TINY, tied_embeddings=True),
+    "all of it": replace(TINY, n_kv_heads=1, rope_scaling=SCALED, tied_embeddings=True),
+}
+
+PARAMETER_COUNTS = {
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    ("llama3", "1B"): 1_235_814_400,
+    ("llama3", "3B"): 3_212_749_824,
+    ("llama2", "7B"): 6_738_415_616,
+    ("llama2", "13B"): 13_015_864_320,
+    ("llama2", "70B"): 68_976_648_192,
+}
+
+
+def random_model(args: LlamaArgs) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(args)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    return model
+
+
+def transformers_twin(model: Transformer) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    args, scaling = model.args, model.args.rope_scaling
+    rope: dict = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.dim,
+        intermediate_size=args.hidden_dim,
+        num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads,
+        num_key_value_heads=args.n_kv_heads,
+        rms_norm_eps=args.norm_eps,
+        tie_word_embeddings=args.tied_embeddings,
+        max_position_embeddings=512,
+        rope_parameters=rope,
+        attn_implementation="eager",
+    )
+    twin = LlamaForCausalLM(config)
+    weights = {to_hf_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    missing, unexpected = twin.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    return twin
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_gradients_equal_those_of_transformers(shape: str) -> None:
+    model = random_model(SHAPES[shape])
+    twin = transformers_twin(model)
+    tokens = torch.randint(97, (2, 64))
+    labels = tokens.roll(-1, dims=1)
+
+    ours, theirs = model(tokens), twin(tokens).logits
+    assert (ours - theirs).abs().max() <= 1e-4
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+    for logits in (ours, theirs):
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    their_gradients = {name: p.grad for name, p in twin.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - their_gradients[to_hf_name(name)]).abs().max() <= 1e-4, name
+
+
+@pytest.mark.parametrize("flavor", PARAMETER_COUNTS, ids=" ".join)
+def test_a_flavor_has_exactly_its_published_number_of_parameters(flavor: tuple[str, str]) -> None:
+    args = FLAVORS[flavor[0]][flavor[1]]
+    with torch.device("meta"):
+        model = Transformer(args)
+    built = sum(p.numel() for p in model.parameters())
+    assert built == count_parameters(args) == PARAMETER_COUNTS[flavor]
+
+
+def test_flops_of_a_token_of_8b_are_those_torchtitan_counts() -> None:
+    assert flops_per_token(FLAVORS["llama3"]["8B"], 8192) / 1e9 == pytest.approx(57.9, abs=0.05)
+
+
+def test_a_tied_embedding_is_counted_once_and_multiplied_once() -> None:
+    untied, tied = TINY, replace(TINY, tied_embeddings=True)
+    assert count_parameters(untied) - count_parameters(tied) == 97 * 64
+    assert flops_per_token(untied, 128) == flops_per_token(tied, 128)
+
+
+def test_documents_of_a_sequence_do_not_see_each_other() -> None:
+    model = random_model(SHAPES["grouped queries"])
+    first, second = torch.randint(97, (1, 20)), torch.randint(97, (1, 12))
+    ids = torch.tensor([[0] * 20 + [1] * 12])
+    together = model(torch.cat([first, second], dim=1), document_ids=ids)
+    assert torch.allclose(together[:, :20], model(first), atol=1e-5)
+    # Rotation is relative, so the second document's place in the sequence changes nothing.
+    assert torch.allclose(together[:, 20:], model(second), atol=1e-4)
+
+
+def test_positions_say_where_in_the_text_a_token_stands() -> None:
+    model = random_model(TINY)
+    tokens = torch.randint(97, (1, 16))
+    assert torch.equal(model(tokens), model(tokens, positions=torch.arange(16)))
+    assert torch.allclose(model(tokens), model(tokens, positions=torch.arange(16) + 100), atol=1e-4)
+    assert not torch.allclose(model(tokens), model(tokens, positions=torch.arange(16) * 3), atol=1e-2)
+
+
+def test_a_part_without_embedding_and_output_works_as_a_stage() -> None:
+    whole = random_model(TINY)
+    first, last = random_model(TINY), random_model(TINY)
+    first.norm = first.output = last.tok_embeddings = None
+    del first.layers["2"], last.layers["0"], last.layers["1"]
+    tokens = torch.randint(97, (2, 8))
+    assert torch.equal(whole(tokens), last(first(tokens)))
+    assert {*first.state_dict(), *last.state_dict()} == {*whole.state_dict()}
+
+
+def test_rotation_is_computed_in_float32_whatever_the_activations_are() -> None:
+    cos, sin = rope_table(torch.arange(8), TINY)
+    assert cos.dtype == sin.dtype == torch.float32
+
+
+def test_initial_weights_depend_on_the_name_and_shrink_with_depth() -> None:
+    weight = torch.empty(400, 400)
+    spreads = {}
+    for name in ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight",
+                 "layers.2.attention.wo.weight", "output.weight"):  # fmt: skip
+        fill_initial(name, weight, TINY, torch.Generator().manual_seed(0))
+        spreads[name] = weight.std().item()
+        assert weight.abs().max() <= 3.01 * spreads[name] / 0.98
+    assert spreads["tok_embeddings.weight"] == pytest.approx(1.0, rel=0.02)
+    assert spreads["layers.0.attention.wq.weight"] == pytest.approx(0.02, rel=0.02)
+    assert spreads["layers.2.attention.wo.weight"] == pytest.approx(
+        spreads["layers.0.attention.wo.weight"] / 3**0.5, rel=0.01
+    )
+    assert spreads["output.weight"] == pytest.approx(64**-0.5, rel=0.02)
+    fill_initial("layers.0.ffn_norm.weight", weight, TINY, torch.Generator())
+    assert (weight == 1).all()
+
+
+def test_the_vocabulary_is_the_configs_else_the_flavors_else_the_tokenizers() -> None:
+    free = replace(TINY, vocab_size=None)
+    assert resolve_vocab_size(free, None, 50).vocab_size == 50
+    assert resolve_vocab_size(TINY, None, 50).vocab_size == 97
+    assert resolve_vocab_size(TINY, 128, 50).vocab_size == 128
+
+
+@pytest.mark.parametrize(("configured", "origin"), [(None, "the flavor's vocabulary only 97"), (60, "vocab_size only 60")])
+def test_a_tokenizer_larger_than_the_embedding_is_refused(configured: int | None, origin: str) -> None:
+    with pytest.raises(ValueError, match=f"the tokenizer has 98 ids, .*{origin} rows; set model.vocab_size = 98"):
+        resolve_vocab_size(TINY, configured, 98)

@@ -1,0 +1,204 @@
+"""The shell scripts as a newcomer meets them: real processes, a real virtual environment, no training."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECK = ROOT / "scripts" / "check_requirements.py"
+TRAIN = ROOT / "run_llama_train.sh"
+HERE = {"PYTHON": sys.executable}  # this Python has what is needed: nothing is set up
+
+
+def run(command, cwd=ROOT, **env):
+    return finish(start(command, cwd, **env))
+
+
+def start(command, cwd=ROOT, **env):
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "NGPU", "CONFIG_FILE")} | env
+    pipe = subprocess.PIPE
+    return subprocess.Popen([str(part) for part in command], cwd=cwd, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process):
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def missing(requirements, *, pyproject=None, folder=None):
+    """check_requirements --missing: exit code and lines; with a pyproject.toml of its own in `folder`."""
+    script = CHECK
+    if pyproject:
+        (folder / "scripts").mkdir()
+        script = Path(shutil.copy(CHECK, folder / "scripts"))
+        (folder / "pyproject.toml").write_text(pyproject)
+    done = run([sys.executable, script, requirements, "--missing"])
+    return done.returncode, done.stdout.splitlines()
+
+
+def fake_program(folder, name, body):
+    """Stands in on PATH for what this machine may not have: an old Python, a GPU."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the set-up whose one requirement is a tiny package that lies beside it; nothing needs the network."""
+    tree = tmp_path / "a checkout"  # paths have spaces
+    (tree / "scripts").mkdir(parents=True)
+    for name in ("scripts/setup_env.sh", "scripts/check_requirements.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree / name)
+    with zipfile.ZipFile(tree / "tinyneed-1.0-py3-none-any.whl", "w") as wheel:
+        info = "tinyneed-1.0.dist-info"
+        wheel.writestr("tinyneed.py", "")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tinyneed\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    (tree / "requirements.txt").write_text("tinyneed==1.0\n")
+    return tree
+
+
+def start_set_up(tree, path=None, **env):
+    """scripts/setup_env.sh in a copy, with the folder `path` before everything else on PATH."""
+    env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": tree.as_uri(), "PIP_CONFIG_FILE": os.devnull}
+    if path:
+        env["PATH"] = f"{path}{os.pathsep}{os.environ['PATH']}"
+    return start([tree / "scripts" / "setup_env.sh", "requirements.txt"], cwd=tree.parent, **env)
+
+
+def set_up(tree, path=None, **env):
+    return finish(start_set_up(tree, path, **env))
+
+
+def test_the_python_of_these_tests_has_the_requirements():
+    assert missing(ROOT / "requirements-dev.txt") == (0, [])
+
+
+def test_what_is_missing_is_listed_a_line_each(tmp_path):
+    (tmp_path / "more.txt").write_text("no-such-thing-b==2.0; python_version >= '3.11'\nno-such-thing-b==1.0\n")
+    (tmp_path / "requirements.txt").write_text("# a comment\n-r more.txt\npytest==0.0.1  # old\nNo_Such-A\n")
+    assert missing(tmp_path / "requirements.txt") == (1, ["no-such-thing-b", "no-such-a"])
+
+
+def test_a_version_outside_pyprojects_range_counts_as_missing(tmp_path):
+    (tmp_path / "requirements.txt").write_text("pytest\npytest_timeout\n")
+    pyproject = 'requires-python = ">=3.10"\ndependencies = [\n    "pytest>=1,<1.5",\n    "pytest-timeout>=1.0",\n]\n'
+    code, lines = missing(tmp_path / "requirements.txt", pyproject=pyproject, folder=tmp_path)
+    assert code == 1 and len(lines) == 1
+    assert lines[0].startswith("pytest >=1,<1.5 (installed: ")
+
+
+def test_a_python_outside_pyprojects_range_counts_as_missing(tmp_path):
+    (tmp_path / "requirements.txt").write_text("pytest\n")
+    pyproject = 'requires-python = ">=3.90"\ndependencies = [\n]\n'
+    code, lines = missing(tmp_path / "requirements.txt", pyproject=pyproject, folder=tmp_path)
+    assert code == 1 and lines[0].startswith("python >=3.90 (this is 3.")
+
+
+def test_a_failed_set_up_is_not_used_and_one_of_two_shells_does_it_anew(checkout):
+    wheel = next(checkout.glob("*.whl"))
+    wheel.rename(checkout / "elsewhere")
+    failed = set_up(checkout)
+    assert failed.returncode == 1 and failed.stdout == ""
+    assert "tinyneed" in failed.stderr and "run this again" in failed.stderr
+
+    (checkout / "elsewhere").rename(wheel)
+    outputs = [process.communicate() for process in [start_set_up(checkout), start_set_up(checkout)]]
+    python = f"{checkout}/.venv/bin/python"
+    assert [out.strip() for out, _ in outputs] == [python, python], outputs
+    assert sum("creating .venv" in err for _, err in outputs) == 1
+    assert run([python, "-c", "import tinyneed"]).returncode == 0
+
+    third = set_up(checkout)
+    assert (third.stdout.strip(), third.stderr) == (python, "")
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.8", "3.14"])
+def test_a_python_of_the_wrong_version_is_refused(checkout, version):
+    for name in ["python3", *(f"python3.{minor}" for minor in range(10, 14))]:
+        fake_program(checkout / "bin", name, f"case $1 in -c) echo {version};; *) exit 1;; esac")
+    done = set_up(checkout, path=checkout / "bin")
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"python3 is {version}; Python >= 3.10 and < 3.14 is needed" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_python_without_the_venv_module_is_told_how_to_get_it(checkout):
+    without_venv = "case $1 in -c) echo 3.11;; *) echo ensurepip is not available; exit 1;; esac"
+    fake_program(checkout / "bin", "python3", without_venv)
+    done = set_up(checkout, path=checkout / "bin")
+    assert done.returncode == 1
+    assert "sudo apt install python3.11-venv" in done.stderr
+
+
+def test_a_given_python_that_lacks_something_is_left_as_it_is(checkout):
+    done = set_up(checkout, PYTHON=sys.executable)
+    assert done.returncode == 1 and done.stdout == ""
+    assert f"PYTHON={sys.executable} lacks: tinyneed." in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_given_python_that_does_not_run_is_named(checkout):
+    done = set_up(checkout, PYTHON="./no/python")
+    assert done.returncode == 1
+    assert "no/python does not run as a Python" in done.stderr
+
+
+def test_a_mistake_in_the_config_is_shown_once_before_any_rank_starts(tmp_path):
+    (tmp_path / "mine.toml").write_text("[training]\nstepz = 3\n")
+    done = run([TRAIN], cwd=tmp_path, CONFIG_FILE="mine.toml", NGPU="2", CUDA_VISIBLE_DEVICES="0,1", **HERE)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count("stepz") == 1, done.stderr
+    assert "training.steps" in done.stderr  # the nearest right name
+
+
+def test_the_config_check_loads_no_torch():
+    program = (
+        "import runpy, sys\n"
+        "sys.argv = ['torchtitan', 'check', '--', '--job.config_file', 'train_configs/debug_model.toml']\n"
+        "runpy.run_module('torchtitan', run_name='__main__')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = run([sys.executable, "-c", program])
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_the_options_and_starts_nothing(tmp_path):
+    done = run([TRAIN, "--help"], cwd=tmp_path, NGPU="2", **HERE)
+    assert done.returncode == 0, done.stderr
+    assert "--training.steps" in done.stdout and "training train_configs" not in done.stdout
+
+
+@pytest.mark.parametrize("ngpu", ["0", "two", "-1", "1.5"])
+def test_an_impossible_number_of_processes_is_refused(ngpu):
+    done = run([TRAIN], NGPU=ngpu, **HERE)
+    assert done.returncode == 2
+    assert f"NGPU = {ngpu} is no number of processes; use 1 or more" in done.stderr
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path):
+    fake_program(tmp_path / "bin", "nvidia-smi", "echo 'GPU 0: A'; echo 'GPU 1: B'")
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = run([TRAIN], NGPU="3", PATH=path, CUDA_VISIBLE_DEVICES="0,1", **HERE)
+    assert done.returncode == 2
+    assert "NGPU = 3 is more than the 2 GPUs here" in done.stderr
+
+
+def test_a_second_way_to_name_the_config_file_is_refused():
+    done = run([TRAIN, "--job.config_file=x.toml"], **HERE)
+    assert done.returncode == 2
+    assert "CONFIG_FILE" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["run_llama_train.sh", "run_tests.sh", "scripts/setup_env.sh", ".ci/run"])
+def test_a_script_is_executable_and_parses(name):
+    assert (ROOT / name).stat().st_mode & stat.S_IXUSR
+    assert run(["bash", "-n", ROOT / name]).stderr == ""

@@ -1,0 +1,159 @@
+"""Loss, learning-rate schedule, optimizer and recompute, each against arithmetic done by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan.config.schema import ActivationCheckpoint, Compile, LRScheduler, Optimizer
+from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.llama.model import Transformer
+from torchtitan.parallel.collectives import global_norm
+from torchtitan.parallel.recompute import apply_recompute
+from torchtitan.training.loss import IGNORED, build_loss, cross_entropy_sum
+from torchtitan.training.lr_schedule import learning_rate_factor
+from torchtitan.training.optimizer import apply_update, build_optimizer
+
+
+def test_the_loss_is_a_float32_sum_over_the_labels_that_count() -> None:
+    logits = torch.randn(2, 5, 11, dtype=torch.bfloat16)
+    labels = torch.randint(11, (2, 5))
+    labels[0, 3:] = IGNORED
+    expected = sum(
+        -logits[b, s].float().log_softmax(-1)[labels[b, s]]
+        for b in range(2)
+        for s in range(5)
+        if labels[b, s] != IGNORED
+    )
+    summed = cross_entropy_sum(logits, labels)
+    assert summed.dtype == torch.float32
+    assert summed.item() == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_the_loss_is_compiled_only_where_asked() -> None:
+    assert build_loss(Compile(enable=True, components=["model"])) is cross_entropy_sum
+    compiled = build_loss(Compile(enable=True, components=["loss"], backend="aot_eager"))
+    logits, labels = torch.randn(1, 4, 7), torch.tensor([[1, 2, IGNORED, 3]])
+    assert compiled is not cross_entropy_sum
+    assert torch.allclose(compiled(logits, labels), cross_entropy_sum(logits, labels))
+
+
+def factors(config: LRScheduler, steps: int) -> list[float]:
+    return [learning_rate_factor(step, config, steps) for step in range(1, steps + 1)]
+
+
+def test_warmup_is_linear_and_reaches_the_peak() -> None:
+    assert factors(LRScheduler(warmup_steps=4), 10)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_without_a_decay_ratio_decay_follows_warmup_and_never_trains_at_zero() -> None:
+    assert factors(LRScheduler(warmup_steps=2), 6) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+
+
+def test_with_a_decay_ratio_the_rate_is_stable_before_the_decay() -> None:
+    values = factors(LRScheduler(warmup_steps=2, decay_ratio=0.4), 10)
+    assert values[1:7] == [1.0] * 6
+    assert values[7:] == pytest.approx([0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("kind", "halfway"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)]
+)
+def test_the_decay_has_its_shape_and_ends_above_the_smallest_factor(kind: str, halfway: float) -> None:
+    config = LRScheduler(warmup_steps=0, decay_ratio=1.0, decay_type=kind, min_lr_factor=0.1)  # type: ignore[arg-type]
+    values = factors(config, 100)
+    assert values[0] == 1.0
+    assert values[50] == pytest.approx(0.1 + 0.9 * halfway)
+    assert 0.1 < values[-1] < 0.11
+    assert values == sorted(values, reverse=True)
+
+
+def test_a_longer_schedule_than_the_run_keeps_its_curve() -> None:
+    config = LRScheduler(warmup_steps=5, total_steps=100)
+    assert factors(config, 20) == factors(config, 100)[:20]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+def test_weight_decay_can_be_kept_off_norms_and_biases() -> None:
+    everything = build_optimizer(small_model(), Optimizer())
+    assert [group["weight_decay"] for group in everything.param_groups] == [0.1]
+    matrices, vectors = build_optimizer(small_model(), Optimizer(weight_decay_norms_and_biases=False)).param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert [p.ndim for p in matrices["params"]] == [2]
+    assert [p.ndim for p in vectors["params"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_all_implementations_take_the_same_step(implementation: str) -> None:
+    model = small_model()
+    config = Optimizer(lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, implementation=implementation)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, config)
+    weight, gradient = model[0].weight.detach().clone(), torch.randn(4, 4)
+    model[0].weight.grad = gradient.clone()
+    apply_update(optimizer, 0.5e-2, torch.tensor(1.0))
+    # The first AdamW step: both moments are corrected to the gradient itself.
+    expected = weight * (1 - 0.5e-2 * 0.1) - 0.5e-2 * gradient / (gradient.abs() + 1e-6)
+    assert torch.allclose(model[0].weight, expected, atol=1e-6)
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_an_update_with_a_norm_that_is_not_finite_changes_nothing(norm: float) -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, Optimizer())
+    model[0].weight.grad = torch.ones(4, 4)
+    apply_update(optimizer, 1e-3, torch.tensor(1.0))
+    weight = model[0].weight.detach().clone()
+    state = {name: value.clone() for name, value in optimizer.state[model[0].weight].items()}
+    model[0].weight.grad = torch.full((4, 4), math.nan)
+    apply_update(optimizer, 1e-3, torch.tensor(norm))
+    assert torch.equal(model[0].weight, weight)
+    assert all(torch.equal(value, state[name]) for name, value in optimizer.state[model[0].weight].items())
+
+
+def test_the_global_norm_is_exact_for_large_tensors() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(20000, 256) * 1e-3, torch.randn(256), torch.empty(0, 256)]
+    exact = torch.cat([t.flatten() for t in tensors]).double().norm().item()
+    assert global_norm(tensors).item() == pytest.approx(exact, rel=1e-6)
+
+
+TINY = LlamaArgs(dim=32, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=64, vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ActivationCheckpoint(mode="full"),
+        ActivationCheckpoint(mode="full", early_stop=True, preserve_rng_state=False, determinism_check="none"),
+        ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+        ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+    ],
+    ids=["full", "full, other options", "every second block", "by operation"],
+)
+def test_recomputing_changes_neither_loss_nor_gradients_nor_names(config: ActivationCheckpoint) -> None:
+    gradients = []
+    for mode in (ActivationCheckpoint(mode="none"), config):
+        torch.manual_seed(0)
+        model = Transformer(TINY)
+        apply_recompute(model.layers, mode)
+        tokens = torch.arange(24).view(2, 12)
+        cross_entropy_sum(model(tokens), tokens).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    plain, recomputed = gradients
+    names = [name.replace("_checkpoint_wrapped_module.", "") for name in recomputed]
+    assert names == list(plain)
+    for ours, reference in zip(recomputed.values(), plain.values(), strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_a_selective_option_recomputes_only_every_nth_block() -> None:
+    model = Transformer(TINY)
+    apply_recompute(model.layers, ActivationCheckpoint(mode="selective", selective_ac_option="2"))
+    wrapped = [hasattr(layer, "_checkpoint_wrapped_module") for layer in model.layers.values()]
+    assert wrapped == [True, False, True, False]
