@@ -116,14 +116,12 @@ def main(config: Config, place: Place) -> None:
             gradient_norm = collectives.clip_gradients(model, training.max_norm)
             apply_update(optimizer, learning_rate, gradient_norm)
 
-            reporter.add(batch, loss, gradient_norm, data_seconds)
+            reporter.add(batch.origin, loss, gradient_norm, data_seconds)
             if step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:
                 reporter.flush(step, learning_rate)
             if validation is not None and (step % config.validation.freq == 0 or step == training.steps):
                 with reporter.clock.outside_training():
-                    mean, tokens = validate(
-                        forward_backward, validation, config.validation, device, mesh.batch_group
-                    )
+                    mean, tokens = validate(forward_backward, validation, config.validation, device, mesh.batch_group)
                 if writer is not None:
                     writer.write_validation(step, mean, tokens)
             if step == 1:
@@ -137,7 +135,7 @@ def main(config: Config, place: Place) -> None:
     if writer is not None:
         writer.close()
         logger.info(reporter.summary(step))
-        logger.info(f"run folder: {run_folder} (config.toml, metrics.jsonl{', tb/' if config.metrics.enable_tensorboard else ''})")
+        logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.iterdir()))})")
         logger.info(f"look at it: tensorboard --logdir {run_folder}, then open http://localhost:6006")
     collectives.stop_process_group()
 

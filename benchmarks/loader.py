@@ -70,7 +70,7 @@ def measure(path: str, tokenizer: Tokenizer, args: argparse.Namespace, block_cau
         tokenizer,
         seq_len=args.seq_len,
         global_batch_size=args.global_batch_size,
-        num_streams=-1,
+        num_streams=args.global_batch_size,
         dp_rank=0,
         dp_size=1,
         seed=0,

@@ -10,9 +10,7 @@ from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs
 
-TINY = LlamaArgs(
-    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=160, vocab_size=None, rope_theta=10000.0
-)
+TINY = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=160, vocab_size=None, rope_theta=10000.0)
 TINY_TIED = LlamaArgs(
     dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=160, vocab_size=None, tied_embeddings=True
 )
@@ -47,8 +45,9 @@ def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) 
     return load_config(argv, world_size)
 
 
-def train_here(config: Config, place: Place = Place(0, 0, 1)) -> list[dict[str, Any]]:
+def train_here(config: Config, place: Place | None = None) -> list[dict[str, Any]]:
     """Run train.py's main in this process; the logged records."""
+    place = place or Place(0, 0, 1)
     train.main(config, place)
     return read_records(Path(config.job.dump_folder)) if place.rank == 0 else []
 

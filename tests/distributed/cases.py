@@ -1,5 +1,6 @@
 """What the ranks run; each function is called on every rank as `function(rank, world_size, ...)`."""
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchtitan.observe.health import NotFiniteError
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
-from torchtitan.training.loss import build_loss
+from torchtitan.training.loss import build_loss, cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer
 from torchtitan.training.step import ForwardBackward
 
@@ -22,13 +23,28 @@ def train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) ->
     return train_here(tiny_config(folder, world_size, **overrides), Place(rank, rank, world_size))
 
 
-def failing_train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> str:
-    """The message a run ends with."""
+def train_with_a_bad_batch(
+    rank: int, world_size: int, folder: str, overrides: dict[str, Any], bad_rank: int, bad_step: int
+) -> str:
+    """Trains with a loss of NaN on one rank at one step; the message the run ends with, if it fails."""
+    import train as recipe
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        summed = cross_entropy_sum(logits, labels)
+        return summed * math.nan if (rank, calls) == (bad_rank, bad_step) else summed
+
+    calls = 0
+    build_plain_loss = recipe.build_loss
+    recipe.build_loss = lambda compile_: loss  # type: ignore[assignment]
     try:
         train(rank, world_size, folder, overrides)
-    except (NotFiniteError, ValueError) as error:
+    except NotFiniteError as error:
         return str(error)
-    raise AssertionError("the run did not fail")
+    finally:
+        recipe.build_loss = build_plain_loss
+    return ""
 
 
 def parameters_after(

@@ -43,7 +43,7 @@ def test_a_layout_trains_as_one_process_does(
     records = ranks(cases.train, world_size, str(tmp_path), overrides)[0]
     assert differences(records, one_process, "loss") <= 1e-5
     assert differences(records, one_process, "grad_norm") <= 1e-4
-    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert records[-1]["loss"] < records[0]["loss"] - 0.1
     assert [r["tokens_seen"] for r in records] == [r["tokens_seen"] for r in one_process]
 
 
@@ -90,9 +90,11 @@ def test_initial_and_trained_parameters_do_not_depend_on_the_layout(ranks: Ranks
 
 
 def test_validation_counts_every_token_once_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    corpus = tmp_path / "held_out.jsonl"  # fewer documents than the batch has slots, of uneven length
+    corpus.write_text("".join(f'{{"text": "{"some words here " * (9 + 70 * i)}"}}\n' for i in range(5)))
     overrides = {
         "validation__enable": True,
-        "validation__dataset": "pydocs_validation",
+        "validation__dataset_path": str(corpus),
         "validation__seq_len": 200,
         "validation__local_batch_size": 3,
         "validation__freq": 2,
@@ -107,7 +109,7 @@ def test_validation_counts_every_token_once_on_any_number_of_ranks(ranks: Ranks,
     assert [r["step"] for r in seen[1]] == [2, 3]
     for world_size in (2, 4):
         for ours, reference in zip(seen[world_size], seen[1], strict=True):
-            assert ours["validation_tokens"] == reference["validation_tokens"] > 50_000
+            assert ours["validation_tokens"] == reference["validation_tokens"] > 1500
             assert ours["validation_loss"] == pytest.approx(reference["validation_loss"], rel=1e-5)
 
 
@@ -124,8 +126,18 @@ def test_data_that_runs_out_ends_all_ranks_at_the_same_step(ranks: Ranks, tmp_pa
     assert 1 < ends[0] < 500
 
 
-def test_a_loss_that_is_not_finite_names_the_rank_and_its_data(ranks: Ranks, tmp_path: Path) -> None:
-    overrides = {"optimizer__lr": 1e30, "training__local_batch_size": 4, "training__max_norm": 1e30}
-    messages = ranks(cases.failing_train, 2, str(tmp_path), overrides)
-    assert messages[0] == messages[1]
-    assert "on data-parallel rank 0, 1" in messages[0] and "pydocs/train.jsonl:" in messages[0]
+def test_a_loss_that_is_not_finite_stops_all_and_names_the_rank_and_its_data(ranks: Ranks, tmp_path: Path) -> None:
+    overrides = {"training__local_batch_size": 4, "metrics__log_freq": 4}
+    first, second = ranks(cases.train_with_a_bad_batch, 2, str(tmp_path), overrides, 1, 3)
+    assert first == second
+    assert first.startswith("step 3: loss is nan, gradient norm is nan (on data-parallel rank 1).")
+    assert "This step's update was left out." in first
+    assert "rank 1 read:\nslot 4: " in first and "pydocs/train.jsonl:" in first and "rank 0 read" not in first
+
+
+def test_a_skipped_update_leaves_all_ranks_alike_and_the_run_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    overrides = {"training__local_batch_size": 4, "metrics__log_freq": 5, "training__on_nonfinite": "skip"}
+    assert ranks(cases.train_with_a_bad_batch, 2, str(tmp_path), overrides, 1, 3) == ["", ""]
+    records = read_records(tmp_path)
+    assert [(r["step"], r["skipped_updates"]) for r in records] == [(1, 0), (5, 1), (10, 0)]
+    assert records[-1]["loss"] < records[0]["loss"] - 0.1

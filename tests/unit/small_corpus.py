@@ -42,7 +42,6 @@ def small_loader(*paths: str, **options: Any) -> Loader:
     settings: dict[str, Any] = {
         "seq_len": 32,
         "global_batch_size": 8,
-        "num_streams": -1,
         "dp_rank": 0,
         "dp_size": 1,
         "seed": 7,
@@ -52,7 +51,9 @@ def small_loader(*paths: str, **options: Any) -> Loader:
         "agree": lambda ready: ready,
     }
     sources = [DataSource(dataset="x", dataset_path=p, weight=w) for p, w in zip(paths, weights, strict=True)]
-    return build_loader(sources, ByteTokenizer(), **{**settings, **options})
+    settings |= options
+    settings.setdefault("num_streams", settings["global_batch_size"])
+    return build_loader(sources, ByteTokenizer(), **settings)
 
 
 def take(loader: Loader, count: int = 10**6) -> list[torch.Tensor]:

@@ -178,7 +178,9 @@ def test_the_vocabulary_is_the_configs_else_the_flavors_else_the_tokenizers() ->
     assert resolve_vocab_size(TINY, 128, 50).vocab_size == 128
 
 
-@pytest.mark.parametrize(("configured", "origin"), [(None, "the flavor's vocabulary only 97"), (60, "vocab_size only 60")])
+@pytest.mark.parametrize(
+    ("configured", "origin"), [(None, "the flavor's vocabulary only 97"), (60, "vocab_size only 60")]
+)
 def test_a_tokenizer_larger_than_the_embedding_is_refused(configured: int | None, origin: str) -> None:
     with pytest.raises(ValueError, match=f"the tokenizer has 98 ids, .*{origin} rows; set model.vocab_size = 98"):
         resolve_vocab_size(TINY, configured, 98)

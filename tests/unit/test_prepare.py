@@ -49,7 +49,7 @@ def prepared(tmp_path_factory):
 def batches(path, tokenizer):
     source = DataSource(dataset="x", dataset_path=str(path))
     loader = build_loader(
-        [source], tokenizer, seq_len=64, global_batch_size=8, num_streams=-1, dp_rank=0, dp_size=1, seed=3, epochs=2,
+        [source], tokenizer, seq_len=64, global_batch_size=8, num_streams=8, dp_rank=0, dp_size=1, seed=3, epochs=2,
         shuffle=True, block_causal=True, agree=lambda ready: ready,
     )  # fmt: skip
     while (batch := loader.next()) is not None:
@@ -63,7 +63,7 @@ def test_prepared_tokens_and_raw_text_give_identical_batches(prepared, tokenizer
     for raw, ready in pairs:
         assert (raw.inputs == ready.inputs).all() and (raw.labels == ready.labels).all()
         assert (raw.document_ids == ready.document_ids).all()
-    assert f"{out} document " in pairs[0][1].describe()
+    assert f"{out} document " in pairs[0][1].origin.describe()
 
 
 def test_documents_keep_their_order_and_nothing_but_the_result_remains(prepared, tokenizer):

@@ -57,9 +57,7 @@ def test_with_a_decay_ratio_the_rate_is_stable_before_the_decay() -> None:
     assert values[7:] == pytest.approx([0.75, 0.5, 0.25])
 
 
-@pytest.mark.parametrize(
-    ("kind", "halfway"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)]
-)
+@pytest.mark.parametrize(("kind", "halfway"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)])
 def test_the_decay_has_its_shape_and_ends_above_the_smallest_factor(kind: str, halfway: float) -> None:
     config = LRScheduler(warmup_steps=0, decay_ratio=1.0, decay_type=kind, min_lr_factor=0.1)  # type: ignore[arg-type]
     values = factors(config, 100)

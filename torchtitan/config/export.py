@@ -1,4 +1,7 @@
-"""The schema in the forms its readers use: JSON Schema for editors, tables for people. `python -m torchtitan schema`."""
+"""The schema in the forms its readers use: JSON Schema for editors, tables for people.
+
+python -m torchtitan schema
+"""
 
 import json
 from pathlib import Path

@@ -59,7 +59,8 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     # Without "quantize..." among model.converters these sections do nothing in torchtitan either.
     "quantize.linear.float8": dict.fromkeys(
-        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns emulate".split(),
+        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns "
+        "emulate".split(),
         _OFF_WITH_SECTION,
     ),
     "quantize.linear.mx": dict.fromkeys(
@@ -129,7 +130,8 @@ def _refusal(name: str, value: Any, idle: Any) -> str:
     advice = _INSTEAD.get(name) or (
         "remove it" if idle is None else f"remove it, or leave it at {json.dumps(idle)}, which asks for nothing"
     )
-    return f"{name} = {json.dumps(value, default=str)}: torchtitan v0.2.2 has this key, this version does not yet; {advice}"
+    shown = json.dumps(value, default=str)
+    return f"{name} = {shown}: torchtitan v0.2.2 has this key, this version does not yet; {advice}"
 
 
 def _copy(value: Any) -> Any:

@@ -85,7 +85,7 @@ def _recompute(config: Config) -> Iterator[Finding]:
     if recompute.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
         yield (
             ("activation_checkpoint.selective_ac_option",),
-            f'activation_checkpoint.selective_ac_option = "{option}" is neither "op" nor a number of blocks such as "2"',
+            f'activation_checkpoint.selective_ac_option = "{option}" is neither "op" nor a number of blocks, as "2"',
         )
     if recompute.mode == "memory_budget" and not (config.compile.enable and "model" in config.compile.components):
         yield (

@@ -18,7 +18,7 @@ AllOrCount = Annotated[int, Field(ge=-1)]  # -1 means "as many as fit"; 0 is ref
 
 
 class Section(BaseModel):
-    """What all sections share: unknown keys and silent conversions are refused, values never change, every key has a doc."""
+    """What all sections share: unknown keys and silent conversions are refused, and values never change."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
@@ -95,7 +95,7 @@ class Model(Section):
     """Size within the family, for example 8B."""
 
     hf_assets_path: str = "./tests/assets/tokenizer"
-    """Folder (or file) with the tokenizer: a Hugging Face tokenizer.json, or a tiktoken or SentencePiece tokenizer.model."""
+    """Folder or file of the tokenizer: Hugging Face tokenizer.json, or a tiktoken or SentencePiece tokenizer.model."""
 
     vocab_size: PositiveInt | None = None
     """Rows of the embedding (ours). None: the flavor's, and the tokenizer's size where the flavor fixes none."""
@@ -174,10 +174,10 @@ class Training(Section):
     """Data, batch, length and precision of the training."""
 
     dataset: str = "c4_test"
-    """A name this recipe knows (pydocs, c4, ...), a Hugging Face dataset `owner/name`, or a label for `dataset_path`."""
+    """A name known here (pydocs, c4, ...), a Hugging Face dataset `owner/name`, or a label for `dataset_path`."""
 
     dataset_path: str | None = None
-    """Local data: a JSONL, Parquet or text file, a glob or a folder of them, prepared tokens, or a saved Hugging Face dataset."""
+    """Local data: JSONL, Parquet or text (a file, folder or glob), prepared tokens, a saved Hugging Face dataset."""
 
     text_key: str = "text"
     """Field or column that holds the text (ours)."""
@@ -186,7 +186,7 @@ class Training(Section):
     """Several sources mixed by weight, instead of `dataset` and `dataset_path`; in the TOML file only (ours)."""
 
     epochs: AllOrCount = 1
-    """Times the data may be read, reshuffled each time; -1: as often as the steps need (ours; torchtitan repeats without end)."""
+    """Times the data may be read, reshuffled each time; -1: as often as needed, as torchtitan does (ours)."""
 
     shuffle: bool = True
     """Read the documents in an order drawn from `debug.seed`, a new one each epoch; false: in file order (ours)."""
@@ -198,7 +198,7 @@ class Training(Section):
     """Sequences a device takes through the model at once."""
 
     global_batch_size: AllOrCount = -1
-    """Sequences in one optimizer step over all devices, accumulated where needed; -1: `local_batch_size` x data-parallel degree."""
+    """Sequences in one optimizer step, accumulated where needed; -1: `local_batch_size` x data-parallel degree."""
 
     seq_len: PositiveInt = 2048
     """Tokens in a sequence."""
@@ -238,7 +238,7 @@ class Parallelism(Section):
     """Devices each copy is sharded over (FSDP2); -1: all that the other degrees leave."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward: saves memory for one more all-gather. default: always, without pipelining."""
+    """Free gathered parameters after forward: less memory for one more all-gather; "default" is "always" here."""
 
 
 class ActivationCheckpoint(Section):

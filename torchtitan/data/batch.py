@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,27 +13,15 @@ from torchtitan.data.stream import Place, Source
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One rank's sequences of a global batch, in slot order."""
+class Origin:
+    """Where a batch's sequences came from: small, so that it can be kept when the tensors are gone."""
 
-    inputs: torch.Tensor  # int64 [B, S]
-    labels: torch.Tensor  # int64 [B, S], IGNORED_LABEL where there is nothing to learn
-    document_ids: torch.Tensor | None  # int32 [B, S], counted from 0 in each sequence
     slots: list[int]
     packed: list[Packed]
     sources: list[Source]
 
-    def to(self, device: torch.device) -> "Batch":
-        """The batch on the device; from pinned memory the host does not wait for the copy."""
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
-
-        ids = None if self.document_ids is None else move(self.document_ids)
-        return replace(self, inputs=move(self.inputs), labels=move(self.labels), document_ids=ids)
-
     def describe(self) -> str:
-        """Where each sequence came from: its first and last document."""
+        """A line a sequence: its first and last document."""
         lines = []
         for slot, packed in zip(self.slots, self.packed, strict=True):
             places = [self._describe(place) for place in (packed.first, packed.last) if place is not None]
@@ -43,6 +31,25 @@ class Batch:
     def _describe(self, place: Place) -> str:
         where = self.sources[place.source].data.describe(*place.position)
         return f"{where} (epoch {place.epoch + 1})"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's sequences of a global batch, in slot order."""
+
+    inputs: torch.Tensor  # int64 [B, S]
+    labels: torch.Tensor  # int64 [B, S], IGNORED_LABEL where there is nothing to learn
+    document_ids: torch.Tensor | None  # int32 [B, S], counted from 0 in each sequence
+    origin: Origin
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on the device; from pinned memory the host does not wait for the copy."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        ids = None if self.document_ids is None else move(self.document_ids)
+        return Batch(move(self.inputs), move(self.labels), ids, self.origin)
 
 
 @dataclass(frozen=True)
@@ -133,4 +140,4 @@ def assemble(packers: dict[int, Packer], slots: list[int], shape: Shape, sources
     if not any(sequence.num_labels for sequence in packed):
         return None
     ready = (lambda array: torch.from_numpy(array).pin_memory()) if shape.pin_memory else torch.from_numpy
-    return Batch(ready(inputs), ready(labels), None if ids is None else ready(ids), slots, packed, sources)
+    return Batch(ready(inputs), ready(labels), None if ids is None else ready(ids), Origin(slots, packed, sources))

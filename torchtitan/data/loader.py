@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchtitan.config.schema import DataSource
-from torchtitan.data.batch import Ahead, Batch, Layout, Shape, read_ahead
+from torchtitan.data.batch import Ahead, Batch, Layout, Origin, Shape, read_ahead
 from torchtitan.data.documents import Tokenizer
 from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
 from torchtitan.data.sharded import ShardedTexts
@@ -126,7 +126,7 @@ class Loader:
         inputs = torch.full((len(slots), shape.seq_len), shape.pad_id, dtype=torch.int64)
         ids = torch.zeros(inputs.shape, dtype=torch.int32) if shape.block_causal else None
         packed = [Packed(0, None, None)] * len(slots)
-        return Batch(inputs, torch.full_like(inputs, IGNORED_LABEL), ids, slots, packed, self._sources)
+        return Batch(inputs, torch.full_like(inputs, IGNORED_LABEL), ids, Origin(slots, packed, self._sources))
 
 
 def build_loader(
@@ -152,8 +152,7 @@ def build_loader(
     all of them. With `pad_last` (validation: every token, once) it is the maximum, and a rank without data gives
     sequences of ignored labels until no rank has a label left.
     """
-    num_streams = global_batch_size if num_streams == -1 else num_streams
-    check_layout(num_streams, global_batch_size, dp_size)
+    assert global_batch_size % num_streams == 0 and num_streams % dp_size == 0, "see config.layout.plan_batch"
     opened = []
     for source in sources:
         data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
@@ -161,7 +160,8 @@ def build_loader(
         source_epochs = epochs if source.epochs is None else source.epochs
         mean_tokens = sample_mean_tokens(data, tokenizer) if len(sources) > 1 else 0.0
         opened.append(Source(name, data, source.weight, source_epochs, mean_tokens))
-        check_size(opened[-1], num_streams)
+        if not pad_last:  # a stream without data is padding there
+            check_size(opened[-1], num_streams)
     return Loader(
         opened,
         tokenizer,
@@ -176,19 +176,6 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ranks' `state_dict()`s as one."""
     streams = {number: stream for state in states for number, stream in state["streams"].items()}
     return {**states[0], "streams": streams}
-
-
-def check_layout(num_streams: int, global_batch_size: int, dp_size: int) -> None:
-    if global_batch_size % num_streams:
-        raise ValueError(
-            f"training.num_streams = {num_streams} does not divide training.global_batch_size = {global_batch_size}; "
-            f"use one of {_divisors(global_batch_size, 1)}, or -1"
-        )
-    if num_streams % dp_size:
-        raise ValueError(
-            f"training.num_streams = {num_streams} is not a multiple of the data-parallel degree {dp_size}; "
-            f"use one of {_divisors(global_batch_size, dp_size) or 'none: make global_batch_size a multiple of it'}"
-        )
 
 
 def check_size(source: Source, num_streams: int) -> None:
@@ -233,7 +220,3 @@ def check_state(
 
 def source_size(source: Source) -> int:
     return source.data.num_shards if isinstance(source.data, ShardedTexts) else len(source.data)
-
-
-def _divisors(n: int, multiple_of: int) -> str:
-    return ", ".join(str(d) for d in range(multiple_of, n + 1, multiple_of) if n % d == 0)

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MOST_RANKS_SHOWN = 4
+
 
 class NotFiniteError(RuntimeError):
     """Training ended on a loss or gradient norm that is not finite."""
@@ -37,8 +39,8 @@ def judge_window(
         skipped.append(i)
         in_a_row += 1
         if in_a_row > most_in_a_row:
-            reason = f"{what}; that is update {in_a_row} in a row left out, training.max_consecutive_skips is {most_in_a_row}"
-            return Verdict(tuple(skipped), in_a_row, i, reason)
+            what += f"; {in_a_row} updates in a row are left out, training.max_consecutive_skips allows {most_in_a_row}"
+            return Verdict(tuple(skipped), in_a_row, i, what)
     return Verdict(tuple(skipped), in_a_row, None)
 
 
@@ -53,5 +55,6 @@ def describe_stop(
         "This step's update was left out." if update_left_out else "This step's update was applied.",
         'Look at the data below, lower optimizer.lr, or set training.on_nonfinite = "skip".',
     ]
-    lines += [f"rank {rank} read:\n{batches[rank]}" for rank in (blamed or range(len(batches)))]
+    shown = (blamed or list(range(len(batches))))[:MOST_RANKS_SHOWN]
+    lines += [f"rank {rank} read:\n{batches[rank]}" for rank in shown]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""One record a logged step, to the console, metrics.jsonl, TensorBoard and Weights & Biases; it receives plain numbers."""
+"""One record a logged step, to console, metrics.jsonl, TensorBoard and Weights & Biases; it receives plain numbers."""
 
 import json
 import time

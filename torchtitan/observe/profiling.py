@@ -20,7 +20,9 @@ class Profiler(Protocol):
 
 
 @contextmanager
-def profile(config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device) -> Iterator[Profiler]:
+def profile(
+    config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device
+) -> Iterator[Profiler]:
     """Profile what runs inside; call `step()` after every training step."""
     with _traces(config, run_folder, rank, start_step, device) as traces:
         with _memory_snapshots(config, run_folder, rank, start_step, device) as snapshots:
@@ -68,8 +70,7 @@ def _memory_snapshots(
     if not config.enable_memory_snapshot:
         yield None
         return
-    if device.type != "cuda":
-        raise ValueError("profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false")
+    assert device.type == "cuda", "refused in build.check_environment"
     torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
     snapshots = _MemorySnapshots(run_folder / config.save_memory_snapshot_folder, rank, start_step, config.profile_freq)
     try:

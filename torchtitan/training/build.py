@@ -36,9 +36,7 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
     dtype = getattr(torch, config.training.dtype)
     with torch.device("meta"):
         model = Transformer(args).to(dtype)
-    apply_parallelism(
-        model, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile
-    )
+    apply_parallelism(model, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile)
     init_weights(model, device, seed)
     return model.train()
 
@@ -74,9 +72,7 @@ def build_validation_loader(
     Its batches are as large as the training's, so that what `validation.steps` of them hold does not depend on ranks.
     """
     validation = config.validation
-    source = DataSource(
-        dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key
-    )
+    source = DataSource(dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key)
     return build_loader(
         [source],
         tokenizer,

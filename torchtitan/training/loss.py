@@ -14,9 +14,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Summed cross-entropy of logits [B, S, V] and labels [B, S], in float32."""
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
 
 
 def build_loss(compile_: Compile) -> LossFunction:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.config.schema import Training
-from torchtitan.data.batch import Batch
+from torchtitan.data.batch import Origin
 from torchtitan.hardware import Peak, peak_memory_gib
 from torchtitan.observe.health import NotFiniteError, Verdict, describe_stop, judge_window
 from torchtitan.observe.log import logger
@@ -45,15 +45,15 @@ class Reporter:
         self._shares: list[Tensor] = []
         self._own: list[Tensor] = []
         self._norms: list[Tensor] = []
-        self._batches: list[Batch] = []
+        self._origins: list[Origin] = []
         self._data_seconds = 0.0
 
-    def add(self, batch: Batch, loss: StepLoss, gradient_norm: Tensor, data_seconds: float) -> None:
+    def add(self, origin: Origin, loss: StepLoss, gradient_norm: Tensor, data_seconds: float) -> None:
         """Note a step; nothing is read from the device."""
         self._shares.append(loss.share)
         self._own.append(loss.own)
         self._norms.append(gradient_norm)
-        self._batches.append(batch)
+        self._origins.append(origin)
         self._data_seconds += data_seconds
 
     def flush(self, step: int, learning_rate: float) -> None:
@@ -128,7 +128,7 @@ class Reporter:
     def _stop(self, step: int, verdict: Verdict, own: Sequence[float], norms: Sequence[float]) -> None:
         """All ranks see the same global numbers, so all come here together."""
         assert verdict.stop_at is not None
-        mine = (own[verdict.stop_at], self._batches[verdict.stop_at].describe())
+        mine = (own[verdict.stop_at], self._origins[verdict.stop_at].describe())
         everyone = gather_objects(mine, self.batch_group)
         raise NotFiniteError(
             describe_stop(

@@ -1,4 +1,4 @@
-"""Forward and backward of one optimizer step: microbatches one after another, one division by the global token count."""
+"""Forward and backward of one optimizer step: microbatches in turn, one division by the global token count."""
 
 from dataclasses import dataclass
 

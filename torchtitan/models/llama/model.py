@@ -129,7 +129,7 @@ def _document_mask(document_ids: Tensor) -> Tensor:
 
 
 def initial_std(name: str, args: LlamaArgs) -> float:
-    """Standard deviation a weight starts with, by its name; those that write to the residual stream shrink with depth."""
+    """Standard deviation a weight starts with, by its name; writers to the residual stream shrink with depth."""
     parts = name.split(".")
     if name == "output.weight" or (name == "tok_embeddings.weight" and args.tied_embeddings):
         return args.dim**-0.5
