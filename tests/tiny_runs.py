@@ -24,7 +24,7 @@ BASE = {
     "training.steps": 10,
     "training.mixed_precision_param": "float32",
     "optimizer.lr": 1e-2,
-    "lr_scheduler.warmup_steps": 2,
+    "lr_scheduler.warmup_steps": 1,
     "activation_checkpoint.mode": "none",
     "metrics.log_freq": 1,
     "debug.seed": 0,

@@ -14,7 +14,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     groups = [{"params": parameters}]
     if not config.weight_decay_norms_and_biases:
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    return getattr(torch.optim, config.name)(
         groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),

@@ -1,0 +1,198 @@
+"""What is seen of a run: verdicts on numbers, records and curves that continue, the device table."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan import hardware
+from torchtitan.config.schema import Config, Job, Metrics
+from torchtitan.observe import metrics
+from torchtitan.observe.health import describe_stop, judge_window
+from torchtitan.observe.log import is_refusal, start_logging, wants_color
+from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord, import_wandb
+
+NAN, INF = math.nan, math.inf
+
+
+def judge(losses: list[float], norms: list[float], skip: bool = True, in_a_row: int = 0, most: int = 2) -> Any:
+    return judge_window(losses, norms, skip=skip, in_a_row=in_a_row, most_in_a_row=most)
+
+
+def test_finite_numbers_go_on() -> None:
+    verdict = judge([1.0, 2.0], [1.0, 1.0], in_a_row=2)
+    assert (verdict.skipped, verdict.in_a_row, verdict.stop_at) == ((), 0, None)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, NAN), (INF, 1.0), (1.0, INF)])
+def test_without_skipping_the_first_bad_step_stops(loss: float, norm: float) -> None:
+    verdict = judge([1.0, loss, NAN], [1.0, norm, NAN], skip=False)
+    assert verdict.stop_at == 1 and verdict.reason == f"loss is {loss}, gradient norm is {norm}"
+
+
+def test_skipped_updates_are_counted_across_windows_and_reset_by_a_good_step() -> None:
+    verdict = judge([NAN, NAN, 1.0, NAN], [NAN, NAN, 1.0, NAN])
+    assert (verdict.skipped, verdict.in_a_row, verdict.stop_at) == ((0, 1, 3), 1, None)
+    verdict = judge([NAN, NAN], [NAN, NAN], in_a_row=1)
+    assert verdict.stop_at == 1 and "3 updates in a row are left out" in verdict.reason
+
+
+def test_a_bad_loss_with_a_finite_norm_was_not_skipped_so_it_stops() -> None:
+    assert judge([INF], [1.0]).stop_at == 0
+
+
+def test_a_stop_names_step_ranks_and_data() -> None:
+    text = describe_stop(7, "loss is nan", True, [1.0, NAN, NAN], ["a.jsonl:1", "b.jsonl:2", "c.jsonl:3"])
+    assert "step 7: loss is nan (on data-parallel rank 1, 2)." in text and "was left out" in text
+    assert "rank 1 read:\nb.jsonl:2" in text and "a.jsonl" not in text
+    text = describe_stop(7, "gradient norm is inf", False, [1.0] * 9, [f"{rank}.jsonl" for rank in range(9)])
+    assert "every rank's own loss is finite" in text and "was applied" in text
+    assert "3.jsonl" in text and "4.jsonl" not in text  # a thousand ranks' lines would hide the message
+
+
+def record(step: int) -> StepRecord:
+    numbers = {"loss": 1 / step, "max_loss": 0.1 + 0.2, "grad_norm": 1e-30, "lr": 3e-4, "tokens_seen": step * 10}
+    rates = {"tokens_per_second": 12345.6, "tflops": 1.5, "mfu": 0.321, "memory_gib": 2.0}
+    times = {"step_seconds": 0.5, "data_seconds": 0.01, "eta_seconds": 3725.0, "skipped_updates": 0}
+    return StepRecord(step=step, **numbers, **rates, **times)  # type: ignore[arg-type]
+
+
+def write_steps(folder: Path, start_step: int, last: int) -> None:
+    config = Config(job=Job(dump_folder=str(folder)), metrics=Metrics(enable_tensorboard=True))
+    writer = MetricsWriter(config, folder, start_step, 100, "data sheet peak")
+    for step in range(start_step + 1, last + 1):
+        writer.write(record(step))
+    writer.close()
+
+
+def test_after_a_resume_records_and_curves_go_on_without_repeats(tmp_path: Path) -> None:
+    write_steps(tmp_path, 0, 6)  # killed after step 6, its last checkpoint at step 4
+    write_steps(tmp_path, 4, 8)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert lines[2] == {"step": 3, **{k: v for k, v in vars(record(3)).items() if k != "step"}}
+    curve = EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("loss")
+    assert [event.step for event in curve] == list(range(1, 9))
+
+
+def test_a_logged_line_says_speed_mfu_memory_and_time_to_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    caplog.set_level(logging.INFO, "torchtitan")
+    write_steps(tmp_path, 0, 1)
+    line = caplog.messages[-1]
+    expected = [
+        "step   1/100",
+        "loss  1.0000",
+        "12,346 tok/s",
+        "1.50 TFLOP/s",
+        "MFU 32.1% of data sheet peak",
+        "2.00 GiB",
+    ]
+    assert all(part in line for part in [*expected, "ETA 1:02:05"]) and "\033" not in line
+
+
+def test_time_outside_training_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
+    clock = Clock()
+    now += 2
+    with clock.outside_training():
+        now += 50
+    now += 1
+    assert clock.read() == 3
+    now += 4
+    assert clock.read() == 4
+
+
+def test_a_missing_optional_package_is_an_error_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        import_wandb()
+
+
+def test_other_ranks_name_themselves_and_only_rank_0_informs(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("torchtitan")
+    kept = logger.handlers[:], logger.level, logger.propagate
+    try:
+        for rank in (0, 3):
+            start_logging(rank)
+            logger.info("told")
+            logger.warning("careful")
+        lines = [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()]
+        assert lines == ["told", "[rank 0] warning: careful", "[rank 3] warning: careful"]
+    finally:
+        logger.handlers[:], logger.level, logger.propagate = kept
+
+
+def test_colour_is_for_terminals_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert wants_color(disabled=False) and not wants_color(disabled=True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_color(disabled=False)
+
+
+def test_a_refusal_is_told_from_a_failure_of_the_program() -> None:
+    from torchtitan.models.llama.args import FLAVORS, resolve_vocab_size
+
+    for call, refused in [
+        (lambda: resolve_vocab_size(FLAVORS["llama2"]["7B"], None, 10**6), True),
+        (lambda: int("x"), False),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert is_refusal(caught.value) == refused
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("AMD Instinct MI300X", 1307.0),
+    ],
+)
+def test_a_known_devices_peak_is_its_data_sheets(name: str, tflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    peak = hardware.find_peak(torch.device("cuda"), torch.bfloat16)
+    assert (peak.flops, peak.origin) == (tflops * 1e12, "data sheet")
+
+
+def test_an_unknown_devices_peak_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10000 Imaginary")
+    monkeypatch.setattr(hardware, "measure_matmul_flops", lambda device, dtype: 5e12)
+    assert hardware.find_peak(torch.device("cuda"), torch.bfloat16) == hardware.Peak(5e12, "measured")
+    assert hardware.find_peak(torch.device("cpu"), torch.float32) == hardware.Peak(5e12, "measured")
+
+
+def test_a_measured_peak_is_that_of_a_real_product() -> None:
+    assert 1e9 < hardware.measure_matmul_flops(torch.device("cpu"), torch.float32, seconds=0.1) < 1e14
+
+
+def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert hardware.read_place() == hardware.Place(0, 0, 1)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert hardware.read_place() == hardware.Place(5, 1, 8)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="local rank 2 has no GPU: this machine has 2; start at most that many"):
+        hardware.pick_device(2)

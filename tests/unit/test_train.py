@@ -1,0 +1,289 @@
+"""One process through train.py: repeatability, accumulation, validation, what it writes, and how it ends."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.config.load import key_names, load_config, sections
+from torchtitan.config.schema import Section
+
+ROOT = Path(__file__).parents[2]
+KEYS = [
+    "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "tflops", "mfu", "memory_gib",
+    "step_seconds", "data_seconds",
+]  # fmt: skip
+
+
+def losses(records: list[dict[str, Any]]) -> list[float]:
+    return [record["loss"] for record in records]
+
+
+def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    first, again, other = (
+        train_here(tiny_config(tmp_path / name, debug__seed=seed, debug__deterministic=True))
+        for name, seed in [("first", 5), ("again", 5), ("other", 6)]
+    )
+    torch.use_deterministic_algorithms(False)
+    for key in ("loss", "grad_norm", "lr"):
+        assert [r[key] for r in first] == [r[key] for r in again]
+    assert losses(first) != losses(other)
+
+
+@pytest.mark.parametrize("mask", ["causal", "block_causal"])
+def test_accumulated_microbatches_equal_one_big_batch(tmp_path: Path, mask: str) -> None:
+    """Under block_causal the microbatches have different numbers of labels that count."""
+    whole = train_here(tiny_config(tmp_path / "whole", model__attn_mask_type=mask))
+    parts = train_here(tiny_config(tmp_path / "parts", model__attn_mask_type=mask, training__local_batch_size=2))
+    for ours, reference in zip(parts, whole, strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
+
+
+def test_a_record_has_every_number_and_reads_back_exactly(tmp_path: Path) -> None:
+    records = train_here(tiny_config(tmp_path, training__steps=7, metrics__log_freq=3))
+    assert [record["step"] for record in records] == [1, 3, 6, 7]
+    for record in records:
+        assert list(record)[: len(KEYS)] == KEYS
+        assert record["tokens_seen"] == record["step"] * 8 * 64
+        assert record["tokens_per_second"] == pytest.approx(8 * 64 / record["step_seconds"])
+        assert 0 <= record["data_seconds"] < record["step_seconds"] and 0 < record["mfu"] < 1.5
+        assert json.loads(json.dumps(record)) == record
+    every_step = losses(train_here(tiny_config(tmp_path, training__steps=7)))
+    assert records[1]["loss"] == pytest.approx(sum(every_step[1:3]) / 2, rel=1e-12)
+    assert records[2]["loss"] == pytest.approx(sum(every_step[3:6]) / 3, rel=1e-12)
+
+
+class CountedReads(TorchDispatchMode):
+    """Counts what makes the host wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.operations[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_from_the_device_only_at_logged_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight steps and two records more cost two reads more; what start-up reads is the same in both runs."""
+    reads: Counter[str] = Counter()
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: torch.Tensor, *args: Any) -> Any:
+            reads[name] += 1
+            return original(self, *args)
+
+        return read
+
+    for name in ("item", "tolist", "numpy", "__bool__", "__float__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    totals = []
+    for steps in (4, 12):
+        reads.clear()
+        with CountedReads() as dispatched:
+            config = tiny_config(tmp_path, training__steps=steps, metrics__log_freq=4, training__on_nonfinite="skip")
+            train_here(config)
+        totals.append(reads + dispatched.operations)
+    assert totals[1] - totals[0] == {"tolist": 2}
+
+
+def test_tensorboard_shows_the_run(tmp_path: Path) -> None:
+    records = train_here(tiny_config(tmp_path, training__steps=4, metrics__enable_tensorboard=True))
+    curves = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert [event.step for event in curves.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.value for event in curves.Scalars("loss")] == pytest.approx(losses(records))
+
+
+def test_weights_and_biases_gets_the_run_offline(tmp_path: Path) -> None:
+    """In a process of its own: the package leaves threads and hooks behind."""
+    program = (
+        "from tests.tiny_runs import *\n"
+        f"train_here(tiny_config({str(tmp_path)!r}, training__steps=2, metrics__enable_wandb=True))"
+    )
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, timeout=90)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_the_run_folder_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = train_here(tiny_config(tmp_path / "a", debug__seed=11, training__steps=3, job__print_config=True))
+    assert "seed = 11" in capsys.readouterr().out
+    config = load_config(
+        ["--job.config_file", str(tmp_path / "a/config.toml"), "--job.dump_folder", str(tmp_path / "b")]
+    )
+    assert losses(train_here(config)) == losses(first)
+
+
+def test_a_seed_that_was_drawn_is_written_down(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, training__steps=1)
+    config = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": None})})
+    train_here(config)
+    assert "seed = " in (tmp_path / "config.toml").read_text()
+
+
+def test_an_earlier_runs_files_are_kept_aside(tmp_path: Path) -> None:
+    for steps in (1, 2, 3):
+        train_here(tiny_config(tmp_path, training__steps=steps, metrics__enable_tensorboard=True))
+    assert len(read_records(tmp_path)) == 3
+    assert [len(read_records(tmp_path / "earlier" / n)) for n in "12"] == [1, 2]
+    assert len(list((tmp_path / "tb").iterdir())) == 1 and (tmp_path / "earlier/2/tb").is_dir()
+
+
+def test_data_that_runs_out_ends_the_run_with_its_last_steps_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    caplog.set_level(logging.INFO, "torchtitan")
+    corpus = tmp_path / "short.jsonl"
+    corpus.write_text("".join(f'{{"text": "{"word " * 200}"}}\n' for _ in range(16)))
+    config = tiny_config(tmp_path / "run", training__dataset_path=str(corpus), metrics__log_freq=4)
+    records = train_here(config)
+    last = records[-1]["step"]
+    assert 4 < last < 10 and last % 4
+    assert f"the data ends after step {last}" in caplog.text
+    longer = tiny_config(tmp_path / "longer", training__dataset_path=str(corpus), training__epochs=2)
+    assert len(train_here(longer)) == 10 and "epoch 2" in caplog.text
+
+
+def test_validation_is_the_same_each_time_and_leaves_training_alone(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "validation__enable": True,
+        "validation__dataset": "pydocs_validation",
+        "validation__seq_len": 64,
+        "validation__freq": 4,
+        "validation__steps": 3,
+    }
+    plain = train_here(tiny_config(tmp_path / "plain"))
+    watched = train_here(tiny_config(tmp_path / "watched", **options))
+    assert losses(plain) == losses(watched)
+    seen = read_records(tmp_path / "watched", "validation.jsonl")
+    assert [v["step"] for v in seen] == [4, 8, 10] and all(v["validation_tokens"] == 3 * 8 * 64 for v in seen)
+    still = options | {"optimizer__lr": 1e-12, "optimizer__weight_decay": 0.0}
+    train_here(tiny_config(tmp_path / "still", **still))
+    values = [v["validation_loss"] for v in read_records(tmp_path / "still", "validation.jsonl")]
+    assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"training__dtype": "bfloat16", "training__mixed_precision_param": "bfloat16"},
+        {"activation_checkpoint__mode": "full"},
+        {"compile__enable": True, "compile__backend": "aot_eager"},
+        {
+            "compile__enable": True,
+            "compile__backend": "aot_eager_decomp_partition",
+            "activation_checkpoint__mode": "memory_budget",
+            "activation_checkpoint__memory_budget": 0.3,
+        },
+        {"optimizer__implementation": "foreach"},
+    ],
+    ids=["bfloat16 throughout", "full recompute", "compiled", "compiled with a memory budget", "foreach"],
+)
+def test_an_option_trains_as_the_plain_run_does(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain = losses(train_here(tiny_config(tmp_path / "plain", training__steps=4)))
+    other = losses(train_here(tiny_config(tmp_path / "other", training__steps=4, **options)))
+    assert other == pytest.approx(plain, rel=5e-3 if "training__dtype" in options else 1e-5)
+
+
+def test_profiler_traces_are_written_where_asked(tmp_path: Path) -> None:
+    options = {"profile_freq": 4, "profiler_warmup": 1, "profiler_active": 1, "save_traces_folder": "traces"}
+    config = tiny_config(
+        tmp_path,
+        training__steps=8,
+        profiling__enable_profiling=True,
+        **{f"profiling__{k}": v for k, v in options.items()},
+    )
+    train_here(config)
+    traces = sorted(tmp_path.glob("traces/*/rank0.json"))
+    assert [path.parent.name for path in traces] == ["step_4", "step_8"]
+    assert "traceEvents" in json.loads(traces[0].read_text())
+
+
+def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watches a run that has everything switched on, from the moment its configuration is final."""
+    names = {section: name for name, section in sections().items()}
+    read = {"job.config_file"}  # read from the command line, before there is a configuration
+    original = Section.__getattribute__
+
+    def watched(self: Section, key: str) -> Any:
+        if type(self) in names and key in type(self).model_fields:
+            read.add(f"{names[type(self)]}.{key}")
+        return original(self, key)
+
+    common: dict[str, Any] = {
+        "training__steps": 4,
+        "validation__enable": True,
+        "validation__dataset": "pydocs_validation",
+        "validation__seq_len": 64,
+        "validation__steps": 1,
+        "profiling__enable_profiling": True,
+        "metrics__enable_tensorboard": True,
+        "debug__deterministic": True,
+        "compile__enable": True,
+        "compile__backend": "aot_eager_decomp_partition",
+    }
+    runs = [
+        tiny_config(tmp_path / "1", **common, activation_checkpoint__mode="selective", lr_scheduler__decay_ratio=0.5),
+        tiny_config(tmp_path / "2", **common, activation_checkpoint__mode="memory_budget"),
+    ]
+    # Memory snapshots need a GPU: what is read of them here is that they are off.
+    read.add("profiling.save_memory_snapshot_folder")
+    with monkeypatch.context() as watching:
+        watching.setattr(Section, "__getattribute__", watched)
+        for config in runs:
+            train_here(config)
+    torch.use_deterministic_algorithms(False)
+    assert sorted(set(key_names()) - read) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model__hf_assets_path": "nowhere"}, "nowhere"),
+        ({"model__vocab_size": 100}, "the tokenizer has 2048 ids, model.vocab_size only 100 rows"),
+        ({"training__dataset": "pydoc"}, "did you mean 'pydocs'"),
+        ({"profiling__enable_memory_snapshot": True}, "enable_memory_snapshot = true needs a GPU"),
+    ],
+    ids=["no tokenizer", "small vocabulary", "unknown dataset", "memory snapshot on a CPU"],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_here(tiny_config(tmp_path, **options))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="job.dump_folder = .* cannot be written: Not a directory; choose another"):
+        train_here(tiny_config(tmp_path / "file" / "run"))
+
+
+def test_the_program_shows_a_refusal_as_one_line_without_a_traceback(tmp_path: Path) -> None:
+    command = ["train.py", "--training.dataset", "pydoc", "--job.dump_folder", str(tmp_path)]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "error: dataset = 'pydoc' is not a name known here" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_only_rank_0_touches_the_run_folder(tmp_path: Path) -> None:
+    from torchtitan.observe.run_folder import open_run_folder
+
+    open_run_folder(tiny_config(tmp_path / "other"), rank=1)
+    assert not (tmp_path / "other").exists()
