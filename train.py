@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before torch is loaded, so that --help and a mista
     config = load_config_or_exit(sys.argv[1:], place.world_size, place.rank)
 
 import gc
+import os
 import secrets
 import time
 
@@ -136,7 +137,9 @@ def main(config: Config, place: Place) -> None:
         writer.close()
         logger.info(reporter.summary(step))
         logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.iterdir()))})")
-        logger.info(f"look at it: tensorboard --logdir {run_folder}, then open http://localhost:6006")
+        if config.metrics.enable_tensorboard:
+            tensorboard = f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {run_folder}"
+            logger.info(f"look at it: {tensorboard}, then open http://localhost:6006")
     collectives.stop_process_group()
 
 

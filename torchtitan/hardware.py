@@ -4,6 +4,7 @@ Peaks are the vendors' dense bf16 figures in TFLOP/s. A device that is not in th
 """
 
 import os
+import re
 import resource
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# First match wins: the longer names of a series stand before the shorter.
+# Whole words of the device's name; the first match wins, so longer names of a series stand before shorter.
 PEAK_BF16_TFLOPS: dict[str, float] = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -80,7 +81,7 @@ def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for known, tflops in PEAK_BF16_TFLOPS.items():
-            if known.lower() in name.lower().replace("-", " "):
+            if re.search(rf"\b{known}\b", name.replace("-", " ")):
                 return Peak(tflops * 1e12, "data sheet")
     return Peak(measure_matmul_flops(device, dtype), "measured")
 

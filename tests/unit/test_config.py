@@ -296,7 +296,7 @@ def test_help_lists_every_key_with_its_doc_within_seconds() -> None:
             if key != "sources":
                 assert f"--{name}.{key}" in shown
                 assert str(field.description).split(";")[0].split("(")[0].strip()[:40] in shown
-    assert "(default: 120)" in shown  # the file's value, not the schema's
+    assert "(default: 100)" in shown  # the file's value, not the schema's
     assert seconds < 3
 
 

@@ -76,7 +76,7 @@ def test_after_a_resume_records_and_curves_go_on_without_repeats(tmp_path: Path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[2] == {"step": 3, **{k: v for k, v in vars(record(3)).items() if k != "step"}}
-    curve = EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("loss")
+    curve = EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("loss/train")
     assert [event.step for event in curve] == list(range(1, 9))
 
 

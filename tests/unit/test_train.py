@@ -104,8 +104,8 @@ def test_the_host_reads_from_the_device_only_at_logged_steps(tmp_path: Path, mon
 def test_tensorboard_shows_the_run(tmp_path: Path) -> None:
     records = train_here(tiny_config(tmp_path, training__steps=4, metrics__enable_tensorboard=True))
     curves = EventAccumulator(str(tmp_path / "tb")).Reload()
-    assert [event.step for event in curves.Scalars("loss")] == [1, 2, 3, 4]
-    assert [event.value for event in curves.Scalars("loss")] == pytest.approx(losses(records))
+    assert [event.step for event in curves.Scalars("loss/train")] == [1, 2, 3, 4]
+    assert [event.value for event in curves.Scalars("loss/train")] == pytest.approx(losses(records))
 
 
 def test_weights_and_biases_gets_the_run_offline(tmp_path: Path) -> None:

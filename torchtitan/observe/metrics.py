@@ -32,6 +32,23 @@ class StepRecord:
     skipped_updates: int
 
 
+# Names of the curves: TensorBoard draws one group a prefix, in alphabetical order.
+_CURVES = {
+    "loss": "loss/train",
+    "max_loss": "loss/train_largest_of_a_rank",
+    "validation_loss": "loss/validation",
+    "memory_gib": "memory/gib",
+    "grad_norm": "optimizer/gradient_norm",
+    "lr": "optimizer/learning_rate",
+    "skipped_updates": "optimizer/skipped_updates",
+    "tokens_per_second": "speed/tokens_per_second_per_device",
+    "tflops": "speed/tflops_per_device",
+    "mfu": "speed/mfu",
+    "step_seconds": "time/step_seconds",
+    "data_seconds": "time/data_seconds",
+}
+
+
 class Clock:
     """Time spent on training steps; what happens inside `outside_training` does not count."""
 
@@ -128,16 +145,19 @@ class MetricsWriter:
         values = asdict(record)
         step = values.pop("step")
         self._records.write(step, values)
-        for sink in self._curves:
-            sink.write(step, values)
+        self._draw(step, values)
         logger.info(self._line(record))
 
     def write_validation(self, step: int, loss: float, num_tokens: int) -> None:
         assert self._validations is not None
         self._validations.write(step, {"validation_loss": loss, "validation_tokens": num_tokens})
-        for sink in self._curves:
-            sink.write(step, {"validation_loss": loss})
+        self._draw(step, {"validation_loss": loss})
         logger.info(f"validation after step {step}: loss {loss:.4f} over {num_tokens:,} tokens")
+
+    def _draw(self, step: int, values: dict[str, float]) -> None:
+        curves = {_CURVES[name]: value for name, value in values.items() if name in _CURVES}
+        for sink in self._curves:
+            sink.write(step, curves)
 
     def close(self) -> None:
         self._records.close()
