@@ -28,8 +28,9 @@ from torchtitan import hardware
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models.llama.args import count_parameters, flops_per_token
+from torchtitan.observe.failure import is_refusal, leave
 from torchtitan.observe.health import NotFiniteError
-from torchtitan.observe.log import is_refusal, logger, start_logging, wants_color
+from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.observe.profiling import profile
 from torchtitan.observe.run_folder import open_run_folder
@@ -148,6 +149,6 @@ if __name__ == "__main__":
     try:
         main(config, place)
     except (ValueError, NotFiniteError) as error:
-        if place.world_size > 1 or not is_refusal(error):
+        if not is_refusal(error):
             raise
-        raise SystemExit(f"error: {error}") from None
+        leave(error)

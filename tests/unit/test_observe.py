@@ -13,8 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan import hardware
 from torchtitan.config.schema import Config, Job, Metrics
 from torchtitan.observe import metrics
+from torchtitan.observe.failure import is_refusal
 from torchtitan.observe.health import describe_stop, judge_window
-from torchtitan.observe.log import is_refusal, start_logging, wants_color
+from torchtitan.observe.log import start_logging, wants_color
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord, import_wandb
 
 NAN, INF = math.nan, math.inf

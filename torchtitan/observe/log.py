@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import traceback
 
 logger = logging.getLogger("torchtitan")
 
@@ -38,9 +37,3 @@ def start_logging(rank: int = 0, color: bool = False) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether the error was raised by a `raise` statement of ours, so that its message says all there is to say."""
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    return "torchtitan" in line.filename and (line.line or "").startswith("raise ")
