@@ -127,7 +127,7 @@ def main(config: Config, place: Place) -> None:
                 if writer is not None:
                     writer.write_validation(step, mean, tokens)
             if step == 1:
-                collectives.set_timeout(config.comm.train_timeout_seconds)
+                collectives.set_timeout(config.comm.train_timeout_seconds, mesh.groups)
             if step % training.gc_freq == 0:
                 gc.collect(1)
             profiler.step()

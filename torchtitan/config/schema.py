@@ -238,7 +238,7 @@ class Parallelism(Section):
     """Devices each copy is sharded over (FSDP2); -1: all that the other degrees leave."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward: less memory for one more all-gather; "default" is "always" here."""
+    """Free gathered parameters after forward, for one more all-gather; default: all but what backward needs first."""
 
 
 class ActivationCheckpoint(Section):

@@ -22,9 +22,9 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
     )
 
 
-def set_timeout(seconds: int) -> None:
-    """Shorten the wait for collectives once the slow first step is over."""
-    for group in [dist.group.WORLD, *dist.distributed_c10d._world.pg_map]:
+def set_timeout(seconds: int, groups: list[dist.ProcessGroup]) -> None:
+    """Shorten the wait for collectives, in the run's group and these, once the slow first step is over."""
+    for group in [dist.group.WORLD, *groups]:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -33,21 +33,21 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-def all_agree(mine: bool, group: dist.ProcessGroup) -> bool:
-    """True where every rank says so; travels over gloo on the host."""
-    return bool(_reduce_host(int(mine), dist.ReduceOp.MIN, group))
+def all_agree(mine: bool) -> bool:
+    """True where every rank of the run says so; travels over gloo, from host to host."""
+    return bool(_reduce_on_host(int(mine), dist.ReduceOp.MIN))
 
 
-def any_agrees(mine: bool, group: dist.ProcessGroup) -> bool:
+def any_agrees(mine: bool) -> bool:
     """True where at least one rank says so."""
-    return bool(_reduce_host(int(mine), dist.ReduceOp.MAX, group))
+    return bool(_reduce_on_host(int(mine), dist.ReduceOp.MAX))
 
 
-def _reduce_host(value: int, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> int:
-    if group.size() == 1:
+def _reduce_on_host(value: int, operation: dist.ReduceOp.RedOpType) -> int:
+    if dist.get_world_size() == 1:
         return value
     tensor = torch.tensor(value)
-    dist.all_reduce(tensor, op=operation, group=group)
+    dist.all_reduce(tensor, op=operation)
     return int(tensor)
 
 

@@ -1,5 +1,7 @@
 """Data parallelism by FSDP2's fully_shard, the one path for it: on one rank, on many, and with replicas (HSDP)."""
 
+from typing import Literal
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +15,13 @@ def apply_fsdp(
     *,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    reshard_after_forward: bool,
+    reshard: Literal["default", "always", "never"],
 ) -> None:
-    """Shard each unit, and what is left over with the model itself; gradients are summed over ranks, not averaged."""
+    """Shard each unit, and what is left over with the model itself; gradients are summed over ranks, not averaged.
+
+    `reshard` says which units are freed after forward. By default all but what ends the forward pass: it is needed
+    first in backward, and freeing it would only gather it again.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -23,10 +29,9 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     for unit in units:
-        # The last unit's parameters are needed first in backward: freeing them would only gather them again.
-        reshard = reshard_after_forward and unit is not units[-1]
-        fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        free = reshard == "always" or (reshard == "default" and unit is not units[-1])
+        fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy, reshard_after_forward=free)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "always")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global number of tokens. SUM, because gloo has no scaled sum.

@@ -24,6 +24,11 @@ class Mesh:
         return self.devices["dp_shard"]
 
     @property
+    def groups(self) -> list[ProcessGroup]:
+        """Every process group that communicates over some slice."""
+        return [*self.devices.get_all_groups(), self.batch_group]
+
+    @property
     def batch_rank(self) -> int:
         """This rank's place among those that see different sequences."""
         return self.batch.get_local_rank()

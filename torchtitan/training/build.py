@@ -59,7 +59,7 @@ def build_training_loader(
         epochs=training.epochs,
         shuffle=training.shuffle,
         block_causal=config.model.attn_mask_type == "block_causal",
-        agree=lambda mine: all_agree(mine, mesh.batch_group),
+        agree=all_agree,
         pin_memory=device.type == "cuda",
     )
 
@@ -85,7 +85,7 @@ def build_validation_loader(
         epochs=1,
         shuffle=False,
         block_causal=config.model.attn_mask_type == "block_causal",
-        agree=lambda mine: any_agrees(mine, mesh.batch_group),
+        agree=any_agrees,
         pin_memory=device.type == "cuda",
         pad_last=True,
     )

@@ -35,7 +35,7 @@ def apply_parallelism(
         mesh.fsdp,
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
+        reshard=parallelism.fsdp_reshard_after_forward,
     )
 
 

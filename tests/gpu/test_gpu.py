@@ -1,0 +1,52 @@
+"""What only a GPU can show: that it trains, agrees with the CPU, and is not waited for between logged steps."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_runs import tiny_config, train_here
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def test_a_gpu_trains_in_bfloat16_and_the_loss_falls(tmp_path: Path) -> None:
+    records = train_here(
+        tiny_config(tmp_path, training__steps=30, training__mixed_precision_param="bfloat16", compile__enable=True)
+    )
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5
+    assert records[-1]["memory_gib"] > 0
+
+
+def test_a_gpu_and_a_cpu_train_alike_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From different initial weights, for each device has its own generator; so only about alike."""
+    on_gpu = train_here(tiny_config(tmp_path / "gpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    on_cpu = train_here(tiny_config(tmp_path / "cpu"))
+    for ours, reference in zip(on_gpu, on_cpu, strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=0.05)
+
+
+def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts torch's own warnings of synchronisation: eight steps and two records more may add two."""
+    counts = []
+    for steps in (4, 12):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                train_here(tiny_config(tmp_path, training__steps=steps, metrics__log_freq=4))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchroniz" in str(warning.message) for warning in caught))
+    assert counts[1] - counts[0] == 2
+
+
+def test_memory_snapshots_are_written(tmp_path: Path) -> None:
+    options = {"profiling__enable_memory_snapshot": True, "profiling__profile_freq": 4}
+    train_here(tiny_config(tmp_path, training__steps=4, **options))
+    assert (tmp_path / "memory_snapshot/step_4/rank0.pickle").stat().st_size > 0
