@@ -27,7 +27,7 @@ done
 
 gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
 if [[ $gpus != 0 && -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
-  gpus="$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[0-9GM]' || true)" # indices, GPU-... or MIG-... names
+  gpus="$(tr -d ' ' <<<"$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '^[0-9GM]' || true)" # indices, GPU-... or MIG-... names
 fi
 ngpu="${NGPU:-$((gpus > 0 ? gpus : 1))}"
 [[ $ngpu =~ ^[1-9][0-9]*$ ]] || die "NGPU = $ngpu is no number of processes; use 1 or more"
@@ -40,8 +40,7 @@ if ((gpus == 0 && ngpu > 1)) && [[ -z "${OMP_NUM_THREADS:-}" ]]; then # else eve
   cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
   export OMP_NUM_THREADS=$((cores > ngpu ? cores / ngpu : 1))
 fi
-if ((gpus == 0)); then device=CPU; else device=GPU; fi
-echo "training $config: $device, NGPU=$ngpu"
+echo "training $config, NGPU=$ngpu (NVIDIA GPUs here: $gpus)"
 if ((ngpu == 1)); then
   exec "$py" train.py --job.config_file "$config" "$@"
 fi

@@ -20,6 +20,7 @@ import gc
 import os
 import secrets
 import time
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -33,7 +34,7 @@ from torchtitan.observe.health import NotFiniteError
 from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.observe.profiling import profile
-from torchtitan.observe.run_folder import open_run_folder
+from torchtitan.observe.run_folder import open_run_folder, start_record
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
@@ -42,7 +43,7 @@ from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import apply_update, build_optimizer
 from torchtitan.training.report import Reporter
 from torchtitan.training.step import ForwardBackward
-from torchtitan.training.validate import validate
+from torchtitan.training.validate import Validator
 
 
 @record  # under torchrun, the first rank's error is the one that is shown
@@ -55,7 +56,7 @@ def main(config: Config, place: Place) -> None:
     args = build.build_model_args(config, tokenizer)
     if config.debug.deterministic:
         hardware.use_deterministic_kernels(config.debug.deterministic_warn_only)
-    run_folder = open_run_folder(config, place.rank)
+    run_folder = open_run_folder(config) if place.rank == 0 else Path(config.job.dump_folder)
 
     # The mesh
     dims = plan_layout(config.parallelism, place.world_size)
@@ -69,9 +70,7 @@ def main(config: Config, place: Place) -> None:
 
     # The data
     loader = build.build_training_loader(config, plan, tokenizer, mesh, seed, device)
-    validation = None
-    if config.validation.enable:
-        validation = build.build_validation_loader(config, plan, tokenizer, mesh, device)
+    held_out = build.build_validation_loader(config, plan, tokenizer, mesh, device)
 
     # The model, its loss and its optimizer
     model = build.build_model(config, args, mesh, device, seed)
@@ -86,12 +85,13 @@ def main(config: Config, place: Place) -> None:
     writer = None
     if place.rank == 0:
         resolved = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": seed})})
-        (run_folder / "config.toml").write_text(to_toml(resolved))
+        start_record(run_folder, resolved)
         if config.job.print_config:
             print(to_toml(resolved))
         writer = MetricsWriter(config, run_folder, 0, training.steps, f"{peak.origin} peak")
     reporter = Reporter(
         training,
+        optimizer.defaults["fused"],
         writer,
         mesh.batch_group,
         place.world_size,
@@ -100,6 +100,10 @@ def main(config: Config, place: Place) -> None:
         flops_per_token=flops_per_token(args, training.seq_len),
         peak=peak,
     )
+
+    validate = None
+    if held_out is not None:
+        validate = Validator(config.validation, forward_backward, held_out, device, mesh.batch_group, writer)
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     step, learning_rate = 0, 0.0
@@ -121,17 +125,22 @@ def main(config: Config, place: Place) -> None:
             reporter.add(batch.origin, loss, gradient_norm, data_seconds)
             if step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:
                 reporter.flush(step, learning_rate)
-            if validation is not None and (step % config.validation.freq == 0 or step == training.steps):
-                with reporter.clock.outside_training():
-                    mean, tokens = validate(forward_backward, validation, config.validation, device, mesh.batch_group)
-                if writer is not None:
-                    writer.write_validation(step, mean, tokens)
+            if validate is not None and step % config.validation.freq == 0:
+                with reporter.paused():
+                    validate(step)
             if step == 1:
                 collectives.set_timeout(config.comm.train_timeout_seconds, mesh.groups)
             if step % training.gc_freq == 0:
                 gc.collect(1)
             profiler.step()
         reporter.flush(step, learning_rate)
+        if validate is not None and step % config.validation.freq:
+            validate(step)
+    if step == 0:
+        raise ValueError(
+            f"the data ends before the first batch of {plan.global_batch_size} x {training.seq_len} tokens is full; "
+            f"use more text, a smaller batch, or training.epochs"
+        )
 
     loader.close()
     if writer is not None:

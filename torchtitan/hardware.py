@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ PEAK_BF16_TFLOPS: dict[str, float] = {
 }
 
 
+_DEVICE_FILES = Path("/dev")
+
+
 @dataclass(frozen=True)
 class Place:
     """This process among those of the run, as torchrun says it; a process started alone is rank 0 of 1."""
@@ -51,10 +55,15 @@ def read_place() -> Place:
 
 
 def pick_device(local_rank: int) -> "torch.device":
-    """This rank's GPU, or the CPU where there is none."""
+    """This rank's GPU, or the CPU where there is none; a GPU that torch cannot use is not passed over."""
     import torch
 
     if not torch.cuda.is_available():
+        if list(_DEVICE_FILES.glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            raise ValueError(
+                f"this machine has NVIDIA GPUs, but torch {torch.__version__} cannot use them; install a CUDA build of "
+                f"torch that fits the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+            )
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
@@ -79,9 +88,9 @@ def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
     import torch
 
     if device.type == "cuda" and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
+        name = torch.cuda.get_device_name(device).replace("-", " ")
         for known, tflops in PEAK_BF16_TFLOPS.items():
-            if re.search(rf"\b{known}\b", name.replace("-", " ")):
+            if re.search(rf"\b{known}\b", name) and " MIG " not in name:  # a slice of a GPU is measured
                 return Peak(tflops * 1e12, "data sheet")
     return Peak(measure_matmul_flops(device, dtype), "measured")
 
@@ -128,7 +137,7 @@ def peak_memory_gib(device: "torch.device") -> float:
 
 
 def use_deterministic_kernels(warn_only: bool) -> None:
-    """Refuse (or warn of) kernels whose result depends on timing; before the first CUDA call."""
+    """Refuse (or warn of) kernels whose result depends on timing; before the first matrix product."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace

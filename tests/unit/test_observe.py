@@ -81,6 +81,13 @@ def test_after_a_resume_records_and_curves_go_on_without_repeats(tmp_path: Path)
     assert [event.step for event in curve] == list(range(1, 9))
 
 
+def test_a_number_that_is_not_finite_is_null_for_json(tmp_path: Path) -> None:
+    lines = metrics.JsonLines(tmp_path / "m.jsonl", 0)
+    lines.write(1, {"loss": NAN, "grad_norm": INF, "lr": 0.1})
+    lines.close()
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.1}\n'
+
+
 def test_a_logged_line_says_speed_mfu_memory_and_time_to_go(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,8 +178,9 @@ def test_a_known_devices_peak_is_its_data_sheets(name: str, tflops: float, monke
     assert (peak.flops, peak.origin) == (tflops * 1e12, "data sheet")
 
 
-def test_an_unknown_devices_peak_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10000 Imaginary")
+@pytest.mark.parametrize("name", ["NVIDIA A10000 Imaginary", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
+def test_an_unknown_devices_peak_is_measured_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(hardware, "measure_matmul_flops", lambda device, dtype: 5e12)
     assert hardware.find_peak(torch.device("cuda"), torch.bfloat16) == hardware.Peak(5e12, "measured")
     assert hardware.find_peak(torch.device("cpu"), torch.float32) == hardware.Peak(5e12, "measured")
@@ -190,6 +198,17 @@ def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert hardware.read_place() == hardware.Place(5, 1, 8)
+
+
+def test_a_gpu_that_torch_cannot_use_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(hardware, "_DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match="has NVIDIA GPUs, but torch .* cannot use them; install a CUDA build"):
+        hardware.pick_device(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.pick_device(0).type == "cpu"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.config.load import key_names, load_config, sections
 from torchtitan.config.schema import Section
+from torchtitan.observe.health import NotFiniteError
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
@@ -172,6 +173,7 @@ def test_validation_is_the_same_each_time_and_leaves_training_alone(tmp_path: Pa
     watched = train_here(tiny_config(tmp_path / "watched", **options))
     assert losses(plain) == losses(watched)
     seen = read_records(tmp_path / "watched", "validation.jsonl")
+    # After the last step, too.
     assert [v["step"] for v in seen] == [4, 8, 10] and all(v["validation_tokens"] == 3 * 8 * 64 for v in seen)
     still = options | {"optimizer__lr": 1e-12, "optimizer__weight_decay": 0.0}
     train_here(tiny_config(tmp_path / "still", **still))
@@ -258,9 +260,10 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"model__hf_assets_path": "nowhere"}, "nowhere"),
         ({"model__vocab_size": 100}, "the tokenizer has 2048 ids, model.vocab_size only 100 rows"),
         ({"training__dataset": "pydoc"}, "did you mean 'pydocs'"),
+        ({"compile__enable": True, "compile__backend": "indcutor"}, 'compile.backend = "indcutor" is no backend'),
         ({"profiling__enable_memory_snapshot": True}, "enable_memory_snapshot = true needs a GPU"),
     ],
-    ids=["no tokenizer", "small vocabulary", "unknown dataset", "memory snapshot on a CPU"],
+    ids=["no tokenizer", "small vocabulary", "unknown dataset", "unknown compiler", "memory snapshot on a CPU"],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -282,8 +285,27 @@ def test_the_program_shows_a_refusal_as_one_line_without_a_traceback(tmp_path: P
     assert "error: dataset = 'pydoc' is not a name known here" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_only_rank_0_touches_the_run_folder(tmp_path: Path) -> None:
-    from torchtitan.observe.run_folder import open_run_folder
+def test_a_refused_run_leaves_the_last_runs_files_where_they_are(tmp_path: Path) -> None:
+    train_here(tiny_config(tmp_path, training__steps=2))
+    with pytest.raises(ValueError, match="nowhere"):
+        train_here(tiny_config(tmp_path, training__dataset_path="nowhere.jsonl"))
+    torch.distributed.destroy_process_group()
+    assert len(read_records(tmp_path)) == 2 and not (tmp_path / "earlier").exists()
 
-    open_run_folder(tiny_config(tmp_path / "other"), rank=1)
-    assert not (tmp_path / "other").exists()
+
+def test_data_for_less_than_one_step_is_refused(tmp_path: Path) -> None:
+    corpus = tmp_path / "tiny.jsonl"
+    corpus.write_text('{"text": "a"}\n' * 8)
+    with pytest.raises(
+        ValueError, match="the data ends before the first batch of 8 x 64 tokens is full; use more text"
+    ):
+        train_here(tiny_config(tmp_path / "run", training__dataset_path=str(corpus)))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("implementation", "left_out"), [("fused", True), ("foreach", False)])
+def test_a_stop_says_whether_the_bad_update_was_applied(tmp_path: Path, implementation: str, left_out: bool) -> None:
+    options = {"optimizer__implementation": implementation, "optimizer__lr": 1e30, "training__max_norm": "inf"}
+    with pytest.raises(NotFiniteError, match="left out" if left_out else "was applied"):
+        train_here(tiny_config(tmp_path, **options))
+    torch.distributed.destroy_process_group()

@@ -33,7 +33,7 @@ class ParallelDims:
 def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
     """Fill in the sharded axis and check that the degrees multiply to the world size."""
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+    divisors = _some([d for d in range(1, world_size + 1) if world_size % d == 0])
     if shard == -1:
         if world_size % replicate:
             raise ValueError(
@@ -72,9 +72,15 @@ def plan_batch(training: Training, dp: int) -> BatchPlan:
         )
     streams = total if training.num_streams == -1 else training.num_streams
     if total % streams or streams % dp:
-        fitting = [n for n in range(dp, total + 1, dp) if total % n == 0]
+        fitting = [n for n in range(dp, min(total, 10_000 * dp) + 1, dp) if total % n == 0]
         raise ValueError(
             f"training.num_streams = {streams} must divide the global batch of {total} and be a multiple of the "
-            f"data-parallel degree {dp}; use one of {', '.join(map(str, fitting))}"
+            f"data-parallel degree {dp}; use one of {_some(fitting)}, or -1"
         )
     return BatchPlan(global_batch_size=total, num_microbatches=total // (local * dp), num_streams=streams)
+
+
+def _some(choices: list[int]) -> str:
+    """`1, 2, 4, 8`, shortened where there are many."""
+    shown = choices if len(choices) <= 12 else [*choices[:10], "...", choices[-1]]
+    return ", ".join(map(str, shown))

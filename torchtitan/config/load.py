@@ -1,11 +1,12 @@
-"""Command line over TOML over defaults, into one frozen Config; every mistake is listed at once."""
+"""Command line over TOML over defaults, into one frozen Config; every mistake of both is listed at once."""
 
+import dataclasses
 import difflib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 import tomli
 import tomli_w
@@ -14,7 +15,9 @@ from pydantic import ValidationError
 
 from torchtitan.config import not_yet
 from torchtitan.config.rules import find_conflicts
-from torchtitan.config.schema import Config, Section
+from torchtitan.config.schema import Config, DataSource, Section
+
+_HELP = "Train a Llama. Every key of the TOML file is an option here and overrides it."
 
 
 class ConfigError(ValueError):
@@ -26,50 +29,40 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{origin}: {count}", *(f"  {mistake}" for mistake in mistakes)]))
 
 
-def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = "train.py") -> Config:
+def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = "train.py", rank: int = 0) -> Config:
     """The configuration a command line asks for; raises ConfigError, and leaves by SystemExit for --help."""
-    path = _config_file(argv)
-    config, mistakes, broken = read_toml(Path(path)) if path else (Config(), [], set())
-    overridden = _parse_command_line(argv, config, prog)
-    for keys, message in find_conflicts(overridden, world_size):
+    options, asked_in_vain = _take_out_not_yet(argv)
+    path = _config_file(options)
+    data = _read_toml(Path(path)) if path else {}
+    # tyro needs defaults of the right type: the file's where they are right.
+    given = _parse(options, _validate(not_yet.take_out(data)[0])[0], prog, quiet=rank != 0)
+    for section, values in [*asked_in_vain.items(), *given.items()]:
+        data[section] = {**data[section], **values} if isinstance(data.get(section), dict) else values
+
+    known, mistakes = not_yet.take_out(data)
+    config, wrong, broken = _validate(known)
+    mistakes += wrong
+    for keys, message in find_conflicts(config, world_size):
         if not broken.intersection(keys):  # what rests on a refused value is not known to be wrong
             mistakes.append(message)
     if mistakes:
         raise ConfigError(path or "command line", mistakes)
-    return overridden
+    return config
 
 
 def load_config_or_exit(argv: Sequence[str], world_size: int | None, rank: int, prog: str = "train.py") -> Config:
     """load_config for a program: the mistakes are shown by rank 0 alone, and the exit code is 2."""
     try:
-        return load_config(argv, world_size, prog)
+        return load_config(argv, world_size, prog, rank)
     except ConfigError as error:
-        _exit(str(error) if rank == 0 else "")
-
-
-def read_toml(path: Path) -> tuple[Config, list[str], set[str]]:
-    """A file's configuration without its wrong values, what is wrong with them, and their names."""
-    try:
-        data = tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [f"cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(str(path), [f"is not TOML: {error}"]) from None
-    data, mistakes = not_yet.take_out(data)
-    broken: set[str] = set()
-    try:
-        return Config.model_validate(data), mistakes, broken
-    except ValidationError as error:
-        for problem in error.errors():
-            mistakes.append(_describe(problem))
-            _remove(data, problem["loc"])
-            broken.add(".".join(str(part) for part in problem["loc"][:2]))
-    return Config.model_validate(data), mistakes, broken
+        if rank == 0:
+            print(error, file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def to_toml(config: Config) -> str:
     """The configuration as a TOML file that loads to the same; None is TOML's absent key."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    return tomli_w.dumps(config.model_dump(exclude_none=True, exclude={"job": {"config_file"}}))
 
 
 def key_names() -> list[str]:
@@ -82,34 +75,96 @@ def sections() -> dict[str, type[Section]]:
     return {name: type(default) for name, default in Config()}
 
 
-def _exit(message: str) -> NoReturn:
-    if message:
-        print(message, file=sys.stderr)
-    raise SystemExit(2)
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        data = tomli.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), [f"cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(str(path), [f"is not TOML: {error}"]) from None
+    if "config_file" in data.get("job", {}):
+        raise ConfigError(str(path), ["job.config_file is for the command line; a file cannot name another: remove it"])
+    return data
+
+
+def _validate(data: dict[str, Any]) -> tuple[Config, list[str], set[str]]:
+    """The configuration without its wrong values, what is wrong with them, and their names."""
+    data = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in data.items()}
+    try:
+        return Config.model_validate(data), [], set()
+    except ValidationError as error:
+        problems = error.errors()
+    for problem in problems:  # a wrong key is taken out whole, so that the rest can still be checked
+        section = data.get(str(problem["loc"][0]))
+        if len(problem["loc"]) > 1 and isinstance(section, dict):
+            section.pop(str(problem["loc"][1]), None)
+        else:
+            data.pop(str(problem["loc"][0]), None)
+    broken = {".".join(str(part) for part in problem["loc"][:2]) for problem in problems}
+    return Config.model_validate(data), [_describe(problem) for problem in problems], broken
 
 
 def _config_file(argv: Sequence[str]) -> str | None:
-    """The file has to be read before the command line, whose defaults it provides."""
+    """The file has to be read before the command line, whose defaults it provides; as everywhere, the last one wins."""
+    path = None
     for i, arg in enumerate(argv):
-        name, _, value = arg.partition("=")
+        name, equals, value = arg.partition("=")
         if name.replace("-", "_") == "__job.config_file":
-            if not value and i + 1 == len(argv):
-                raise ConfigError("command line", ["--job.config_file needs a file name"])
-            return value or argv[i + 1]
-    return None
+            path = value if equals else "".join(argv[i + 1 : i + 2])
+            if not path or path.startswith("--"):
+                raise ConfigError("command line", [f"--job.config_file is followed by {path!r}; it needs a file name"])
+    return path
 
 
-def _parse_command_line(argv: Sequence[str], defaults: Config, prog: str) -> Config:
-    for arg in argv:  # tyro would call these unknown; they are known to users of torchtitan
-        name = arg.partition("=")[0].removeprefix("--").replace("-", "_")
-        if arg.startswith("--") and name in not_yet.names():
-            raise ConfigError(
-                "command line", [f"--{name}: torchtitan v0.2.2 has this key, this version does not yet; remove it"]
-            )
-    return tyro.cli(Config, default=defaults, args=list(argv), prog=prog, description=_HELP, use_underscores=True)
+def _take_out_not_yet(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """torchtitan's options that this version does not have, apart from the rest: the parser knows nothing of them."""
+    rest: list[str] = []
+    taken: dict[str, dict[str, Any]] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        section, _, key = name.removeprefix("--").replace("-", "_").rpartition(".")
+        if not word.startswith("--") or key not in not_yet.KEYS.get(section, {}):
+            rest.append(word)
+            continue
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        try:
+            parsed = tomli.loads(f"x = {value}")["x"]
+        except tomli.TOMLDecodeError:
+            parsed = value
+        table = taken.setdefault(section.partition(".")[0], {})
+        for part in section.split(".")[1:]:
+            table = table.setdefault(part, {})
+        table[key] = parsed
+    return rest, taken
 
 
-_HELP = "Train a Llama. Every key of the TOML file is an option here and overrides it."
+def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dict[str, dict[str, Any]]:
+    """What the command line sets. tyro checks types; values are left to the schema, as those of the file are."""
+    fields = []
+    for name, section in sections().items():
+        current = getattr(defaults, name)
+        keys = [
+            (key, Annotated[field.annotation, tyro.conf.arg(help=field.description)], getattr(current, key))
+            for key, field in section.model_fields.items()
+            if not isinstance(getattr(current, key), list) or key != "sources"
+        ]
+        options = dataclasses.make_dataclass(
+            section.__name__, [(key, kind, dataclasses.field(default_factory=lambda v=v: v)) for key, kind, v in keys]
+        )
+        options.__doc__ = section.__doc__
+        fields.append((name, options, dataclasses.field(default_factory=options)))
+    parser = dataclasses.make_dataclass("Options", fields)
+    parsed = tyro.cli(
+        parser, args=list(argv), prog=prog, description=_HELP, use_underscores=True, console_outputs=not quiet
+    )
+    given: dict[str, dict[str, Any]] = {}
+    for name, values in dataclasses.asdict(parsed).items():
+        default = getattr(defaults, name)
+        given[name] = {key: value for key, value in values.items() if value != getattr(default, key)}
+    return {name: values for name, values in given.items() if values}
 
 
 def _describe(problem: Any) -> str:
@@ -134,25 +189,13 @@ def _shown(value: Any) -> str:
 
 def _nearest(name: str, section: bool) -> str:
     """`; did you mean X?`: the same key in another section, else the name that is spelt most alike."""
+    place, _, leaf = name.rpartition(".")
     if section:
-        close = difflib.get_close_matches(name, Config.model_fields, n=1)
-    else:
-        known = key_names()
-        leaf = name.rpartition(".")[2]
-        close = [key for key in known if key.rpartition(".")[2] == leaf]
-        close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-        close = close or [
-            key
-            for key in known
-            if key.rpartition(".")[2] in difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in known], n=1)
-        ]
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _remove(data: dict[str, Any], loc: tuple[int | str, ...]) -> None:
-    """Take a wrong key out whole, so that the rest can still be checked."""
-    section = data.get(str(loc[0]))
-    if len(loc) > 1 and isinstance(section, dict):
-        section.pop(loc[1], None)
-    else:
-        data.pop(str(loc[0]), None)
+        return not_yet.did_you_mean(difflib.get_close_matches(name, Config.model_fields, n=1))
+    known = key_names()
+    if place.startswith("training.sources["):
+        known = [f"{place}.{key}" for key in DataSource.model_fields]
+    leaves = {key.rpartition(".")[2]: key for key in known}
+    same = [key for key in known if key.rpartition(".")[2] == leaf]
+    alike = [leaves[near] for near in difflib.get_close_matches(leaf, leaves, n=1)]
+    return not_yet.did_you_mean(same or difflib.get_close_matches(name, known, n=1, cutoff=0.75) or alike)

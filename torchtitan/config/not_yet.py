@@ -4,8 +4,11 @@ Such a key is accepted at that value, or below a switch that is off, so that tor
 is refused by name: a run must never ignore what its file asks for.
 """
 
+import difflib
 import json
 from typing import Any
+
+from torchtitan.config.schema import Config
 
 _OFF_WITH_SECTION = object()  # any value is idle while the section's switch is off
 
@@ -98,11 +101,6 @@ _INSTEAD = {
 }
 
 
-def names() -> list[str]:
-    """All keys of the table, dotted."""
-    return [f"{section}.{key}" for section, keys in KEYS.items() for key in keys]
-
-
 def take_out(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Split a parsed TOML file into what the schema knows and refusals of what this version does not have."""
     rest, refusals = _copy(data), []
@@ -117,9 +115,19 @@ def take_out(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 value = table.pop(key)
                 if idle is not _OFF_WITH_SECTION and not _same(value, idle):
                     refusals.append(_refusal(f"{section}.{key}", value, idle))
+        if section not in Config.model_fields:  # the schema will not meet what is left here
+            for key in [key for key, value in table.items() if not isinstance(value, dict)]:
+                near = [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
+                shown = json.dumps(table.pop(key), default=str)
+                refusals.append(f"{section}.{key} = {shown}: unknown key{did_you_mean(near)}")
     for section in KEYS:
         _drop_if_empty(rest, section.split("."))
     return rest, refusals
+
+
+def did_you_mean(near: list[str]) -> str:
+    """The end of a message about a name that is not known."""
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _same(value: Any, idle: Any) -> bool:

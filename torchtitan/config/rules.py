@@ -1,6 +1,8 @@
 """What makes a configuration impossible although every single value is fine: pure, no torch, all findings at once."""
 
+import re
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
@@ -11,7 +13,8 @@ Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the mess
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
-    findings = [*_zeros(config), *_model(config), *_schedule(config), *_recompute(config), *_data(config)]
+    findings = [*_zeros(config), *_model(config), *_schedule(config), *_compile(config), *_data(config)]
+    findings += _folders(config)
     if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
         findings.append(
             (
@@ -79,10 +82,10 @@ def _schedule(config: Config) -> Iterator[Finding]:
         )
 
 
-def _recompute(config: Config) -> Iterator[Finding]:
+def _compile(config: Config) -> Iterator[Finding]:
     recompute = config.activation_checkpoint
     option = recompute.selective_ac_option
-    if recompute.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
+    if recompute.mode == "selective" and option != "op" and not re.fullmatch("[1-9][0-9]*", option):
         yield (
             ("activation_checkpoint.selective_ac_option",),
             f'activation_checkpoint.selective_ac_option = "{option}" is neither "op" nor a number of blocks, as "2"',
@@ -93,6 +96,28 @@ def _recompute(config: Config) -> Iterator[Finding]:
             'activation_checkpoint.mode = "memory_budget" is carried out by the compiler; set compile.enable = true '
             'with "model" among compile.components, or use "selective"',
         )
+
+    if config.compile.enable and not config.compile.components:
+        yield (
+            ("compile.enable", "compile.components"),
+            'compile.components = [] compiles nothing; name "model", "loss" or both, or set compile.enable = false',
+        )
+
+
+def _folders(config: Config) -> Iterator[Finding]:
+    """Folders inside the run folder: moved aside with it, so they must be its own."""
+    names = {
+        "metrics.save_tb_folder": config.metrics.save_tb_folder,
+        "profiling.save_traces_folder": config.profiling.save_traces_folder,
+        "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
+    }
+    taken = {"config.toml", "metrics.jsonl", "validation.jsonl", "earlier", "wandb"}
+    for key, name in names.items():
+        if PurePath(name).parts != (name,) or name == "..":
+            yield (key,), f'{key} = "{name}" is a name inside job.dump_folder; use one without "/", as "tb"'
+        elif name in taken:
+            yield (key,), f'{key} = "{name}" is used for something else in the run folder; use another name'
+        taken.add(name)
 
 
 def _data(config: Config) -> Iterator[Finding]:

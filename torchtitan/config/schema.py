@@ -203,8 +203,8 @@ class Training(Section):
     seq_len: PositiveInt = 2048
     """Tokens in a sequence."""
 
-    max_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm."""
+    max_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm; inf: they are not."""
 
     steps: PositiveInt = 10000
     """Optimizer steps to train."""

@@ -26,7 +26,8 @@ def judge_window(
 ) -> Verdict:
     """Stop at the first step that is not finite, or, where skipping is allowed, at the first one too many.
 
-    A norm that is not finite has left its update out. A loss alone that is not finite has not, so it always stops.
+    Where skipping is allowed, a norm that is not finite has left its update out on the device. A loss alone that is not
+    finite has not, so it always stops.
     """
     skipped: list[int] = []
     for i, (loss, norm) in enumerate(zip(losses, gradient_norms, strict=True)):

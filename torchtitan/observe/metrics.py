@@ -1,6 +1,7 @@
 """One record a logged step, to console, metrics.jsonl, TensorBoard and Weights & Biases; it receives plain numbers."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,7 +86,9 @@ class JsonLines:
         self._file = path.open("a" if start_step else "w", buffering=1)  # a killed run keeps its last line
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        # JSON has no NaN; a number that is not finite is null.
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

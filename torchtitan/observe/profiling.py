@@ -46,7 +46,11 @@ def _traces(
         yield None
         return
 
+    ended = False
+
     def save(profiler: torch.profiler.profile) -> None:
+        if ended:  # the run ended before the step to record
+            return
         folder = run_folder / config.save_traces_folder / f"step_{start_step + profiler.step_num}"
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"rank{rank}.json"))
@@ -61,6 +65,7 @@ def _traces(
         activities=activities, schedule=schedule, on_trace_ready=save, record_shapes=True
     ) as profiler:
         yield profiler
+        ended = True
 
 
 @contextmanager

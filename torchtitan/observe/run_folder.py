@@ -1,17 +1,16 @@
-"""The run folder: made and checked before anything else starts; an earlier run's files are kept aside, never mixed."""
+"""The run folder: checked before anything else starts; an earlier run's files are kept aside, never mixed or lost."""
 
 import os
 from pathlib import Path
 
+from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
 
 
-def open_run_folder(config: Config, rank: int) -> Path:
-    """Make the folder, or refuse one that cannot be written; what an earlier run left there moves to `earlier/N`."""
+def open_run_folder(config: Config) -> Path:
+    """Make the folder, or refuse one that cannot be written."""
     folder = Path(config.job.dump_folder)
-    if rank != 0:
-        return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable.{os.getpid()}"
@@ -22,6 +21,11 @@ def open_run_folder(config: Config, rank: int) -> Path:
             f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror}; "
             f"choose another with --job.dump_folder, or change its permissions"
         ) from None
+    return folder
+
+
+def start_record(folder: Path, config: Config) -> None:
+    """Move what an earlier run left to `earlier/N`, write the configuration; when nothing can be refused any more."""
     left = [folder / name for name in _names(config) if (folder / name).exists()]
     if left:
         number = 1 + max((int(p.name) for p in (folder / "earlier").glob("*") if p.name.isdecimal()), default=0)
@@ -30,7 +34,7 @@ def open_run_folder(config: Config, rank: int) -> Path:
         for path in left:
             path.rename(aside / path.name)
         logger.info(f"kept the earlier run of this folder in {aside}")
-    return folder
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
 
 
 def _names(config: Config) -> list[str]:

@@ -100,7 +100,7 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
         if isinstance(tensor, DTensor):
             layout = (tensor.device_mesh, tensor.placements)
             tensor = tensor.to_local()
-        squares[layout].append(torch.linalg.vector_norm(tensor, dim=-1).double().square().sum())
+        squares[layout].append(torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32).double().square().sum())
     totals = []
     for layout, parts in squares.items():
         total = torch.stack(parts).sum()

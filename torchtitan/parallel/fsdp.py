@@ -3,9 +3,11 @@
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def apply_fsdp(
@@ -37,3 +39,12 @@ def apply_fsdp(
             # The loss is already divided by the global number of tokens. SUM, because gloo has no scaled sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def copy_first_replica(model: nn.Module, replicas: DeviceMesh) -> None:
+    """Give all replicas the first one's parameters: unlike devices may have drawn other initial values."""
+    if replicas.size() > 1:
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            dist.broadcast(parameter.to_local(), group=replicas.get_group(), group_src=0)

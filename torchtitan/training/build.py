@@ -19,6 +19,13 @@ def check_environment(config: Config, device: torch.device) -> None:
     """Refuse, before anything is started, what this machine or installation cannot do."""
     if config.metrics.enable_wandb:
         import_wandb()
+    if config.compile.enable:
+        backends = torch._dynamo.list_backends(None)  # type: ignore[arg-type]
+        if config.compile.backend not in backends:
+            raise ValueError(
+                f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
+                f"use one of {', '.join(backends)}"
+            )
     if config.profiling.enable_memory_snapshot and device.type != "cuda":
         raise ValueError(
             "profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false"
@@ -37,7 +44,7 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
     with torch.device("meta"):
         model = Transformer(args).to(dtype)
     apply_parallelism(model, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile)
-    init_weights(model, device, seed)
+    init_weights(model, mesh, device, seed)
     return model.train()
 
 
@@ -66,12 +73,15 @@ def build_training_loader(
 
 def build_validation_loader(
     config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, device: torch.device
-) -> Loader:
-    """The held-out data, in file order; it ends when no rank has any left, the last batches filled up with nothing.
+) -> Loader | None:
+    """The held-out data in file order, if validation is on.
 
+    It ends when no rank has any left, the last batches filled up with nothing.
     Its batches are as large as the training's, so that what `validation.steps` of them hold does not depend on ranks.
     """
     validation = config.validation
+    if not validation.enable:
+        return None
     source = DataSource(dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key)
     return build_loader(
         [source],

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class Reporter:
     def __init__(
         self,
         training: Training,
+        skips_on_device: bool,
         writer: MetricsWriter | None,
         batch_group: ProcessGroup,
         world_size: int,
@@ -33,6 +35,7 @@ class Reporter:
         peak: Peak,
     ) -> None:
         self.training, self.writer, self.batch_group = training, writer, batch_group
+        self.skips_on_device = skips_on_device  # an update whose gradient norm is not finite changes nothing
         self.world_size, self.device = world_size, device
         self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak
         self.clock = Clock()
@@ -79,6 +82,14 @@ class Reporter:
         if self.writer is not None:
             self.writer.write(record)
         self._start_window()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not training: its time does not count, nor does it wait for steps that are queued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with self.clock.outside_training():
+            yield
 
     def summary(self, step: int) -> str:
         """One line on the whole run."""
@@ -134,7 +145,7 @@ class Reporter:
             describe_stop(
                 step,
                 verdict.reason,
-                not math.isfinite(norms[verdict.stop_at]),
+                self.skips_on_device and not math.isfinite(norms[verdict.stop_at]),
                 [loss for loss, _ in everyone],
                 [batch for _, batch in everyone],
             )

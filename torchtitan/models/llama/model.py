@@ -40,8 +40,11 @@ class CausalAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, S, D]
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and (mask is not None or q.dtype == torch.float32):
+            # CUDA's kernels that take a mask or float32 take no grouped heads; without them all scores are stored.
+            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
         return out.transpose(1, 2)  # [B, S, H, D]
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan.models.llama.model import Transformer, fill_initial
-from torchtitan.parallel.fsdp import apply_fsdp
+from torchtitan.parallel.fsdp import apply_fsdp, copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import apply_recompute
 
@@ -47,10 +47,11 @@ def _sharding_units(model: Transformer) -> list[list[torch.nn.Module]]:
     return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
 
 
-def init_weights(model: Transformer, device: torch.device, seed: int) -> None:
+def init_weights(model: Transformer, mesh: Mesh, device: torch.device, seed: int) -> None:
     """Allocate this rank's part on the device and fill it with values that depend on seed and name, not on the layout.
 
-    Each rank draws every whole parameter it has a part of, one at a time, and keeps its part.
+    Each rank draws every whole parameter it has a part of, one at a time, and keeps its part. Kinds of devices have
+    generators of their own, so another kind gives other values.
     """
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
@@ -60,6 +61,7 @@ def init_weights(model: Transformer, device: torch.device, seed: int) -> None:
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         fill_initial(name, whole, model.args, generator)
         _keep_part(parameter, whole)
+    copy_first_replica(model, mesh.devices["dp_replicate"])
 
 
 @torch.no_grad()
