@@ -207,7 +207,7 @@ def test_profiler_traces_are_written_where_asked(tmp_path: Path) -> None:
     options = {"profile_freq": 4, "profiler_warmup": 1, "profiler_active": 1, "save_traces_folder": "traces"}
     config = tiny_config(
         tmp_path,
-        training__steps=8,
+        training__steps=11,  # ends before the step of a third trace
         profiling__enable_profiling=True,
         **{f"profiling__{k}": v for k, v in options.items()},
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchtitan.data.packing import Packed, Packer
-from torchtitan.data.stream import Place, Source
+from torchtitan.data.stream import DocumentRef, Source
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Origin:
         """A line a sequence: its first and last document."""
         lines = []
         for slot, packed in zip(self.slots, self.packed, strict=True):
-            places = [self._describe(place) for place in (packed.first, packed.last) if place is not None]
-            lines.append(f"slot {slot}: {' to '.join(dict.fromkeys(places)) or 'padding'}")
+            documents = [self._describe(ref) for ref in (packed.first, packed.last) if ref is not None]
+            lines.append(f"slot {slot}: {' to '.join(dict.fromkeys(documents)) or 'padding'}")
         return "\n".join(lines)
 
-    def _describe(self, place: Place) -> str:
-        where = self.sources[place.source].data.describe(*place.position)
-        return f"{where} (epoch {place.epoch + 1})"
+    def _describe(self, ref: DocumentRef) -> str:
+        where = self.sources[ref.source].data.describe(*ref.position)
+        return f"{where} (epoch {ref.epoch + 1})"
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,11 @@ Nothing is repaired: a line that is no JSON object with text in it is an error t
 """
 
 import bisect
+import contextlib
+import errno
 import json
 import mmap
+import resource
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -33,6 +36,8 @@ class Tokenizer(Protocol):
 class Texts(Protocol):
     """Documents by number, as text."""
 
+    identity: str  # how many and how large; a resumed run compares it
+
     def __len__(self) -> int: ...
 
     def text(self, index: int) -> str: ...
@@ -42,6 +47,8 @@ class Texts(Protocol):
 
 class Documents(Protocol):
     """Documents by number, as tokens: BOS (where there is one) first, EOS last."""
+
+    identity: str
 
     def __len__(self) -> int: ...
 
@@ -55,7 +62,7 @@ class TokenizedTexts:
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer) -> None:
         self._texts, self._tokenizer = texts, tokenizer
-        self.describe = texts.describe
+        self.describe, self.identity = texts.describe, texts.identity
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -69,11 +76,13 @@ class JsonLines:
 
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         self._files, self._text_key = files, text_key
+        allow_open_files(len(files))
         self._maps = [map_file(path) for path in files]
         indexes = [index_lines(data) for data in self._maps]
         self._starts = [starts for starts, _ in indexes]
         self._numbers = [numbers for _, numbers in indexes]
         self._ends = list(accumulate(len(starts) for starts in self._starts))
+        self.identity = f"{len(self):,} documents in {sum(map(len, self._maps)):,} bytes"
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -93,13 +102,14 @@ class TextFiles:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
+        self.identity = f"{len(files):,} documents in {sum(path.stat().st_size for path in files):,} bytes"
 
     def __len__(self) -> int:
         return len(self._files)
 
     def text(self, index: int) -> str:
         try:
-            return self._files[index].read_bytes().decode("utf-8")
+            return self._files[index].read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{self._files[index]}: cannot be read as UTF-8 text: {error}") from error
 
@@ -123,6 +133,7 @@ class SavedDataset:
             )
         self._dataset = self._dataset.select_columns([text_key])
         self._folder, self._text_key = folder, text_key
+        self.identity = f"{len(self):,} documents in {self._dataset.data.nbytes:,} bytes"
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -140,13 +151,26 @@ def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
     return part, index - (ends[part - 1] if part else 0)
 
 
+def allow_open_files(count: int) -> None:
+    """Each mapped file holds a descriptor: leaves the rest of the process as many as it had, if the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
+        with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it names
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def map_file(path: Path) -> mmap.mmap | bytes:
     try:
         with path.open("rb") as file:
             # An empty file cannot be mapped.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; correct dataset_path or the permissions") from error
+        fix = "correct dataset_path or the permissions"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            fix = f"the limit is {limit} (ulimit -n); join the text into fewer, larger files, or prepare it"
+        raise ValueError(f"{path} cannot be read: {error.strerror}; {fix}") from error
 
 
 def index_lines(data: mmap.mmap | bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -172,14 +196,14 @@ def line_at(data: mmap.mmap | bytes, start: int) -> bytes:
     return data[start : end if end >= 0 else len(data)]
 
 
-def parse_line(line: bytes, text_key: str, where: Any) -> str:
-    """The text of one JSON line; `where()` names it in an error."""
+def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
+    """The text of one JSON line; `where()` names it in an error, `hint` ends what is said of a line that is no JSON."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{where()}: not JSON ({error}); expected one object a line, such as "
-            f'{{"{text_key}": "..."}}, and found {line[:60].decode(errors="replace")!r}'
+            f'{{"{text_key}": "..."}}, and found {line[:60].decode(errors="replace")!r}{hint}'
         ) from error
     if not isinstance(record, dict):
         raise ValueError(f"{where()}: expected a JSON object with the key {text_key!r}, found {type(record).__name__}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data.stream import Place, Stream
+from torchtitan.data.stream import DocumentRef, Stream
 
 IGNORED_LABEL = -100
 
@@ -19,8 +19,8 @@ class Packed:
     """What went into a sequence."""
 
     num_labels: int  # less than seq_len only where the stream ended
-    first: Place | None
-    last: Place | None
+    first: DocumentRef | None
+    last: DocumentRef | None
 
 
 class Packer:
@@ -30,7 +30,7 @@ class Packer:
         self._stream, self._pad_id = stream, pad_id
         self._tokens = np.empty(seq_len + 1, np.int32)
         self._document: np.ndarray | None = None
-        self._place: Place | None = None
+        self._place: DocumentRef | None = None
         self._before = stream.state()  # the stream before it gave the current document
         self._offset = 0  # of the next input in the current document
 

@@ -2,7 +2,9 @@
 
 import bz2
 import gzip
+import json
 import lzma
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -11,7 +13,14 @@ from typing import Any, Protocol
 
 from torchtitan.data.documents import check_text, parse_line
 
-COMPRESSIONS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+# How to open a file, and what a shell tests it with.
+COMPRESSIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    ".gz": (gzip.open, "gzip -t"),
+    ".bz2": (bz2.open, "bzip2 -t"),
+    ".xz": (lzma.open, "xz -t"),
+}
+PARQUET_ROWS = 256  # decoded at a time
+PARQUET_BUFFER_BYTES = 1 << 20
 
 
 class ShardReader(Protocol):
@@ -26,6 +35,7 @@ class ShardReader(Protocol):
 class ShardedTexts(ABC):
     name: str
     num_shards: int
+    identity: str  # how many and how large; a resumed run compares it
 
     @abstractmethod
     def open(self, shard: int, state: Any | None) -> ShardReader:
@@ -41,6 +51,7 @@ class CompressedJsonLines(ShardedTexts):
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         self.name, self.num_shards = str(files[0]), len(files)
         self._files, self._text_key = files, text_key
+        self.identity = f"{len(files):,} files of {sum(path.stat().st_size for path in files):,} bytes"
 
     def open(self, shard: int, state: int | None) -> ShardReader:
         return _CompressedReader(self._files[shard], self._text_key, state or 0)
@@ -52,21 +63,24 @@ class CompressedJsonLines(ShardedTexts):
 class _CompressedReader:
     def __init__(self, path: Path, text_key: str, lines_read: int) -> None:
         self._path, self._text_key, self._lines_read = path, text_key, lines_read
-        self._lines = islice(self._open(), lines_read, None)
+        self._open, test = COMPRESSIONS[path.suffix]
+        self._test = f"`{test} {path}` tells whether it is damaged"
+        self._lines = islice(self._read_lines(), lines_read, None)
 
-    def _open(self) -> Iterator[bytes]:
+    def _read_lines(self) -> Iterator[bytes]:
         try:
-            with COMPRESSIONS[self._path.suffix](self._path) as file:
+            with self._open(self._path) as file:
                 yield from file
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            raise ValueError(f"{self._path} cannot be read: {error}; is it complete?") from error
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise ValueError(f"{self._path} cannot be read: {error}; is it complete? {self._test}") from error
 
     def read(self, count: int) -> list[str]:
         texts: list[str] = []
         while len(texts) < count and (line := next(self._lines, None)) is not None:
             self._lines_read += 1
             if line.strip():
-                texts.append(parse_line(line, self._text_key, lambda: f"{self._path}:{self._lines_read}"))
+                where = lambda: f"{self._path}:{self._lines_read}"  # noqa: E731
+                texts.append(parse_line(line, self._text_key, where, f"; the archive may be damaged: {self._test}"))
         return texts
 
     def state(self) -> int:
@@ -74,13 +88,14 @@ class _CompressedReader:
 
 
 class ParquetFiles(ShardedTexts):
-    """A shard is a row group: the least that can be read."""
+    """A shard is a row group: where reading can begin."""
 
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         import pyarrow.parquet
 
         self.name, self._text_key = str(files[0]), text_key
         self._groups: list[tuple[Path, int, int]] = []  # file, row group, number of its first row
+        num_all_rows = 0
         for path in files:
             try:
                 metadata = pyarrow.parquet.read_metadata(path)
@@ -94,30 +109,41 @@ class ParquetFiles(ShardedTexts):
                 if num_rows := metadata.row_group(group).num_rows:
                     self._groups.append((path, group, first_row))
                     first_row += num_rows
+                    num_all_rows += num_rows
         self.num_shards = len(self._groups)
+        self.identity = f"{num_all_rows:,} rows in {self.num_shards:,} row groups"
 
     def open(self, shard: int, state: int | None) -> ShardReader:
+        rows = self._read_rows(shard, state or 0)
+        return _RowReader(rows, state or 0, self._text_key, lambda number: self.describe(shard, number))
+
+    def _read_rows(self, shard: int, first: int) -> Iterator[Any]:
+        """From row `first` on, some at a time: row groups are large, and each stream reads one."""
         import pyarrow.parquet
 
         path, group, _ = self._groups[shard]
+        begin = 0
         try:
-            column = pyarrow.parquet.ParquetFile(path).read_row_group(group, columns=[self._text_key]).column(0)
+            with pyarrow.parquet.ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES) as file:
+                for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[self._text_key]):
+                    if begin + len(batch) > first:
+                        yield from batch.column(0).slice(max(first - begin, 0)).to_pylist()
+                    begin += len(batch)
         except (OSError, pyarrow.ArrowException) as error:
             raise ValueError(f"{path} row group {group} cannot be read: {error}") from error
-        return _ColumnReader(column, state or 0, self._text_key, lambda number: self.describe(shard, number))
 
     def describe(self, shard: int, number: int) -> str:
         path, _, first_row = self._groups[shard]
         return f"{path} row {first_row + number}"
 
 
-class _ColumnReader:
-    def __init__(self, column: Any, rows_read: int, text_key: str, describe: Callable[[int], str]) -> None:
-        self._column, self._rows_read, self._text_key, self._describe = column, rows_read, text_key, describe
+class _RowReader:
+    def __init__(self, rows: Iterator[Any], rows_read: int, text_key: str, describe: Callable[[int], str]) -> None:
+        self._rows, self._rows_read, self._text_key, self._describe = rows, rows_read, text_key, describe
 
     def read(self, count: int) -> list[str]:
         first = self._rows_read
-        texts = self._column.slice(first, count).to_pylist()
+        texts = list(islice(self._rows, count))
         self._rows_read += len(texts)
         return [check_text(t, self._text_key, lambda i=i: self._describe(first + i)) for i, t in enumerate(texts)]
 
@@ -139,37 +165,44 @@ class HubDataset(ShardedTexts):
                 "several configurations: dataset = 'owner/name:config' or 'owner/name:config:split'"
             ) from error
         self.num_shards: int = self._dataset.num_shards
+        self.identity = f"{self.name} in {self.num_shards:,} shards"
 
-    def open(self, shard: int, state: Any | None) -> ShardReader:
-        return _HubReader(
-            self._dataset.shard(num_shards=self.num_shards, index=shard),
-            state,
-            self._text_key,
-            lambda: f"{self.name}, shard {shard} of {self.num_shards}",
-        )
+    def open(self, shard: int, state: Sequence[Any] | None) -> ShardReader:
+        dataset = self._dataset.shard(num_shards=self.num_shards, index=shard)
+        return _HubReader(dataset, state, self._text_key, lambda number: self.describe(shard, number))
 
     def describe(self, shard: int, number: int) -> str:
         return f"{self.name}, shard {shard} of {self.num_shards}, document {number}"
 
 
 class _HubReader:
-    def __init__(self, dataset: Any, state: Any | None, text_key: str, where: Callable[[], str]) -> None:
-        if state is not None:
-            dataset.load_state_dict(state)
-        self._dataset, self._rows, self._text_key, self._where = dataset, iter(dataset), text_key, where
+    def __init__(
+        self, dataset: Any, state: Sequence[Any] | None, text_key: str, describe: Callable[[int], str]
+    ) -> None:
+        self._rows_read, place = state or (0, None)
+        if place is not None:
+            dataset.load_state_dict(json.loads(place))
+        self._dataset, self._rows, self._text_key, self._describe = dataset, iter(dataset), text_key, describe
 
     def read(self, count: int) -> list[str]:
-        try:
-            rows = list(islice(self._rows, count))
-        except Exception as error:  # as above, and whatever a damaged file makes a parser raise
-            raise ValueError(f"{self._where()}: reading failed: {type(error).__name__}: {error}") from error
-        if rows and self._text_key not in rows[0]:
-            found = ", ".join(rows[0])
-            raise ValueError(f"{self._where()}: no field {self._text_key!r} (it has {found}); set text_key")
-        return [check_text(row[self._text_key], self._text_key, self._where) for row in rows]
+        texts: list[str] = []
+        where = lambda: self._describe(self._rows_read)  # noqa: E731
+        while len(texts) < count:
+            try:
+                row = next(self._rows, None)
+            except Exception as error:  # as above, and whatever a damaged file makes a parser raise
+                raise ValueError(f"{where()}: reading failed: {type(error).__name__}: {error}") from error
+            if row is None:
+                break
+            if self._text_key not in row:
+                found = ", ".join(row)
+                raise ValueError(f"{where()}: no field {self._text_key!r} (it has {found}); set text_key")
+            texts.append(check_text(row[self._text_key], self._text_key, where))
+            self._rows_read += 1
+        return texts
 
-    def state(self) -> Any:
-        return self._dataset.state_dict()
+    def state(self) -> list[Any]:
+        return [self._rows_read, json.dumps(self._dataset.state_dict())]  # JSON: its shape is the library's affair
 
 
 def load_hub_dataset(repo: str, config: str | None, split: str) -> Any:

@@ -126,7 +126,13 @@ def _locate_path(dataset_path: str) -> Location:
     elif path.exists():
         raise ValueError(f"dataset_path = {dataset_path!r} is neither a file nor a folder; expected {READABLE}")
     else:
-        files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        files = [file for file in found if file.is_file()]
+        if found and not files:
+            raise ValueError(
+                f"dataset_path = {dataset_path!r} matches only folders: {', '.join(map(str, found[:5]))}; "
+                "give one of them, or a glob that matches files"
+            )
         if not files:
             raise ValueError(
                 f"dataset_path = {dataset_path!r}: no file matches (looked from {Path.cwd()}); "
@@ -161,7 +167,7 @@ def _file_kind(file: Path) -> FileKind | None:
         return SUFFIXES[file.suffix]
     try:
         with file.open("rb") as opened:
-            head = opened.read(4096).lstrip()
+            head = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}; correct dataset_path or the permissions") from error
     if head.startswith(b"PAR1"):

@@ -18,7 +18,7 @@ INDEX_BLOCK = 256  # permuted indices are computed this many at a time: some mic
 SHUFFLE_BLOCK = 512  # documents of a shard are shuffled within blocks of this many a stream; they are held as text
 
 
-class Place(NamedTuple):
+class DocumentRef(NamedTuple):
     """Where a document came from; put into words only when something went wrong."""
 
     source: int
@@ -49,7 +49,7 @@ class Order:
 class Cursor(Protocol):
     """A stream's place in one source."""
 
-    def next(self) -> tuple[np.ndarray, Place] | None:
+    def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         """Tokens of the next document; None once all epochs are read."""
 
     def state(self) -> Any: ...
@@ -73,7 +73,7 @@ class IndexedCursor:
     def state(self) -> tuple[int, int]:
         return self._epoch, self._position
 
-    def next(self) -> tuple[np.ndarray, Place] | None:
+    def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         if self._position == self._length:
             if self._epoch + 1 == self._source.epochs:
                 return None
@@ -85,7 +85,7 @@ class IndexedCursor:
             row = 0
         index = self._block[row]
         self._position += 1
-        return self._data.tokens(index), Place(self._number, self._epoch, (index,))
+        return self._data.tokens(index), DocumentRef(self._number, self._epoch, (index,))
 
     def _read_block(self) -> None:
         positions = np.arange(self._position, min(self._position + INDEX_BLOCK, self._length))
@@ -140,7 +140,7 @@ class ShardedCursor:
             self._read_block()
             self._offset = offset
 
-    def next(self) -> tuple[np.ndarray, Place] | None:
+    def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         while self._offset == len(self._block):
             if self._shard == len(self._shards):
                 if not self._found:
@@ -157,7 +157,7 @@ class ShardedCursor:
         self._offset += 1
         self._found = True
         tokens = np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int32)
-        return tokens, Place(self._number, self._epoch, (self._shards[self._shard], number))
+        return tokens, DocumentRef(self._number, self._epoch, (self._shards[self._shard], number))
 
     def _read_block(self) -> None:
         shard = self._shards[self._shard]
@@ -198,7 +198,7 @@ class Stream:
             build_cursor(source, number, tokenizer, order, stream) for number, source in enumerate(sources)
         ]
 
-    def next(self) -> tuple[np.ndarray, Place] | None:
+    def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         counts = self._num_tokens
         due = min(range(len(counts)), key=lambda i: counts[i] / self._weights[i]) if len(counts) > 1 else 0
         document = self._cursors[due].next()
