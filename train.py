@@ -74,7 +74,13 @@ def main(config: Config, place: Place) -> None:
 
     # The model, its loss and its optimizer
     model = build.build_model(config, args, mesh, device, seed)
-    forward_backward = ForwardBackward(model, build_loss(config.compile), training.local_batch_size, mesh.batch_group)
+    forward_backward = ForwardBackward(
+        model,
+        build_loss(config.compile),
+        mesh,
+        training.local_batch_size,
+        config.parallelism.disable_loss_parallel,
+    )
     optimizer = build_optimizer(model, config.optimizer)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
@@ -93,7 +99,7 @@ def main(config: Config, place: Place) -> None:
         training,
         optimizer.defaults["fused"],
         writer,
-        mesh.batch_group,
+        mesh.token_group,
         place.world_size,
         device,
         tokens_per_step=plan.global_batch_size * training.seq_len,
@@ -103,7 +109,7 @@ def main(config: Config, place: Place) -> None:
 
     validate = None
     if held_out is not None:
-        validate = Validator(config.validation, forward_backward, held_out, device, mesh.batch_group, writer)
+        validate = Validator(config.validation, forward_backward, held_out, device, mesh.token_group, writer)
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     step, learning_rate = 0, 0.0

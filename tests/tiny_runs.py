@@ -10,9 +10,9 @@ from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs
 
-TINY = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=160, vocab_size=None, rope_theta=10000.0)
+TINY = LlamaArgs(dim=64, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=None, rope_theta=10000.0)
 TINY_TIED = LlamaArgs(
-    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=160, vocab_size=None, tied_embeddings=True
+    dim=64, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=None, tied_embeddings=True
 )
 
 BASE = {

@@ -60,7 +60,7 @@ def parameters_after(
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     loader = build.build_training_loader(config, plan, tokenizer, mesh, 0, device)
     model = build.build_model(config, build.build_model_args(config, tokenizer), mesh, device, 0)
-    step = ForwardBackward(model, build_loss(config.compile), config.training.local_batch_size, mesh.batch_group)
+    step = ForwardBackward(model, build_loss(config.compile), mesh, config.training.local_batch_size, False)
     optimizer = build_optimizer(model, config.optimizer)
     for _ in range(steps):
         batch = loader.next()

@@ -233,14 +233,16 @@ components = ["model", "los"]
          'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.implementation = "foreach"'),
         ('[training]\ndataset_path = "x"\nsources = [{dataset = "c4"}]',
          "training.dataset_path and [[training.sources]] both say where the data is"),
+        ("[compile]\nenable = true\n[parallelism]\ntensor_parallel_degree = 2",
+         "compile.enable = true with tensor_parallel_degree = 2 trains wrongly"),
         ("[compile]\nenable = true\ncomponents = []", "compile.components = [] compiles nothing; name"),
         ('[metrics]\nsave_tb_folder = "/a/tb"', 'metrics.save_tb_folder = "/a/tb" is a name inside job.dump_folder'),
         ('[metrics]\nsave_tb_folder = ".."', 'metrics.save_tb_folder = ".." is a name inside job.dump_folder'),
         ('[metrics]\nsave_tb_folder = ""', 'metrics.save_tb_folder = "" is a name inside job.dump_folder'),
         ('[profiling]\nsave_traces_folder = "tb"', 'profiling.save_traces_folder = "tb" is used for something else'),
         ("[profiling]\nenable_profiling = true\nprofile_freq = 2", "profiling.profile_freq = 2 is shorter than"),
-        ("[parallelism]\ntensor_parallel_degree = 8",
-         "parallelism.tensor_parallel_degree = 8: torchtitan v0.2.2 has this key, this version does not yet; remove "
+        ("[parallelism]\nexpert_parallel_degree = 8",
+         "parallelism.expert_parallel_degree = 8: torchtitan v0.2.2 has this key, this version does not yet; remove "
          "it, or leave it at 1"),
         ('[model]\ntokenizer_path = "x"', 'model.tokenizer_path = "x": torchtitan v0.2.2 has this key, this version '
          "does not yet; torchtitan deprecated it; set model.hf_assets_path"),
@@ -257,10 +259,10 @@ def test_what_rests_on_a_refused_value_is_not_called_wrong_too(tmp_path: Path) -
 
 
 def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhere() -> None:
-    data = {"parallelism": {"tensor_parallel_degree": 1}, "checkpoint": {"enable": False, "interval": 7}}
+    data = {"parallelism": {"expert_parallel_degree": 1}, "checkpoint": {"enable": False, "interval": 7}}
     assert not_yet.take_out(data | {"job": {"description": "x"}}) == ({"job": {"description": "x"}}, [])
     rest, refusals = not_yet.take_out(
-        {"parallelism": {"tensor_parallel_degree": True}, "fault_tolerance": {"enable": True}}
+        {"parallelism": {"expert_parallel_degree": True}, "fault_tolerance": {"enable": True}}
     )
     assert rest == {} and len(refusals) == 2
     absent = {f"{section}.{key}" for section, keys in not_yet.KEYS.items() for key in keys}
@@ -291,11 +293,11 @@ def test_a_right_value_on_the_command_line_mends_a_wrong_one_of_the_file(tmp_pat
 
 
 def test_options_not_had_are_accepted_where_they_ask_for_nothing(tmp_path: Path) -> None:
-    load_config(["--parallelism.tensor_parallel_degree", "1", "--checkpoint.interval=5", "--training.steps=300"])
+    load_config(["--parallelism.expert_parallel_degree", "1", "--checkpoint.interval=5", "--training.steps=300"])
     with pytest.raises(ConfigError) as caught:
-        load_config(["--parallelism.tensor-parallel-degree", "2", "--checkpoint.enable", "--training.steps", "300"])
+        load_config(["--parallelism.expert-parallel-degree", "2", "--checkpoint.enable", "--training.steps", "300"])
     assert [mistake.split(":")[0] for mistake in caught.value.mistakes] == [
-        "parallelism.tensor_parallel_degree = 2",
+        "parallelism.expert_parallel_degree = 2",
         "checkpoint.enable = true",
     ]
 
@@ -380,19 +382,41 @@ def test_a_layout_fills_the_sharded_axis() -> None:
     assert plan_layout(Parallelism(), 8) == ParallelDims(dp_shard=8)
     hybrid = plan_layout(Parallelism(data_parallel_replicate_degree=2), 8)
     assert (hybrid.dp_replicate, hybrid.dp_shard, hybrid.dp) == (2, 4, 8)
+    three = plan_layout(Parallelism(tensor_parallel_degree=2, context_parallel_degree=2), 16)
+    assert (three.dp_shard, three.cp, three.tp, three.dp) == (4, 2, 2, 4)
     assert str(hybrid) == "dp_replicate 2 x dp_shard 4" and str(ParallelDims()) == "1 rank"
 
 
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"data_parallel_replicate_degree": 3}, "degree = 3 does not divide the 8 ranks; use one of 1, 2, 4, 8"),
+        (
+            {"data_parallel_replicate_degree": 3},
+            "degree 3 does not divide the 8 ranks; use degrees with a product of 1, 2",
+        ),
+        ({"tensor_parallel_degree": 4, "context_parallel_degree": 4}, "4 x context_parallel_degree 4 does not divide"),
         ({"data_parallel_shard_degree": 4}, "is 4, but the run has 8 ranks; start 4 ranks, or set"),
     ],
 )
 def test_degrees_that_do_not_fit_the_ranks_are_refused(tmp_path: Path, degrees: dict, message: str) -> None:
     text = "[parallelism]\n" + "\n".join(f"{key} = {value}" for key, value in degrees.items())
     (mistake,) = mistakes_of(tmp_path, text, world_size=8)
+    assert message in mistake
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tensor_parallel_degree = 3\n", "= 3 does not divide the model's 16 heads; use one of 1, 2"),
+        ('tensor_parallel_degree = 16\n[model]\nflavor = "8B"', "= 16 does not divide the model's 8 KV heads; use"),
+        ("context_parallel_degree = 4\n[training]\nseq_len = 2044",
+         "training.seq_len = 2044 does not divide into the pieces of context_parallel_degree 4 and "
+         "tensor_parallel_degree 1; use a multiple of 8, as 2048"),
+        ("tensor_parallel_degree = 8\n[validation]\nenable = true\nseq_len = 100", "validation.seq_len = 100 does not"),
+    ],
+)  # fmt: skip
+def test_what_a_model_or_sequence_cannot_be_split_into_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    (mistake,) = mistakes_of(tmp_path, f"[parallelism]\n{line}")
     assert message in mistake
 
 

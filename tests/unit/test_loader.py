@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loader, take, write_jsonl
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
 from torchtitan.data import stream
 from torchtitan.data.loader import merge_states
@@ -92,10 +94,69 @@ def test_the_state_is_of_the_batches_returned_and_not_of_those_read_ahead(path):
     assert equal(take(resumed, 5), take(loader, 5))
 
 
+def plain(value):
+    """Whether JSON and PyTorch's checkpoints give it back as it was."""
+    if type(value) is dict:
+        return all(type(key) is str and plain(held) for key, held in value.items())
+    return all(map(plain, value)) if type(value) is list else value is None or type(value) in (int, float, str, bool)
+
+
+@pytest.mark.parametrize("kind", ["path", "sharded_path"])
+def test_a_state_survives_json_and_pytorchs_checkpoints(request, kind):
+    path = request.getfixturevalue(kind)
+    options = {"epochs": -1, "dp_rank": 1, "dp_size": 2}
+    for num_batches in (0, 9):
+        loader = small_loader(path, **options)
+        take(loader, num_batches)
+        state = loader.state_dict()
+        assert plain(state)
+        expected = take(loader, 9)
+        in_checkpoint = unflatten_state_dict(*flatten_state_dict({"loader": state}))["loader"]
+        for saved in (json.loads(json.dumps(state)), in_checkpoint):
+            assert saved == state
+            resumed = small_loader(path, **options)
+            resumed.load_state_dict(saved)
+            assert equal(take(resumed, 9), expected)
+
+
+@pytest.mark.parametrize("kind", ["path", "sharded_path"])
+def test_a_run_resumed_with_fewer_epochs_ends_with_the_one_it_is_in(request, kind):
+    path = request.getfixturevalue(kind)
+    loader = small_loader(path, epochs=2)
+    uninterrupted = take(loader)
+    begun = small_loader(path, epochs=3)
+    take(begun, len(uninterrupted) - 3)
+    assert {state["cursors"][0][0] for state in begun.state_dict()["streams"].values()} == {1}
+    resumed = small_loader(path, epochs=1)
+    resumed.load_state_dict(begun.state_dict())
+    assert equal(take(resumed), uninterrupted[-3:])
+
+
+def test_changed_weights_hold_from_where_a_run_is_resumed(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "torchtitan")
+    paths = [write_jsonl(tmp_path / f"{c}.jsonl", [c * (20 + i % 9) for i in range(90)]) for c in "ab"]
+    loader = small_loader(*paths, weights=[0.9, 0.1], epochs=-1)
+    take(loader, 200)
+    state = loader.state_dict()
+    same = small_loader(*paths, weights=[9.0, 1.0], epochs=-1)
+    same.load_state_dict(state)
+    assert equal(take(same, 5), take(loader, 5)) and "shares" not in caplog.text
+    resumed = small_loader(*paths, weights=[0.5, 0.5], epochs=-1)
+    resumed.load_state_dict(state)
+    assert "shares are [0.5, 0.5] from here on; they were [0.9, 0.1]" in caplog.text
+    batches = take(resumed, 20)
+    uninterrupted = small_loader(*paths, weights=[0.9, 0.1], epochs=-1)
+    take(uninterrupted, 200)
+    begin = take(uninterrupted, 1)[0][:, :2]
+    assert torch.equal(batches[0][:, :2], begin), "the documents under way are read to their ends"
+    tokens = Counter(torch.cat([batch[:, :-1] for batch in batches]).flatten().tolist())
+    assert abs(tokens[ord("a")] / (tokens[ord("a")] + tokens[ord("b")]) - 0.5) < 0.03
+
+
 def test_a_state_is_small(path):
     loader = small_loader(path, epochs=-1)
     take(loader, 5)
-    assert len(json.dumps(loader.state_dict()["streams"][0])) < 200
+    assert len(json.dumps(loader.state_dict()["streams"]["0"])) < 200
 
 
 def test_a_resumed_run_keeps_the_order_it_was_begun_with(path, caplog):
@@ -140,7 +201,8 @@ def test_epochs_are_complete_reshuffled_and_logged_once(request, kind, caplog):
     first, second = names[:200], names[200:400]
     assert sorted(first) == sorted(second) == sorted(f"d{i}" for i in range(200))
     assert first != second and first != [f"d{i}" for i in range(200)]
-    assert [r.message for r in caplog.records] == [f"epoch {n} of {path} begins, in a new order" for n in (2, 3)]
+    begun = [record.message for record in caplog.records if "begins" in record.message]
+    assert begun == [f"epoch {n} of {path} begins, in a new order" for n in (2, 3)]
     caplog.clear()
     take(small_loader(path, epochs=2))
     assert sum("epoch 2" in record.message for record in caplog.records) <= 1
@@ -305,7 +367,14 @@ def test_close_and_forgetting_a_loader_end_its_thread(path):
     assert not own_threads()
 
 
-def test_a_loader_never_keeps_its_process_alive(path):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_loader_neither_keeps_its_process_alive_nor_aborts_it(tmp_path, path, kind):
+    import pyarrow
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        path = str(tmp_path / "train.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 1000] * 5000}), path)
     program = f"import small_corpus; loader = small_corpus.small_loader({path!r}, epochs=-1); assert loader.next()"
     folders = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     environment = {**os.environ, "PYTHONPATH": folders}
@@ -317,6 +386,22 @@ def test_fewer_documents_than_streams_are_refused(tmp_path):
     path = write_jsonl(tmp_path / "few.jsonl", ["a", "b", "c"])
     with pytest.raises(ValueError, match=r"few\.jsonl has 3 documents, fewer than the 8 streams.*fewer streams"):
         small_loader(path)
+
+
+def test_few_documents_a_stream_are_told_before_and_what_was_read_after(path, caplog):
+    caplog.set_level(logging.INFO, "torchtitan")
+    loader = small_loader(path, num_streams=64, global_batch_size=64)
+    assert "has 200 documents for 64 streams, 3.1 each, and the run ends with the shortest" in caplog.text
+    num_labels = sum(batch[:, 1:].numel() for batch in take(loader))
+    share = num_labels / sum(len(text) + 2 for text in make_texts(200))
+    read, in_part = map(
+        int, re.search(r"of 200 documents .* (\d+) were read .* and (\d+) in part", caplog.text).groups()
+    )
+    assert 60 <= in_part <= 64 and read / 200 < share < (read + in_part) / 200 < 0.6
+    caplog.clear()
+    for options in ({"epochs": 20}, {"epochs": -1}, {"epochs": 1, "pad_last": True}):
+        take(small_loader(path, num_streams=64, global_batch_size=64, **options), 5)
+    assert "run ends with" not in caplog.text and "has ended" not in caplog.text
 
 
 def test_shards_that_streams_have_to_share_are_logged(sharded_path, caplog):
@@ -332,6 +417,10 @@ def test_a_stream_without_a_document_in_its_shards_is_an_error_and_no_endless_se
         file.write('{"text": "a"}\n' * 3)
     with pytest.raises(ValueError, match=r"stream 3 of 4 found no document in 1 shards; use fewer streams"):
         take(small_loader(str(tmp_path / "few.jsonl.gz"), num_streams=4, epochs=-1))
+    (tmp_path / "few.jsonl").write_text('{"text": "a"}\n' * 3)
+    options = {"num_streams": 4, "pad_last": True, "shuffle": False}  # validation: such a stream is padding
+    batches = [take(small_loader(str(tmp_path / name), **options)) for name in ("few.jsonl", "few.jsonl.gz")]
+    assert len(batches[0]) == 1 and equal(*batches)
 
 
 def test_states_of_other_data_or_layouts_are_refused(path, tmp_path):
@@ -342,8 +431,15 @@ def test_states_of_other_data_or_layouts_are_refused(path, tmp_path):
     with pytest.raises(ValueError, match="training.shuffle = True, this run False"):
         small_loader(path, num_streams=4, shuffle=False).load_state_dict(state)
     other = write_jsonl(tmp_path / "other.jsonl", make_texts(100))
-    with pytest.raises(ValueError, match=r"\[200\] documents .* these have \[100\]"):
+    with pytest.raises(ValueError, match=r"other\.jsonl has 100 documents in .* saved data state is of 200 documents"):
         small_loader(other, num_streams=4).load_state_dict(state)
+    changed = write_jsonl(tmp_path / "changed.jsonl", make_texts(200, "another"))
+    with pytest.raises(ValueError, match=r"changed\.jsonl has 200 documents in .* resume with the same data"):
+        small_loader(changed, num_streams=4).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"has 1 sources, this run 2: .*train\.jsonl, .*changed\.jsonl"):
+        small_loader(path, changed, num_streams=4).load_state_dict(state)
+    with pytest.raises(ValueError, match="another tokenizer; set model.hf_assets_path"):
+        small_loader(path, num_streams=4).load_state_dict({**state, "tokenizer_sha256": "0"})
     rank = small_loader(path, num_streams=4, dp_rank=0, dp_size=2)
-    with pytest.raises(ValueError, match=r"lacks streams \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"lacks streams 2, 3;"):
         small_loader(path, num_streams=4, dp_rank=1, dp_size=2).load_state_dict(rank.state_dict())

@@ -15,7 +15,7 @@ from torchtitan.models.llama.args import (
     resolve_vocab_size,
 )
 from torchtitan.models.llama.hf import to_hf_name
-from torchtitan.models.llama.model import Transformer, fill_initial, rope_table
+from torchtitan.models.llama.model import Transformer, document_mask, fill_initial, rope_table
 
 TINY = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, hidden_dim=160, vocab_size=97, rope_theta=10000.0)
 # The stretched frequencies differ from the plain ones within 64 positions only if the original length is short.
@@ -124,7 +124,7 @@ def test_documents_of_a_sequence_do_not_see_each_other() -> None:
     model = random_model(SHAPES["grouped queries"])
     first, second = torch.randint(97, (1, 20)), torch.randint(97, (1, 12))
     ids = torch.tensor([[0] * 20 + [1] * 12])
-    together = model(torch.cat([first, second], dim=1), document_ids=ids)
+    together = model(torch.cat([first, second], dim=1), mask=document_mask(ids))
     assert torch.allclose(together[:, :20], model(first), atol=1e-5)
     # Rotation is relative, so the second document's place in the sequence changes nothing.
     assert torch.allclose(together[:, 20:], model(second), atol=1e-4)

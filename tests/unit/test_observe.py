@@ -48,10 +48,12 @@ def test_a_bad_loss_with_a_finite_norm_was_not_skipped_so_it_stops() -> None:
 
 
 def test_a_stop_names_step_ranks_and_data() -> None:
-    text = describe_stop(7, "loss is nan", True, [1.0, NAN, NAN], ["a.jsonl:1", "b.jsonl:2", "c.jsonl:3"])
-    assert "step 7: loss is nan (on data-parallel rank 1, 2)." in text and "was left out" in text
+    origins = {0: "a.jsonl:1", 1: "b.jsonl:2", 6: "c.jsonl:3"}
+    text = describe_stop(7, "loss is nan", True, {0: 1.0, 1: NAN, 6: NAN}, origins)
+    assert "step 7: loss is nan (on rank 1, 6)." in text and "was left out" in text
     assert "rank 1 read:\nb.jsonl:2" in text and "a.jsonl" not in text
-    text = describe_stop(7, "gradient norm is inf", False, [1.0] * 9, [f"{rank}.jsonl" for rank in range(9)])
+    many = {rank: f"{rank}.jsonl" for rank in range(9)}
+    text = describe_stop(7, "gradient norm is inf", False, dict.fromkeys(many, 1.0), many)
     assert "every rank's own loss is finite" in text and "was applied" in text
     assert "3.jsonl" in text and "4.jsonl" not in text  # a thousand ranks' lines would hide the message
 

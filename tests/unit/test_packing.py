@@ -82,8 +82,9 @@ def test_the_state_holds_no_token(path):
     packer = build_packer(path, 64)
     for _ in range(5):
         pack(packer, 64)
-    (num_tokens, cursors), offset = packer.state()
-    flat = [*num_tokens, *cursors[0], offset]
+    state = packer.state()
+    assert sorted(state) == ["cursors", "num_tokens", "offset"]
+    flat = [*state["num_tokens"], *state["cursors"][0], state["offset"]]
     assert len(flat) == 4 and all(type(value) is int for value in flat)
 
 

@@ -1,8 +1,10 @@
 """Prepared tokens, against the text they were made from; and a preparation that was stopped."""
 
 import argparse
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,11 +15,13 @@ import pytest
 from small_corpus import ByteTokenizer, make_texts, write_jsonl
 
 from torchtitan.config.schema import DataSource
+from torchtitan.data import chunks
 from torchtitan.data import prepare as prepare_module
+from torchtitan.data.chunks import Job, plan_chunks, read_chunk
 from torchtitan.data.loader import build_loader
-from torchtitan.data.prepare import add_arguments, plan_chunks, prepare, read_chunk, run
+from torchtitan.data.prepare import add_arguments, prepare, run
 from torchtitan.data.prepared import PreparedTokens, fingerprint, token_dtype
-from torchtitan.data.sources import locate_text
+from torchtitan.data.sources import locate_text, open_texts
 from torchtitan.data.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +44,7 @@ def prepared(tmp_path_factory):
     add_arguments(parser)
     text, out = str(folder / "*.jsonl"), str(folder / "out")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "CHUNK_BYTES", 20_000)
+        patch.setattr(chunks, "CHUNK_BYTES", 20_000)
         options = ["--dataset_path", text, "--tokenizer", TOKENIZER, "--out", out, "--workers", "2"]
         assert run(parser.parse_args(options)) == 0
     return text, Path(out)
@@ -78,7 +82,7 @@ def test_a_finished_preparation_is_not_done_again_and_other_text_is_refused(prep
     text, out = prepared
     before = (out / "meta.json").stat().st_mtime_ns
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "CHUNK_BYTES", 20_000)
+        patch.setattr(chunks, "CHUNK_BYTES", 20_000)
         prepare("x", text, TOKENIZER, str(out))
     assert (out / "meta.json").stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="begun from other text, text_key or tokenizer"):
@@ -94,9 +98,9 @@ def test_a_killed_preparation_is_refused_goes_on_and_ends_the_same(prepared, tok
     text, reference = prepared
     out = tmp_path / "out"
     program = (
-        "from torchtitan.data import prepare\n"
+        "from torchtitan.data import chunks, prepare\n"
         "if __name__ == '__main__':\n"
-        "    prepare.CHUNK_BYTES = 20_000\n"
+        "    chunks.CHUNK_BYTES = 20_000\n"
         f"    prepare.prepare('x', {text!r}, {TOKENIZER!r}, {str(out)!r}, workers=1)\n"
     )
     (tmp_path / "program.py").write_text(program)
@@ -120,7 +124,7 @@ def test_a_killed_preparation_is_refused_goes_on_and_ends_the_same(prepared, tok
     cut = sorted(finished)[0].with_suffix(".tokens")
     cut.write_bytes(cut.read_bytes()[:-2])
     seen = []
-    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 20_000)
     monkeypatch.setattr(prepare_module, "_join", lambda *args: seen.append(True))
     with pytest.raises(ValueError, match="only in part"):
         prepare("x", text, TOKENIZER, str(out), workers=1)
@@ -129,7 +133,7 @@ def test_a_killed_preparation_is_refused_goes_on_and_ends_the_same(prepared, tok
     monkeypatch.undo()
 
     # Stopped once more, while the chunks are being joined.
-    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 20_000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 20_000)
     copy, copied = prepare_module.shutil.copyfileobj, []
 
     def copy_some(source, target, length):
@@ -149,6 +153,78 @@ def test_a_killed_preparation_is_refused_goes_on_and_ends_the_same(prepared, tok
         assert (out / name).read_bytes() == (reference / name).read_bytes()
 
 
+def test_a_second_preparation_of_the_same_folder_is_refused_until_the_first_ends(prepared, tmp_path):
+    text, reference = prepared
+    out = tmp_path / "out"
+    out.mkdir()
+    with (out / prepare_module.LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="out: another `prepare` is writing there; wait for it or stop it"):
+            prepare("x", text, TOKENIZER, str(out))
+    prepare("x", text, TOKENIZER, str(out), workers=1)  # a lock file alone, as a killed one leaves it
+    assert (out / "tokens.bin").read_bytes() == (reference / "tokens.bin").read_bytes()
+    (out / "chunk-00000.lengths").touch()  # killed after the last file was written
+    prepare("x", text, TOKENIZER, str(out), workers=1)
+    assert sorted(path.name for path in out.iterdir()) == ["documents.bin", "meta.json", "plan.json", "tokens.bin"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file/out cannot be written: Not a directory; give another folder"):
+        prepare("x", text, TOKENIZER, str(tmp_path / "file" / "out"))
+
+
+def test_a_chunk_that_was_changed_is_never_joined(prepared, tmp_path, monkeypatch):
+    tokenize = prepare_module._tokenize
+
+    def tokenize_and_cut(*args):
+        tokenize(*args)
+        (tmp_path / "out" / "chunk-00000.tokens").write_bytes(b"\0\0")
+
+    monkeypatch.setattr(prepare_module, "_tokenize", tokenize_and_cut)
+    with pytest.raises(AssertionError, match=r"chunk-00000\.tokens was changed by something else"):
+        prepare("x", prepared[0], TOKENIZER, str(tmp_path / "out"), workers=1)
+
+
+def test_ctrl_c_stops_without_a_traceback_and_the_same_command_goes_on(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [text * 100 for text in TEXTS])
+    program = (
+        "import sys\nfrom torchtitan.data import chunks\nfrom torchtitan.__main__ import main\n"
+        "if __name__ == '__main__':\n    chunks.CHUNK_BYTES = 200_000\n    main(sys.argv[1:])\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    out = tmp_path / "out"
+    options = ["--dataset_path", path, "--tokenizer", TOKENIZER, "--out", str(out), "--workers", "1"]
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py"), "prepare", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.time() + 30
+    while not list(out.glob("*.lengths")) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to the workers too
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and errors == "stopped; the same command goes on\n"
+    assert list(out.glob("*.lengths")) and not (out / "meta.json").exists()
+
+
+def test_what_cannot_be_asked_of_a_preparation_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:3])
+    with pytest.raises(ValueError, match="--workers 0: at least one process has to work; leave it out"):
+        prepare("x", path, TOKENIZER, str(tmp_path.parent / "out"), workers=0)
+    with pytest.raises(ValueError, match="tokens lies inside dataset_path = .*; give a folder outside of it"):
+        prepare("x", str(tmp_path), TOKENIZER, str(tmp_path / "tokens"))
+
+
+def test_a_few_hundred_documents_are_a_chunk_and_a_saved_dataset_that_changed_is_refused(tmp_path):
+    import datasets
+
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(folder))
+    assert len(plan_chunks(locate_text("x", str(folder)), "text")) == -(-len(TEXTS) // 256)
+    prepare("x", str(folder), TOKENIZER, str(tmp_path / "out"), workers=1)
+    datasets.Dataset.from_dict({"text": TEXTS[::-1]}).save_to_disk(str(folder))
+    with pytest.raises(ValueError, match=r"begun from other text.* \(or a file has changed since\)"):
+        prepare("x", str(folder), TOKENIZER, str(tmp_path / "out"), workers=1)
+
+
 def test_a_bad_line_stops_the_preparation_and_is_named(tmp_path):
     path = tmp_path / "bad.jsonl"
     write_jsonl(path, ["fine"] * 5)
@@ -160,8 +236,8 @@ def test_a_bad_line_stops_the_preparation_and_is_named(tmp_path):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 17, 100, 10**6])
 def test_chunks_of_any_size_hold_every_line_once_in_order(tmp_path, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(prepare_module, "MAX_CHUNKS", 10**6)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunks, "MAX_CHUNKS", 10**6)
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[:9]) + "\n\n  \n")
     (tmp_path / "b.jsonl").write_text("\n" + "\n".join(json.dumps({"text": text}) for text in TEXTS[9:20]))
     assert read_all(str(tmp_path / "*.jsonl"), tmp_path) == TEXTS[:20]
@@ -169,8 +245,8 @@ def test_chunks_of_any_size_hold_every_line_once_in_order(tmp_path, monkeypatch,
 
 def read_all(path, tmp_path):
     location = locate_text("x", path)
-    job = prepare_module.Job(location, "text", TOKENIZER, tmp_path / "out", "<u2")
-    opened = None if location.kind == "jsonl" else prepare_module.open_texts(location, "text")
+    job = Job(location, "text", TOKENIZER, tmp_path / "out", "<u2")
+    opened = None if location.kind == "jsonl" else open_texts(location, "text")
     return [text for chunk in plan_chunks(location, "text") for text in read_chunk(job, chunk, opened)]
 
 
@@ -178,7 +254,7 @@ def test_other_kinds_of_text_are_read_in_order_too(tmp_path, monkeypatch):
     import pyarrow
     import pyarrow.parquet
 
-    monkeypatch.setattr(prepare_module, "CHUNK_DOCUMENTS", 7)
+    monkeypatch.setattr(chunks, "BATCH_DOCUMENTS", 7)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:50]}), tmp_path / "a.parquet", row_group_size=9)
     assert read_all(str(tmp_path / "a.parquet"), tmp_path) == TEXTS[:50]
     (tmp_path / "files").mkdir()
@@ -217,6 +293,43 @@ def test_damaged_or_newer_folders_are_refused(prepared, tokenizer, tmp_path):
     meta = json.loads((tmp_path / "meta.json").read_text())
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "format_version": 2}))
     with pytest.raises(ValueError, match="format 2, and this version reads 1"):
+        PreparedTokens(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda meta: "", "is not a JSON object"),
+        (lambda meta: json.dumps(meta)[:50], "is not a JSON object"),
+        (lambda meta: "[]", "is not a JSON object"),
+        (lambda meta: json.dumps({**meta, "dtype": "bogus"}), "not as `prepare` writes it: dtype"),
+        (lambda meta: json.dumps({**meta, "dtype": "<i2"}), "not as `prepare` writes it: dtype"),
+        (lambda meta: json.dumps({**meta, "num_tokens": "5", "more": 1}), "writes it: num_tokens, more"),
+        (lambda meta: json.dumps({"format_version": 1}), "writes it: num_documents, num_tokens"),
+    ],
+)
+def test_a_damaged_description_is_named_with_the_fix(prepared, tokenizer, tmp_path, change, message):
+    meta = json.loads((prepared[1] / "meta.json").read_text())
+    (tmp_path / "meta.json").write_text(change(meta))
+    with pytest.raises(ValueError, match=rf"meta\.json.*{message}.*; the copy is damaged: copy or prepare it again"):
+        PreparedTokens(tmp_path, tokenizer)
+
+
+def test_offsets_and_ids_that_cannot_be_are_refused(prepared, tokenizer, tmp_path):
+    for path in prepared[1].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    offsets = np.fromfile(tmp_path / "documents.bin", "<i8")
+    for place, value in ((0, 1), (-1, offsets[-1] - 1), (7, offsets[9])):
+        damaged = offsets.copy()
+        damaged[place] = value
+        (tmp_path / "documents.bin").write_bytes(damaged.tobytes())
+        with pytest.raises(ValueError, match=r"documents\.bin does not rise from 0 to [\d,]+; the copy is damaged"):
+            PreparedTokens(tmp_path, tokenizer)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    tokens = np.fromfile(tmp_path / "tokens.bin", "<u2")
+    assert meta["largest_id"] == tokens.max() < tokenizer.vocab_size
+    (tmp_path / "meta.json").write_text(json.dumps({**meta, "largest_id": 60_000}))
+    with pytest.raises(ValueError, match="holds the id 60000, and the tokenizer has 2048"):
         PreparedTokens(tmp_path, tokenizer)
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import lzma
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,7 @@ def test_an_index_made_in_small_blocks_is_the_same(tmp_path, monkeypatch):
         ('{"body": "a"}', r"corpus\.jsonl:3: no key 'text' \(its keys: 'body'\); set text_key"),
         ('{"text": 5}', r"corpus\.jsonl:3: 'text' holds int, not text"),
         ('{"text": "\xff"}', r"corpus\.jsonl:3: not JSON"),
+        ("[" * 100_000, r"corpus\.jsonl:3: not JSON"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_named_by_file_line_and_key(tmp_path, line, message):
@@ -135,6 +137,18 @@ def test_parquet_row_groups_are_shards(tmp_path):
     assert source.describe(1, 3) == f"{tmp_path / 'a.parquet'} row 10"
 
 
+def test_a_parquet_row_group_is_decoded_some_rows_at_a_time(tmp_path):
+    import pyarrow
+
+    texts = [f"{number:05d}" * 100 for number in range(40_000)]  # 20 MB in one row group
+    source = open_path(write_parquet(tmp_path / "a.parquet", texts, rows=len(texts)))
+    before = pyarrow.total_allocated_bytes()
+    readers = [source.open(0, 5000 * number) for number in range(4)]
+    assert [reader.read(1) for reader in readers] == [[texts[5000 * number]] for number in range(4)]
+    assert pyarrow.total_allocated_bytes() - before < 35e6, "a few MB each, whatever the size of the row group"
+    assert readers[3].read(300) == texts[15_001:15_301]
+
+
 def test_parquet_batches_do_not_depend_on_the_layout_and_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 2)
     path = str(write_parquet(tmp_path / "a.parquet", make_texts(300), rows=80))
@@ -144,13 +158,8 @@ def test_parquet_batches_do_not_depend_on_the_layout_and_resume(tmp_path, monkey
     first = small_loader(path, epochs=-1)
     begun = take(first, 17)
     resumed = small_loader(path, epochs=-1)
-    resumed.load_state_dict(json_round_trip(first.state_dict()))
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert equal(begun + take(resumed, 23), whole)
-
-
-def json_round_trip(state):
-    loaded = json.loads(json.dumps(state))
-    return {**loaded, "streams": {int(number): stream for number, stream in loaded["streams"].items()}}
 
 
 @pytest.fixture
@@ -203,7 +212,7 @@ def test_hub_batches_do_not_depend_on_the_layout_and_resume_exactly(hub, monkeyp
     begun = take(first, 7)
     resumed = [small_loader("hub", dp_rank=rank, dp_size=2, **options) for rank in range(2)]
     for loader in resumed:
-        loader.load_state_dict(json_round_trip(first.state_dict()))
+        loader.load_state_dict(json.loads(json.dumps(first.state_dict())))
     halves = [take(loader, 9) for loader in resumed]
     own = [[slot for slot in range(4) if slot % num_streams * 2 // num_streams == rank] for rank in range(2)]
     for number, batch in enumerate(whole):
@@ -214,11 +223,17 @@ def test_hub_batches_do_not_depend_on_the_layout_and_resume_exactly(hub, monkeyp
 
 
 def test_hub_errors_say_what_to_do(hub, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"shard 0 of 3: no field 'body' \(it has text, url\); set text_key"):
+    with pytest.raises(
+        ValueError, match=r"shard 0 of 3, document 0: no field 'body' \(it has text, url\); set text_key"
+    ):
         open_source("c4", None, "body", ByteTokenizer()).open(0, None).read(1)
     (tmp_path / "1.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": b}\n'))
-    with pytest.raises(ValueError, match="shard 1 of 3: reading failed: .*JSON"):
+    with pytest.raises(ValueError, match=r"shard 1 of 3, document \d: reading failed: .*JSON"):
         open_source("c4", None, "text", ByteTokenizer()).open(1, None).read(5)
+
+    (tmp_path / "2.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": null}\n'))
+    with pytest.raises(ValueError, match=r"shard 2 of 3, document 1: 'text' holds NoneType"):
+        open_source("c4", None, "text", ByteTokenizer()).open(2, None).read(5)
 
     def unreachable(repo, config, split):
         raise ConnectionError("Couldn't reach 'allenai/c4' on the Hub")
@@ -257,6 +272,10 @@ def test_a_kind_is_told_by_content_where_the_name_does_not_say(tmp_path):
     write_parquet(tmp_path / "columns", TEXTS)
     assert locate_text("x", str(tmp_path / "lines")).kind == "jsonl"
     assert locate_text("x", str(tmp_path / "columns")).kind == "parquet"
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "lines").read_bytes())
+    assert locate_text("x", str(tmp_path / "marked")).kind == "jsonl"
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfabc")
+    assert all_texts(open_path(tmp_path / "marked.txt")) == ["abc"]
 
 
 def test_folders_and_globs_find_files_and_leave_hidden_ones_out(tmp_path):
@@ -275,6 +294,7 @@ def test_unusable_paths_are_refused(tmp_path):
 
     refused(tmp_path / "none*.jsonl", r"none\*\.jsonl': no file matches .*glob")
     (tmp_path / "empty").mkdir()
+    refused(tmp_path / "emp*", r"matches only folders: .*empty; give one of them, or a glob that matches files")
     refused(tmp_path / "empty", "folder without files; expected JSONL")
     (tmp_path / "blank.jsonl").write_text("\n \n")
     refused(tmp_path / "blank.jsonl", "blank.jsonl holds no document")
@@ -305,6 +325,19 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:40])
     with pytest.raises(ValueError, match=r"cut\.jsonl\.gz cannot be read: .*is it complete"):
         open_path(tmp_path / "cut.jsonl.gz").open(0, None).read(2000)
+    lines = b"".join(b'{"text": "%d"}\n' % (number * 7919 % 10_007) for number in range(3000))
+    for suffix, compress, test in (
+        ("gz", gzip.compress, "gzip"),
+        ("bz2", bz2.compress, "bzip2"),
+        ("xz", lzma.compress, "xz"),
+    ):
+        for place in range(1, 9):
+            data = bytearray(compress(lines))
+            data[len(data) * place // 9] ^= 0x5A
+            path = tmp_path / f"damaged.jsonl.{suffix}"
+            path.write_bytes(data)
+            with pytest.raises(ValueError, match=rf"damaged.*`{test} -t .*` tells whether it is damaged"):
+                open_path(path).open(0, None).read(5000)
 
     write_jsonl(tmp_path / "locked", ["t"])
 
@@ -319,6 +352,22 @@ def test_unreadable_files_are_named(tmp_path, monkeypatch):
         open_texts(location, "text")
 
 
+def test_many_json_files_are_opened_and_too_many_are_named(tmp_path, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(100):
+        write_jsonl(tmp_path / f"{number:03d}.jsonl", TEXTS[:1])
+    used = len(os.listdir("/dev/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, hard))
+        assert len(open_path(tmp_path)) == 100
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, hard))
+        monkeypatch.setattr(documents, "allow_open_files", lambda count: None)  # as where the system allows no more
+        with pytest.raises(ValueError, match=r"Too many open files; the limit is \d+ \(ulimit -n\); .*fewer, larger"):
+            open_path(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_damaged_row_groups_and_saved_datasets_are_named(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["some text " * 50] * 40, rows=20)
     source = open_path(path)
@@ -326,7 +375,7 @@ def test_damaged_row_groups_and_saved_datasets_are_named(tmp_path):
     data[4:200] = b"\xff" * 196
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"a\.parquet row group 0 cannot be read"):
-        source.open(0, None)
+        source.open(0, None).read(1)
     folder = save_dataset(tmp_path / "saved", TEXTS)
     (folder / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="datasets cannot load it: .*save it again"):

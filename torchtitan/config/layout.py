@@ -1,5 +1,6 @@
 """How the ranks of a run divide into the axes of its mesh, and the global batch into microbatches; pure, no torch."""
 
+import math
 from dataclasses import dataclass
 
 from torchtitan.config.schema import Parallelism, Training
@@ -32,22 +33,32 @@ class ParallelDims:
 
 def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
     """Fill in the sharded axis and check that the degrees multiply to the world size."""
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    divisors = _some([d for d in range(1, world_size + 1) if world_size % d == 0])
-    if shard == -1:
-        if world_size % replicate:
-            raise ValueError(
-                f"parallelism.data_parallel_replicate_degree = {replicate} does not divide the {world_size} ranks; "
-                f"use one of {divisors}"
-            )
-        shard = world_size // replicate
-    if replicate * shard != world_size:
+    shard = parallelism.data_parallel_shard_degree
+    others = {
+        "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
+        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
+        "context_parallel_degree": parallelism.context_parallel_degree,
+    }
+    product = math.prod(others.values())
+    factors = " x ".join(f"{key} {value}" for key, value in others.items() if value > 1) or "the others' 1"
+    if world_size % product:
         raise ValueError(
-            f"parallelism.data_parallel_replicate_degree = {replicate} times data_parallel_shard_degree = {shard} is "
-            f"{replicate * shard}, but the run has {world_size} ranks; start {replicate * shard} ranks, "
-            f"or set data_parallel_shard_degree = -1"
+            f"parallelism: the product of {factors} does not divide the {world_size} ranks; "
+            f"use degrees with a product of {_some([d for d in range(1, world_size + 1) if world_size % d == 0])}"
         )
-    return ParallelDims(dp_replicate=replicate, dp_shard=shard)
+    if shard == -1:
+        shard = world_size // product
+    if product * shard != world_size:
+        raise ValueError(
+            f"parallelism.data_parallel_shard_degree = {shard} times {factors} is {product * shard}, but the run has "
+            f"{world_size} ranks; start {product * shard} ranks, or set data_parallel_shard_degree = -1"
+        )
+    return ParallelDims(
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=shard,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Command line over TOML over defaults, into one frozen Config; every mistake of both is listed at once."""
 
+import copy
 import dataclasses
 import difflib
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -152,12 +154,13 @@ def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dic
             if not isinstance(getattr(current, key), list) or key != "sources"
         ]
         options = dataclasses.make_dataclass(
-            section.__name__, [(key, kind, dataclasses.field(default_factory=lambda v=v: v)) for key, kind, v in keys]
+            section.__name__,
+            [(key, kind, dataclasses.field(default_factory=functools.partial(copy.copy, v))) for key, kind, v in keys],
         )
         options.__doc__ = section.__doc__
         fields.append((name, options, dataclasses.field(default_factory=options)))
     parser = dataclasses.make_dataclass("Options", fields)
-    parsed = tyro.cli(
+    parsed: Any = tyro.cli(
         parser, args=list(argv), prog=prog, description=_HELP, use_underscores=True, console_outputs=not quiet
     )
     given: dict[str, dict[str, Any]] = {}

@@ -26,8 +26,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "prefetch_factor": None,
     },
     "parallelism": {
-        "tensor_parallel_degree": 1,
-        "disable_loss_parallel": False,
         "enable_async_tensor_parallel": False,
         "pipeline_parallel_degree": 1,
         "module_fqns_per_model_part": None,
@@ -38,7 +36,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "pipeline_parallel_schedule_csv": "",
         "pipeline_parallel_microbatch_size": 1,
         "pipeline_parallel_expert_parallel_overlap": True,
-        "context_parallel_degree": 1,
         "context_parallel_load_balancer": "headtail",
         "context_parallel_rotate_method": "allgather",
         "expert_parallel_degree": 1,

@@ -1,5 +1,6 @@
 """What makes a configuration impossible although every single value is fine: pure, no torch, all findings at once."""
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -8,13 +9,14 @@ from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
 from torchtitan.models.llama.args import FLAVORS
 
+_DEGREES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel")
 Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the message
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
     findings = [*_zeros(config), *_model(config), *_schedule(config), *_compile(config), *_data(config)]
-    findings += _folders(config)
+    findings += [*_folders(config), *_splits(config)]
     if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
         findings.append(
             (
@@ -97,11 +99,46 @@ def _compile(config: Config) -> Iterator[Finding]:
             'with "model" among compile.components, or use "selective"',
         )
 
+    if config.compile.enable and config.parallelism.tensor_parallel_degree > 1:
+        yield (
+            ("compile.enable", "parallelism.tensor_parallel_degree"),
+            f"compile.enable = true with tensor_parallel_degree = {config.parallelism.tensor_parallel_degree} trains "
+            f"wrongly (docs/log.md), so it is not had yet; set compile.enable = false, or use another parallelism",
+        )
     if config.compile.enable and not config.compile.components:
         yield (
             ("compile.enable", "compile.components"),
             'compile.components = [] compiles nothing; name "model", "loss" or both, or set compile.enable = false',
         )
+
+
+def _splits(config: Config) -> Iterator[Finding]:
+    """What a model of this shape and sequences of this length can be split into."""
+    tp, cp = config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree
+    args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
+    if args is None:
+        return
+    name = "parallelism.tensor_parallel_degree"
+    for what, count in [("heads", args.n_heads), ("KV heads", args.n_kv_heads), ("hidden units", args.hidden_dim)]:
+        if count % tp:
+            fitting = ", ".join(str(d) for d in range(1, args.n_kv_heads + 1) if args.n_kv_heads % d == 0)
+            yield (
+                (name, "model.name", "model.flavor"),
+                f"{name} = {tp} does not divide the model's {count} {what}; use one of {fitting}",
+            )
+            return
+    pieces = 2 * cp if cp > 1 else 1  # a head and a tail piece each, see parallel/context.py
+    unit = math.lcm(pieces, cp * tp)
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable:
+        lengths["validation.seq_len"] = config.validation.seq_len
+    for key, seq_len in lengths.items():
+        if seq_len % unit:
+            yield (
+                (key, name, "parallelism.context_parallel_degree"),
+                f"{key} = {seq_len} does not divide into the pieces of context_parallel_degree {cp} and "
+                f"tensor_parallel_degree {tp}; use a multiple of {unit}, as {-(-seq_len // unit) * unit}",
+            )
 
 
 def _folders(config: Config) -> Iterator[Finding]:
@@ -136,7 +173,7 @@ def _data(config: Config) -> Iterator[Finding]:
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
-    degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+    degrees = tuple(f"parallelism.{key}_degree" for key in _DEGREES)
     try:
         dims = plan_layout(config.parallelism, world_size)
     except ValueError as error:

@@ -240,6 +240,15 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward, for one more all-gather; default: all but what backward needs first."""
 
+    tensor_parallel_degree: PositiveInt = 1
+    """Devices each matrix is split over, with activations between blocks split along the sequence; 1: none."""
+
+    disable_loss_parallel: bool = False
+    """With tensor parallelism, gather the logits of all the vocabulary before the loss."""
+
+    context_parallel_degree: PositiveInt = 1
+    """Devices each sequence is split over; 1: none."""
+
 
 class ActivationCheckpoint(Section):
     """Recompute activations in backward instead of keeping them."""

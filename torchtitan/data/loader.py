@@ -16,12 +16,14 @@ from torchtitan.config.schema import DataSource
 from torchtitan.data.batch import Ahead, Batch, Layout, Origin, Shape, read_ahead
 from torchtitan.data.documents import Tokenizer
 from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
+from torchtitan.data.prepared import fingerprint
 from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.sources import open_source
-from torchtitan.data.stream import Order, Source, Stream, sample_mean_tokens
+from torchtitan.data.stream import Order, Source, Stream, due_source, sample_mean_tokens
 from torchtitan.observe.log import logger
 
 NUM_PREFETCHED = 3
+FEW_DOCUMENTS = 20  # a stream, below which a good part of the data is left over when the shortest stream ends
 
 
 class Loader:
@@ -57,6 +59,8 @@ class Loader:
         if not self._agree(ahead.batch is not None):
             self._ended = True
             self.close()
+            if not self._shape.pad_last:
+                log_end(self._sources, self.state_dict()["streams"], self._order.num_streams)
             return None
         if ahead.batch is None:
             assert self._shape.pad_last, "agree must be false where a rank has no full batch"
@@ -70,8 +74,6 @@ class Loader:
         """The background thread ends; a later `next()` starts it again, after the last batch that was returned."""
         if self._stop is not None:
             self._stop()
-            # A thread that waits for the network may take longer; it ends on its own, and never holds the process.
-            self._thread.join(timeout=2)
             self._stop = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,24 +83,26 @@ class Loader:
             "num_streams": self._layout.num_streams,
             "seed": self._order.seed,
             "shuffle": self._order.shuffle,
-            "sources": [source_size(source) for source in self._sources],
-            "streams": {
-                stream: {"offset": offset, "num_tokens": list(num_tokens), "cursors": [list(c) for c in cursors]}
-                for stream, ((num_tokens, cursors), offset) in states.items()
-            },
+            "tokenizer_sha256": fingerprint(self._tokenizer),
+            "sources": [source.data.identity for source in self._sources],
+            "weights": weight_shares(self._sources),
+            # As strings: what JSON and PyTorch's checkpoints make of the keys of a dictionary.
+            "streams": {str(stream): stream_state for stream, stream_state in states.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes this rank's streams out of the merged state of all ranks, whatever their number was."""
         own = list(self._layout.own_streams)
-        check_state(state, self._layout.num_streams, self._order.shuffle, self._sources, own)
+        check_state(state, self.state_dict(), [source.name for source in self._sources])
         if state["seed"] != self._order.seed:
             logger.info(f"the data order goes on as drawn from seed {state['seed']}, not {self._order.seed}")
             self._order = Order(self._order.num_streams, state["seed"], self._order.shuffle)
         self.reset()
-        for number in own:
-            saved = state["streams"][number]
-            self._states[number] = ((saved["num_tokens"], saved["cursors"]), saved["offset"])
+        self._states = {number: state["streams"][str(number)] for number in own}
+        if state["weights"] != (shares := weight_shares(self._sources)):
+            logger.info(f"the sources' shares are {shares} from here on; they were {state['weights']}")
+            for number, saved in self._states.items():
+                self._states[number] = self._stream(number).restart_shares(saved, state["weights"])
 
     def _stream(self, number: int) -> Stream:
         return Stream(self._sources, self._tokenizer, self._order, number)
@@ -113,9 +117,9 @@ class Loader:
             }
             # The thread knows no Loader, so that one nobody holds any more is collected and its thread ends.
             args = (packers, dict(self._states), self._layout.own_slots, self._shape, self._sources, self._queue, stop)
-            self._thread = threading.Thread(target=read_ahead, args=args, name="loader", daemon=True)
-            self._stop = weakref.finalize(self, stop.set)
-            self._thread.start()
+            thread = threading.Thread(target=read_ahead, args=args, name="loader", daemon=True)
+            self._stop = weakref.finalize(self, end_thread, thread, stop)
+            thread.start()
         ahead = self._queue.get()
         if ahead.error is not None:
             self.close()
@@ -159,7 +163,7 @@ def build_loader(
         name = source.dataset_path or source.dataset
         source_epochs = epochs if source.epochs is None else source.epochs
         mean_tokens = sample_mean_tokens(data, tokenizer) if len(sources) > 1 else 0.0
-        opened.append(Source(name, data, source.weight, source_epochs, mean_tokens))
+        opened.append(Source(name, data, source.weight, source_epochs, mean_tokens, may_run_short=pad_last))
         if not pad_last:  # a stream without data is padding there
             check_size(opened[-1], num_streams)
     return Loader(
@@ -170,6 +174,14 @@ def build_loader(
         Order(num_streams, seed, shuffle),
         agree,
     )
+
+
+def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
+    """Also at the end of the process: a thread that is still inside of Arrow then would abort it."""
+    stop.set()
+    if thread is not threading.current_thread():
+        # One that waits for the network may take longer; it ends on its own, and never holds the process.
+        thread.join(timeout=2)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -192,30 +204,68 @@ def check_size(source: Source, num_streams: int) -> None:
             f"{source.name} has {size} documents, fewer than the {num_streams} streams "
             "(training.num_streams); use fewer streams, or split the text into more documents (JSONL: one a line)"
         )
+    elif 0 < size * source.epochs < FEW_DOCUMENTS * num_streams:
+        logger.info(
+            f"{source.name} has {size} documents for {num_streams} streams, {size * source.epochs / num_streams:.1f} "
+            "each, and the run ends with the shortest stream, so much of it may stay unread; set training.num_streams "
+            "lower, split long documents, or raise training.epochs"
+        )
 
 
-def check_state(
-    state: dict[str, Any], num_streams: int, shuffle: bool, sources: Sequence[Source], own: Sequence[int]
-) -> None:
-    if state["num_streams"] != num_streams:
+def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]) -> None:
+    """Whether a saved state is of what this rank reads; `own` is its own state, of any place in the data."""
+    if state["num_streams"] != own["num_streams"]:
         raise ValueError(
-            f"the saved data state has {state['num_streams']} streams, this run {num_streams}; "
+            f"the saved data state has {state['num_streams']} streams, this run {own['num_streams']}; "
             f"set training.num_streams = {state['num_streams']}"
         )
-    if state["shuffle"] != shuffle:
+    if state["shuffle"] != own["shuffle"]:
         raise ValueError(
-            f"the saved data state has training.shuffle = {state['shuffle']}, this run {shuffle}; set it back"
+            f"the saved data state has training.shuffle = {state['shuffle']}, this run {own['shuffle']}; set it back"
         )
-    sizes = [source_size(source) for source in sources]
-    if state["sources"] != sizes:
+    if state["tokenizer_sha256"] != own["tokenizer_sha256"]:
         raise ValueError(
-            f"the saved data state is of sources with {state['sources']} documents (or shards), these have {sizes}; "
-            "resume with the same data"
+            "the saved data state is of another tokenizer; set model.hf_assets_path to the one the run began with"
         )
-    if missing := [number for number in own if number not in state["streams"]]:
+    if len(state["sources"]) != len(own["sources"]):
         raise ValueError(
-            f"the saved data state lacks streams {missing[:8]}; give the states of all ranks, merged by merge_states"
+            f"the saved data state has {len(state['sources'])} sources, this run {len(own['sources'])}: "
+            f"{', '.join(names)}; resume with the same sources"
         )
+    for name, saved, found in zip(names, state["sources"], own["sources"], strict=True):
+        if saved != found:
+            raise ValueError(
+                f"{name} has {found}, and the saved data state is of {saved} there; resume with the same data"
+            )
+    if missing := [number for number in own["streams"] if number not in state["streams"]]:
+        raise ValueError(
+            f"the saved data state lacks streams {', '.join(missing[:8])}; give the states of all ranks, merged by "
+            "merge_states"
+        )
+
+
+def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_streams: int) -> None:
+    """How much of the data was read when the shortest stream ended; rank 0 says it, of its own streams."""
+    weights = [source.weight for source in sources]
+    for number, source in enumerate(sources):
+        if isinstance(source.data, ShardedTexts) or source.epochs < 0:
+            continue  # how long a stream of it would be is not known
+        total = read = in_part = 0
+        for stream, state in states.items():
+            length = len(range(int(stream), len(source.data), num_streams))
+            epoch, position = state["cursors"][number]
+            total += length * source.epochs
+            read += length * epoch + position
+            in_part += state["offset"] > 0 and due_source(state["num_tokens"], weights) == number
+        logger.info(
+            f"the data has ended: of {total:,} documents of {source.name} in {len(states)} streams, {read:,} were read "
+            f"to the end ({read / total:.0%}) and {in_part:,} in part"
+        )
+
+
+def weight_shares(sources: Sequence[Source]) -> list[float]:
+    total = sum(source.weight for source in sources)
+    return [round(source.weight / total, 9) for source in sources]
 
 
 def source_size(source: Source) -> int:

@@ -30,16 +30,16 @@ class Packer:
         self._stream, self._pad_id = stream, pad_id
         self._tokens = np.empty(seq_len + 1, np.int32)
         self._document: np.ndarray | None = None
-        self._place: DocumentRef | None = None
+        self._ref: DocumentRef | None = None
         self._before = stream.state()  # the stream before it gave the current document
         self._offset = 0  # of the next input in the current document
 
-    def state(self) -> tuple[Any, int]:
-        return self._before, self._offset
+    def state(self) -> dict[str, Any]:
+        return {**self._before, "offset": self._offset}
 
-    def load(self, state: tuple[Any, int]) -> None:
-        self._before, self._offset = state
-        self._stream.load(self._before)
+    def load(self, state: dict[str, Any]) -> None:
+        self._before, self._offset = state, state["offset"]
+        self._stream.load(state)
         self._document = None
 
     def pack(self, inputs: np.ndarray, labels: np.ndarray, document_ids: np.ndarray | None) -> Packed:
@@ -50,7 +50,7 @@ class Packer:
             if (document := self._open_document()) is None:
                 break
             starts.append(filled)
-            first = first or self._place
+            first = first or self._ref
             count = min(len(tokens) - filled, len(document) - self._offset)
             tokens[filled : filled + count] = document[self._offset : self._offset + count]
             filled += count
@@ -66,7 +66,7 @@ class Packer:
             self._separate(starts, labels, document_ids)
         num_labels = max(filled - 1, 0)
         labels[num_labels:] = IGNORED_LABEL
-        return Packed(num_labels, first, self._place)
+        return Packed(num_labels, first, self._ref)
 
     def _open_document(self) -> np.ndarray | None:
         """The current document, or the next where that one is used up."""
@@ -78,7 +78,7 @@ class Packer:
             # After load() the offset is into the document that is opened here.
             if self._document is not None:
                 self._offset = 0
-            self._before, (self._document, self._place) = before, document
+            self._before, (self._document, self._ref) = before, document
         return self._document
 
     def _separate(self, starts: list[int], labels: np.ndarray, document_ids: np.ndarray) -> None:

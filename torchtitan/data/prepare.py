@@ -6,15 +6,18 @@ The work is cut into chunks; each becomes a pair of files that counts once it is
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -23,43 +26,28 @@ from typing import Any
 import numpy as np
 
 from torchtitan.data import prepared
-from torchtitan.data.documents import Tokenizer, line_at, map_file, parse_line
+from torchtitan.data.chunks import BATCH_DOCUMENTS, Chunk, Job, describe_plan, plan_chunks, read_chunk
+from torchtitan.data.documents import Tokenizer
 from torchtitan.data.prepared import META, OFFSETS, PLAN, TOKENS, Meta, fingerprint, token_dtype
-from torchtitan.data.sharded import ShardedTexts
-from torchtitan.data.sources import Location, locate_text, open_texts
+from torchtitan.data.sources import locate_text, open_texts
 from torchtitan.data.tokenizer import build_tokenizer
 
-CHUNK_BYTES = 4 << 20
-CHUNK_DOCUMENTS = 10_000
-MAX_CHUNKS = 4096  # files in one folder
-BATCH_DOCUMENTS = 256
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive documents: bytes of a JSONL file, a whole shard, or a range of document numbers."""
-
-    kind: str
-    part: int  # which file or shard
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a worker needs to know; its JSON is the plan that a later start must agree with."""
-
-    location: Location
-    text_key: str
-    tokenizer_path: str
-    out: Path
-    dtype: str
+LOCK = ".lock"
 
 
 def prepare(
-    dataset: str, dataset_path: str | None, tokenizer_path: str, out: str, text_key: str = "text", workers: int = 0
+    dataset: str,
+    dataset_path: str | None,
+    tokenizer_path: str,
+    out: str,
+    text_key: str = "text",
+    workers: int | None = None,
 ) -> Meta:
-    """Writes the folder `out`; workers = 0 takes all cores."""
+    """Writes the folder `out`; without `workers`, on all cores."""
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers {workers}: at least one process has to work; leave it out for one a core")
+    if dataset_path is not None and Path(out).resolve().is_relative_to(Path(dataset_path).expanduser().resolve()):
+        raise ValueError(f"--out {out} lies inside dataset_path = {dataset_path!r}; give a folder outside of it")
     location = locate_text(dataset, dataset_path)
     if location.kind == "prepared":
         raise ValueError(f"{location.name} is prepared already; give dataset_path the text it was made from")
@@ -67,75 +55,40 @@ def prepare(
     folder = Path(out)
     job = Job(location, text_key, tokenizer_path, folder, token_dtype(tokenizer.vocab_size))
     chunks = plan_chunks(location, text_key)
-    _agree_with_plan(folder, _plan(job, chunks, fingerprint(tokenizer)))
-    if not (folder / META).is_file():
-        _tokenize(job, chunks, workers or os.cpu_count() or 1)
-        _join(job, chunks, tokenizer)
-    return prepared.load_meta(folder)
+    with _locked(folder):
+        _agree_with_plan(folder, describe_plan(job, chunks, fingerprint(tokenizer)))
+        if not (folder / META).is_file():
+            _tokenize(job, chunks, workers or os.cpu_count() or 1)
+            _join(job, chunks, tokenizer)
+        meta = prepared.load_meta(folder)
+        for path in (*folder.glob("chunk-*"), folder / LOCK):
+            path.unlink(missing_ok=True)
+    return meta
 
 
-def plan_chunks(location: Location, text_key: str) -> list[Chunk]:
-    """In the order of the documents."""
-    if location.kind == "jsonl":
-        sizes = [path.stat().st_size for path in location.files]
-        step = max(CHUNK_BYTES, -(-sum(sizes) // MAX_CHUNKS))
-        return [
-            Chunk("bytes", part, begin, min(begin + step, size))
-            for part, size in enumerate(sizes)
-            for begin in range(0, size, step)
-        ]
-    texts = open_texts(location, text_key)
-    if isinstance(texts, ShardedTexts):
-        return [Chunk("shard", part, 0, 0) for part in range(texts.num_shards)]
-    step = max(CHUNK_DOCUMENTS, -(-len(texts) // MAX_CHUNKS))
-    return [Chunk("documents", 0, begin, min(begin + step, len(texts))) for begin in range(0, len(texts), step)]
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two that write into one folder would mix their tokens; the system lets go of a lock whose holder was killed."""
+    if folder.exists() and (not folder.is_dir() or _is_foreign(set(os.listdir(folder)))):
+        raise ValueError(f"--out {folder} exists and holds something else; give a new folder")
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context((folder / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"--out {folder}: another `prepare` is writing there; wait for it or stop it, or give another folder"
+            ) from error
+        except OSError as error:
+            raise ValueError(f"--out {folder} cannot be written: {error.strerror}; give another folder") from error
+        yield
 
 
-def read_chunk(job: Job, chunk: Chunk, texts: Any) -> Iterator[str]:
-    if chunk.kind == "bytes":
-        yield from _lines_starting_within(job.location.files[chunk.part], chunk.begin, chunk.end, job.text_key)
-    elif chunk.kind == "shard":
-        reader = texts.open(chunk.part, None)
-        while batch := reader.read(BATCH_DOCUMENTS):
-            yield from batch
-    else:
-        yield from (texts.text(index) for index in range(chunk.begin, chunk.end))
-
-
-def _lines_starting_within(path: Path, begin: int, end: int, text_key: str) -> Iterator[str]:
-    data = map_file(path)
-    if begin and data[begin - 1 : begin] != b"\n":
-        begin += len(line_at(data, begin)) + 1
-    while begin < end:
-        line = line_at(data, begin)
-        if line.strip():
-            yield parse_line(line, text_key, lambda begin=begin: f"{path}:{_line_number(path, begin)}")
-        begin += len(line) + 1
-
-
-def _line_number(path: Path, offset: int) -> int:
-    with path.open("rb") as file:
-        return 1 + sum(file.read(min(1 << 20, offset - at)).count(b"\n") for at in range(0, offset, 1 << 20))
-
-
-def _plan(job: Job, chunks: list[Chunk], tokenizer_sha256: str) -> str:
-    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in job.location.files]
-    plan = {
-        "format_version": prepared.FORMAT_VERSION,
-        "source": job.location.name,
-        "hub": job.location.hub,
-        "files": files,
-        "text_key": job.text_key,
-        "tokenizer_sha256": tokenizer_sha256,
-        "chunks": [asdict(chunk) for chunk in chunks],
-    }
-    return json.dumps(plan) + "\n"
+def _is_foreign(names: set[str]) -> bool:
+    return bool(names) and not names & {PLAN, PLAN + ".part", LOCK}
 
 
 def _agree_with_plan(folder: Path, plan: str) -> None:
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / PLAN).is_file())):
-        raise ValueError(f"--out {folder} exists and holds something else; give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).is_file():
         _write_whole(folder / PLAN, plan.encode())
     elif (folder / PLAN).read_text() != plan:
@@ -151,7 +104,6 @@ _worker: tuple[Job, Tokenizer, Any]
 
 def _start_worker(job: Job, needs_texts: bool) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which lets running chunks finish
     # A worker whose parent was killed would go on writing, perhaps against the worker of a second start.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker a core already
@@ -201,7 +153,10 @@ def _tokenize(job: Job, chunks: list[Chunk], workers: int) -> None:
         ) as pool,
     ):
         bar = progress.add_task(job.location.name, total=len(chunks), completed=len(done))
+        # Workers begin here, and inherit that Ctrl-C is for the parent alone; it lets the running chunks finish.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         futures = [pool.submit(_tokenize_chunk, number, chunks[number]) for number in todo]
+        signal.signal(signal.SIGINT, handler)
         try:
             for future in as_completed(futures):
                 future.result()
@@ -244,6 +199,7 @@ def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
             chunk_path = _chunk_files(job.out, number)[0]
             end = begin + int(lengths[number].sum()) * itemsize
             if _size(tokens_path) < end or chunk_path.is_file():
+                assert _size(chunk_path) == end - begin, f"{chunk_path} was changed by something else"
                 joined.truncate(begin)
                 joined.seek(begin)
                 with chunk_path.open("rb") as file:
@@ -252,20 +208,21 @@ def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
                 os.fsync(joined.fileno())
                 chunk_path.unlink()
             begin = end
+    assert _size(tokens_path) == begin, f"{tokens_path} was changed by something else"
     _write_whole(job.out / OFFSETS, offsets.tobytes())
+    tokens = np.memmap(tokens_path, job.dtype, mode="r")
     meta = Meta(
         format_version=prepared.FORMAT_VERSION,
         num_documents=len(offsets) - 1,
         num_tokens=int(offsets[-1]),
         dtype=job.dtype,
+        largest_id=int(tokens.max()),
         vocab_size=tokenizer.vocab_size,
         tokenizer_sha256=fingerprint(tokenizer),
         text_key=job.text_key,
         source=job.location.name,
     )
     _write_whole(job.out / META, (json.dumps(asdict(meta), indent=2) + "\n").encode())
-    for number in range(len(chunks)):
-        _chunk_files(job.out, number)[1].unlink()
 
 
 def _chunk_files(folder: Path, number: int) -> tuple[Path, Path]:
@@ -293,14 +250,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", required=True, help="tokenizer file, or the folder that holds it")
     parser.add_argument("--out", required=True, help="folder for the prepared tokens")
     parser.add_argument("--text_key", default="text", help="field or column that holds the text (default: text)")
-    parser.add_argument("--workers", type=int, default=0, help="processes (default: one a core)")
+    parser.add_argument("--workers", type=int, help="processes (default: one a core)")
 
 
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    meta = prepare(
-        args.dataset or "local text", args.dataset_path, args.tokenizer, args.out, args.text_key, args.workers
-    )
+    try:
+        meta = prepare(
+            args.dataset or "local text", args.dataset_path, args.tokenizer, args.out, args.text_key, args.workers
+        )
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
     seconds = time.perf_counter() - start
     print(f"{args.out}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens ({meta.dtype}), {seconds:.1f} s")
     print(f'train on it with  [training] dataset_path = "{args.out}"')

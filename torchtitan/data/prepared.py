@@ -14,6 +14,8 @@ from torchtitan.data.documents import Tokenizer
 
 FORMAT_VERSION = 1
 TOKENS, OFFSETS, META, PLAN = "tokens.bin", "documents.bin", "meta.json", "plan.json"
+DTYPES = ("<u2", "<u4")
+DAMAGED = "the copy is damaged: copy or prepare it again"
 PROBE = (
     "The quick brown fox jumps over 13 lazy dogs, 1234567 times!\n\n\tdef f(x):\n        return x ** 2  # naïve\r\n"
     "Ünïcödé: Привет, мир. 你好,世界。 こんにちは 🙂👩‍🚀 don't <|end_of_text|> </s> https://example.org/?a=b&c=%20"
@@ -28,6 +30,7 @@ class Meta:
     num_documents: int
     num_tokens: int
     dtype: str
+    largest_id: int
     vocab_size: int
     tokenizer_sha256: str
     text_key: str
@@ -54,7 +57,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 def token_dtype(vocab_size: int) -> str:
     """The smallest unsigned type, in the byte order of the file, that holds every id."""
-    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+    return DTYPES[vocab_size > 1 << 16]
 
 
 class PreparedTokens:
@@ -67,9 +70,18 @@ class PreparedTokens:
                 f"{folder} was prepared with another tokenizer (vocabulary {self.meta.vocab_size}, here "
                 f"{tokenizer.vocab_size}); set model.hf_assets_path to that one, or prepare the text again"
             )
+        if self.meta.largest_id >= tokenizer.vocab_size:
+            raise ValueError(
+                f"{folder} holds the id {self.meta.largest_id}, and the tokenizer has {tokenizer.vocab_size}; "
+                "the disk damaged it while it was written: prepare the text again"
+            )
         self._folder = folder
         self._offsets = _map(folder / OFFSETS, "<i8", self.meta.num_documents + 1)
         self._tokens = _map(folder / TOKENS, self.meta.dtype, self.meta.num_tokens)
+        begins, ends = self._offsets[:-1], self._offsets[1:]
+        if self._offsets[0] != 0 or self._offsets[-1] != self.meta.num_tokens or (begins > ends).any():
+            raise ValueError(f"{folder / OFFSETS} does not rise from 0 to {self.meta.num_tokens:,}; {DAMAGED}")
+        self.identity = f"{self.meta.num_documents:,} documents of {self.meta.num_tokens:,} tokens"
 
     def __len__(self) -> int:
         return self.meta.num_documents
@@ -88,11 +100,20 @@ def load_meta(folder: Path) -> Meta:
             f"{folder} is prepared only in part ({META} is missing); run the same `python -m torchtitan prepare` "
             "again, which goes on where it stopped"
         )
-    content = json.loads(path.read_text())
-    if content.get("format_version") != FORMAT_VERSION or set(content) != {field.name for field in fields(Meta)}:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object; {DAMAGED}")
+    if content.get("format_version") != FORMAT_VERSION:
         raise ValueError(
             f"{path}: format {content.get('format_version')}, and this version reads {FORMAT_VERSION}; prepare it again"
         )
+    types = {field.name: field.type for field in fields(Meta)}
+    wrong = [name for name in types | content if type(content.get(name)) is not types.get(name)]
+    if wrong or content["dtype"] not in DTYPES:
+        raise ValueError(f"{path}: not as `prepare` writes it: {', '.join(wrong) or 'dtype'}; {DAMAGED}")
     return Meta(**content)
 
 
@@ -101,6 +122,6 @@ def _map(path: Path, dtype: str, count: int) -> np.ndarray:
     size = path.stat().st_size if path.is_file() else -1
     if size != expected:
         found = f"has {size:,} bytes" if size >= 0 else "is missing"
-        raise ValueError(f"{path} {found}, expected {expected:,}; the copy is damaged: copy or prepare it again")
+        raise ValueError(f"{path} {found}, expected {expected:,}; {DAMAGED}")
     # A plain array over the map: slicing a np.memmap costs several times as much.
     return np.asarray(np.memmap(path, dtype, mode="r"))

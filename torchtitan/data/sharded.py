@@ -79,9 +79,12 @@ class _CompressedReader:
         while len(texts) < count and (line := next(self._lines, None)) is not None:
             self._lines_read += 1
             if line.strip():
-                where = lambda: f"{self._path}:{self._lines_read}"  # noqa: E731
-                texts.append(parse_line(line, self._text_key, where, f"; the archive may be damaged: {self._test}"))
+                hint = f"; the archive may be damaged: {self._test}"
+                texts.append(parse_line(line, self._text_key, self._where, hint))
         return texts
+
+    def _where(self) -> str:
+        return f"{self._path}:{self._lines_read}"
 
     def state(self) -> int:
         return self._lines_read
@@ -124,7 +127,7 @@ class ParquetFiles(ShardedTexts):
         path, group, _ = self._groups[shard]
         begin = 0
         try:
-            with pyarrow.parquet.ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES) as file:
+            with pyarrow.parquet.ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
                 for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[self._text_key]):
                     if begin + len(batch) > first:
                         yield from batch.column(0).slice(max(first - begin, 0)).to_pylist()
@@ -179,27 +182,30 @@ class _HubReader:
     def __init__(
         self, dataset: Any, state: Sequence[Any] | None, text_key: str, describe: Callable[[int], str]
     ) -> None:
-        self._rows_read, place = state or (0, None)
-        if place is not None:
-            dataset.load_state_dict(json.loads(place))
+        self._rows_read = 0
+        if state is not None:
+            self._rows_read = state[0]
+            dataset.load_state_dict(json.loads(state[1]))
         self._dataset, self._rows, self._text_key, self._describe = dataset, iter(dataset), text_key, describe
 
     def read(self, count: int) -> list[str]:
         texts: list[str] = []
-        where = lambda: self._describe(self._rows_read)  # noqa: E731
         while len(texts) < count:
             try:
                 row = next(self._rows, None)
             except Exception as error:  # as above, and whatever a damaged file makes a parser raise
-                raise ValueError(f"{where()}: reading failed: {type(error).__name__}: {error}") from error
+                raise ValueError(f"{self._where()}: reading failed: {type(error).__name__}: {error}") from error
             if row is None:
                 break
             if self._text_key not in row:
                 found = ", ".join(row)
-                raise ValueError(f"{where()}: no field {self._text_key!r} (it has {found}); set text_key")
-            texts.append(check_text(row[self._text_key], self._text_key, where))
+                raise ValueError(f"{self._where()}: no field {self._text_key!r} (it has {found}); set text_key")
+            texts.append(check_text(row[self._text_key], self._text_key, self._where))
             self._rows_read += 1
         return texts
+
+    def _where(self) -> str:
+        return self._describe(self._rows_read)
 
     def state(self) -> list[Any]:
         return [self._rows_read, json.dumps(self._dataset.state_dict())]  # JSON: its shape is the library's affair

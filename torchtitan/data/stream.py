@@ -35,6 +35,7 @@ class Source:
     weight: float = 1.0
     epochs: int = 1  # times it may be read; -1: without end
     mean_tokens: float = 0.0  # of a document, roughly; only a mix needs it
+    may_run_short: bool = False  # a stream may have no document at all
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Cursor(Protocol):
     def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         """Tokens of the next document; None once all epochs are read."""
 
-    def state(self) -> Any: ...
+    def state(self) -> list[Any]: ...
 
-    def load(self, state: Any) -> None: ...
+    def load(self, state: Sequence[Any]) -> None: ...
 
 
 class IndexedCursor:
@@ -70,12 +71,12 @@ class IndexedCursor:
         self._block: list[int] = []
         self._block_begin = 0
 
-    def state(self) -> tuple[int, int]:
-        return self._epoch, self._position
+    def state(self) -> list[int]:
+        return [self._epoch, self._position]
 
     def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         if self._position == self._length:
-            if self._epoch + 1 == self._source.epochs:
+            if 0 < self._source.epochs <= self._epoch + 1:
                 return None
             self.load((self._epoch + 1, 0))
             log_epoch(self._source, self._epoch, self._order, self._stream)
@@ -126,8 +127,8 @@ class ShardedCursor:
         self._block: list[tuple[int, str]] = []
         self._block_size = self._offset = 0  # offset: own documents of the block that were handed out
 
-    def state(self) -> tuple[int, int, int, Any, int]:
-        return self._epoch, self._shard, self._num_read, self._reader_state, self._offset
+    def state(self) -> list[Any]:
+        return [self._epoch, self._shard, self._num_read, self._reader_state, self._offset]
 
     def load(self, state: Sequence[Any]) -> None:
         epoch, shard, num_read, reader_state, offset = state
@@ -143,12 +144,14 @@ class ShardedCursor:
     def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         while self._offset == len(self._block):
             if self._shard == len(self._shards):
+                if not self._found and self._source.may_run_short:
+                    return None
                 if not self._found:
                     raise ValueError(
                         f"{self._source.name}: stream {self._stream} of {self._order.num_streams} found no document in "
                         f"{self._data.num_shards} shards; use fewer streams (training.num_streams)"
                     )
-                if self._epoch + 1 == self._source.epochs:
+                if 0 < self._source.epochs <= self._epoch + 1:
                     return None
                 self._begin_epoch(self._epoch + 1)
                 log_epoch(self._source, self._epoch, self._order, self._stream)
@@ -200,20 +203,31 @@ class Stream:
 
     def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         counts = self._num_tokens
-        due = min(range(len(counts)), key=lambda i: counts[i] / self._weights[i]) if len(counts) > 1 else 0
+        due = due_source(counts, self._weights)
         document = self._cursors[due].next()
         if document is not None:
             counts[due] += len(document[0])
         return document
 
-    def state(self) -> tuple[Any, ...]:
-        return tuple(self._num_tokens), tuple([cursor.state() for cursor in self._cursors])
+    def state(self) -> dict[str, Any]:
+        """Numbers, strings and lists only, so that JSON and PyTorch's checkpoints give back what they were given."""
+        return {"num_tokens": list(self._num_tokens), "cursors": [cursor.state() for cursor in self._cursors]}
 
-    def load(self, state: Sequence[Any]) -> None:
-        num_tokens, cursor_states = state
-        self._num_tokens = list(num_tokens)
-        for cursor, cursor_state in zip(self._cursors, cursor_states, strict=True):
+    def load(self, state: dict[str, Any]) -> None:
+        self._num_tokens = list(state["num_tokens"])
+        for cursor, cursor_state in zip(self._cursors, state["cursors"], strict=True):
             cursor.load(cursor_state)
+
+    def restart_shares(self, state: dict[str, Any], old_weights: Sequence[float]) -> dict[str, Any]:
+        """A state saved under other weights, counting anew from here; to be called on a stream that was not used."""
+        counts = list(self._num_tokens)
+        counts[due_source(state["num_tokens"], old_weights)] = -1  # the document under way is read to its end
+        return {**state, "num_tokens": counts}
+
+
+def due_source(num_tokens: Sequence[int], weights: Sequence[float]) -> int:
+    """The source whose tokens lag most behind its weight."""
+    return min(range(len(weights)), key=lambda i: num_tokens[i] / weights[i])
 
 
 def build_cursor(source: Source, number: int, tokenizer: Tokenizer, order: Order, stream: int) -> Cursor:

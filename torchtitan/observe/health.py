@@ -1,7 +1,7 @@
 """What to do about losses and gradient norms that are not finite: a decision on numbers, and the words for it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_RANKS_SHOWN = 4
@@ -46,16 +46,16 @@ def judge_window(
 
 
 def describe_stop(
-    step: int, reason: str, update_left_out: bool, own_losses: Sequence[float], batches: Sequence[str]
+    step: int, reason: str, update_left_out: bool, own_losses: Mapping[int, float], batches: Mapping[int, str]
 ) -> str:
     """The message that ends a run: the step, each rank to blame, and where its sequences were read."""
-    blamed = [rank for rank, loss in enumerate(own_losses) if not math.isfinite(loss)]
-    where = f"on data-parallel rank {', '.join(map(str, blamed))}" if blamed else "every rank's own loss is finite"
+    blamed = [rank for rank, loss in own_losses.items() if not math.isfinite(loss)]
+    where = f"on rank {', '.join(map(str, blamed))}" if blamed else "every rank's own loss is finite"
     lines = [
         f"step {step}: {reason} ({where}).",
         "This step's update was left out." if update_left_out else "This step's update was applied.",
         'Look at the data below, lower optimizer.lr, or set training.on_nonfinite = "skip".',
     ]
-    shown = (blamed or list(range(len(batches))))[:MOST_RANKS_SHOWN]
+    shown = (blamed or list(batches))[:MOST_RANKS_SHOWN]
     lines += [f"rank {rank} read:\n{batches[rank]}" for rank in shown]
     return "\n".join(lines)

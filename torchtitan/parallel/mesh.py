@@ -15,18 +15,20 @@ class Mesh:
     dims: ParallelDims
     devices: DeviceMesh
     batch: DeviceMesh  # ranks that see different sequences
+    tokens: DeviceMesh  # ranks that see different tokens: other sequences, or other parts of them
+    shards: DeviceMesh  # ranks that share the parameters of one replica among them
 
     @property
     def fsdp(self) -> DeviceMesh:
         """What parameters are sharded over; two-dimensional, replicas first, where there are replicas (HSDP)."""
         if self.dims.dp_replicate > 1:
-            return self.devices["dp_replicate", "dp_shard"]
-        return self.devices["dp_shard"]
+            return self.devices["dp_replicate", self.shards.mesh_dim_names[0]]  # type: ignore[index]
+        return self.shards
 
     @property
     def groups(self) -> list[ProcessGroup]:
         """Every process group that communicates over some slice."""
-        return [*self.devices.get_all_groups(), self.batch_group]
+        return [*self.devices.get_all_groups(), *(m.get_group() for m in (self.batch, self.tokens, self.shards))]
 
     @property
     def batch_rank(self) -> int:
@@ -34,12 +36,15 @@ class Mesh:
         return self.batch.get_local_rank()
 
     @property
-    def batch_group(self) -> ProcessGroup:
-        return self.batch.get_group()
+    def token_group(self) -> ProcessGroup:
+        return self.tokens.get_group()
 
 
 def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:
     """Lay the ranks out; the process group must be up."""
     devices = init_device_mesh(device_type, dims.sizes, mesh_dim_names=AXES)
     batch = devices["dp_replicate", "dp_shard"]._flatten("batch")
-    return Mesh(dims, devices, batch)
+    tokens = devices["dp_replicate", "dp_shard", "cp"]._flatten("tokens")
+    # Context-parallel ranks hold the same parameters for other tokens, which is what data-parallel ranks do.
+    shards = devices["dp_shard", "cp"]._flatten("dp_shard_cp") if dims.cp > 1 else devices["dp_shard"]
+    return Mesh(dims, devices, batch, tokens, shards)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,14 +28,14 @@ class Reporter:
         training: Training,
         skips_on_device: bool,
         writer: MetricsWriter | None,
-        batch_group: ProcessGroup,
+        token_group: ProcessGroup,
         world_size: int,
         device: torch.device,
         tokens_per_step: int,
         flops_per_token: int,
         peak: Peak,
     ) -> None:
-        self.training, self.writer, self.batch_group = training, writer, batch_group
+        self.training, self.writer, self.token_group = training, writer, token_group
         self.skips_on_device = skips_on_device  # an update whose gradient norm is not finite changes nothing
         self.world_size, self.device = world_size, device
         self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak
@@ -101,8 +102,8 @@ class Reporter:
     def _read(self) -> list[list[float]]:
         """Reduce over ranks and wait for the device, once for all numbers."""
         shares, own = torch.stack(self._shares).double(), torch.stack(self._own).double()
-        largest = max_over(own.clone(), self.batch_group)
-        losses = sum_over(shares, self.batch_group)
+        largest = max_over(own.clone(), self.token_group)
+        losses = sum_over(shares, self.token_group)
         return torch.stack([losses, largest, own, torch.stack(self._norms).double()]).tolist()
 
     def _record(
@@ -139,14 +140,14 @@ class Reporter:
     def _stop(self, step: int, verdict: Verdict, own: Sequence[float], norms: Sequence[float]) -> None:
         """All ranks see the same global numbers, so all come here together."""
         assert verdict.stop_at is not None
-        mine = (own[verdict.stop_at], self._origins[verdict.stop_at].describe())
-        everyone = gather_objects(mine, self.batch_group)
+        mine = (dist.get_rank(), own[verdict.stop_at], self._origins[verdict.stop_at].describe())
+        everyone = gather_objects(mine, self.token_group)
         raise NotFiniteError(
             describe_stop(
                 step,
                 verdict.reason,
                 self.skips_on_device and not math.isfinite(norms[verdict.stop_at]),
-                [loss for loss, _ in everyone],
-                [batch for _, batch in everyone],
+                {rank: loss for rank, loss, _ in everyone},
+                {rank: origin for rank, _, origin in everyone},
             )
         )

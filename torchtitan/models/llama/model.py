@@ -112,23 +112,27 @@ class Transformer(nn.Module):
         if args.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] of tokens [B, S]; `document_ids` [B, S] keep tokens from attending to other documents."""
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] of tokens [B, S], which stand at `positions` and attend to what the mask allows.
+
+        Without a mask, see `document_mask`, attention is causal.
+        """
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [B, S, C]
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rope_table(positions, self.args)
-        mask = None if document_ids is None else _document_mask(document_ids)
         for layer in self.layers.values():
             h = layer(h, cos, sin, mask)
         h = h if self.norm is None else self.norm(h)
         return h if self.output is None else self.output(h)
 
 
-def _document_mask(document_ids: Tensor) -> Tensor:
-    """True where a query may see a key: not later, and of the same document."""
-    same = document_ids[:, :, None] == document_ids[:, None, :]
-    return same.tril()[:, None]  # [B, 1, S, S]
+def document_mask(document_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    """True where a query, of those at `positions`, may see a key: not later, and of the same document."""
+    everywhere = torch.arange(document_ids.shape[1], device=document_ids.device)
+    positions = everywhere if positions is None else positions
+    same = document_ids[:, positions, None] == document_ids[:, None, :]
+    return (same & (everywhere <= positions[:, None]))[:, None]  # [B, 1, S of queries, S]
 
 
 def initial_std(name: str, args: LlamaArgs) -> float:

@@ -1,19 +1,29 @@
-"""How a Llama meets a mesh: what is recomputed, compiled and sharded, in which order, and how its weights begin.
+"""How a Llama meets a mesh: what is split, recomputed, compiled and sharded, in which order, and how weights begin.
 
-TP, CP and the pipeline's stage split belong here too when they come; the model file stays as it is.
+The pipeline's stage split belongs here too when it comes; the model file stays as it is.
 """
 
 import hashlib
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchtitan.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan.models.llama.model import Transformer, fill_initial
+from torchtitan.parallel.context import GatheredAttention
 from torchtitan.parallel.fsdp import apply_fsdp, copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import apply_recompute
+from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
 def apply_parallelism(
@@ -24,7 +34,11 @@ def apply_parallelism(
     recompute: ActivationCheckpoint,
     compile_: Compile,
 ) -> None:
-    """Turn a model on the meta device into this rank's part of it: recompute, compile each block, shard."""
+    """Turn a model on the meta device into this rank's part of it: TP, CP, recompute, compile each block, shard."""
+    _split_tensors(model, mesh.devices["tp"], parallelism.disable_loss_parallel)
+    if mesh.dims.cp > 1:
+        for layer in model.layers.values():
+            layer.attention.core = GatheredAttention(mesh.devices["cp"])
     apply_recompute(model.layers, recompute)
     if compile_.enable and "model" in compile_.components:
         for layer in model.layers.values():
@@ -37,6 +51,41 @@ def apply_parallelism(
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         reshard=parallelism.fsdp_reshard_after_forward,
     )
+
+
+def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: bool) -> None:
+    """Heads, hidden units and vocabulary over the axis; between blocks, activations are split along the sequence."""
+    sequence, whole = Shard(1), Replicate()
+    block: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        # cosine, sine and mask are the same on all ranks
+        "attention": PrepareModuleInput(
+            input_layouts=(sequence, None, None, None), desired_input_layouts=(whole, None, None, None)
+        ),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=sequence),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+    for layer in model.layers.values():
+        apply_tensor_parallel(layer, axis, block)
+    ends: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=sequence,
+            output_layouts=whole if disable_loss_parallel else Shard(-1),
+            use_local_output=disable_loss_parallel,
+        ),
+    }
+    apply_tensor_parallel(model, axis, ends)
+    if model.args.tied_embeddings:
+        model.output.weight = model.tok_embeddings.weight  # both were split alike, by rows, but each on its own
 
 
 def _sharding_units(model: Transformer) -> list[list[torch.nn.Module]]:

@@ -1,0 +1,73 @@
+"""Context parallelism: a rank holds a head and a tail piece of every sequence and gathers the others' keys and values.
+
+With the sequence cut into 2n pieces, rank r of n holds pieces r and 2n-1-r, so that all ranks attend to equally many
+keys. Attention of a piece is plain attention over the prefix it may see, so the same lines run on gloo and on NCCL.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+
+
+def own_positions(seq_len: int, axis: DeviceMesh, device: torch.device) -> Tensor | None:
+    """Which positions of a sequence this rank holds, in its order; None where it holds all."""
+    size, rank = axis.size(), axis.get_local_rank()
+    if size == 1:
+        return None
+    pieces = torch.arange(seq_len, device=device).chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
+
+
+Masks = tuple[Tensor, Tensor]  # of the head and of the tail piece
+
+
+def piece_masks(seq_len: int, axis: DeviceMesh, documents: Tensor | None) -> Masks:
+    """What each piece may attend to: all before it, or what a mask [B, 1, S/n, S] of its documents allows.
+
+    Made outside the model, because a compiled or recomputed block cannot make the causal kind.
+    """
+    size, rank = axis.size(), axis.get_local_rank()
+    if documents is not None:
+        head, tail = documents.chunk(2, dim=2)
+        return head, tail
+    piece_len = seq_len // (2 * size)
+    return (
+        causal_lower_right(piece_len, (rank + 1) * piece_len),
+        causal_lower_right(piece_len, (2 * size - rank) * piece_len),
+    )
+
+
+class GatheredAttention(nn.Module):
+    """Attention of this rank's queries [B, S/n, H, D] over the keys and values of all ranks of the axis."""
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        super().__init__()
+        self.group, self.size, self.rank = axis.get_group(), axis.size(), axis.get_local_rank()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
+        k, v = self._gather(torch.stack([k, v])).transpose(2, 3).unbind(0)  # each [B, H, S, D]
+        piece_len = q.shape[1] // 2
+        out = []
+        for q_piece, mask, place in zip(
+            q.transpose(1, 2).chunk(2, dim=2), masks, (self.rank, 2 * self.size - 1 - self.rank), strict=True
+        ):
+            seen = (place + 1) * piece_len
+            out.append(_attend(q_piece, k[:, :, :seen], v[:, :, :seen], mask))
+        return torch.cat(out, dim=2).transpose(1, 2)  # [B, S/n, H, D]
+
+    def _gather(self, kv: Tensor) -> Tensor:
+        """All ranks' pieces [2, B, S, H, D] in the order of the sequence; backward sums the gradients over ranks."""
+        pieces = all_gather_tensor_autograd(kv.contiguous(), 2, self.group).chunk(2 * self.size, dim=2)
+        return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    # Every key head once for each of its query heads: not all of CUDA's kernels take grouped heads.
+    groups = q.shape[1] // k.shape[1]
+    k, v = (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+    if not isinstance(mask, CausalBias):
+        mask = mask[..., : k.shape[2]]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
