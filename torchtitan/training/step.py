@@ -30,16 +30,18 @@ class ForwardBackward:
     def __init__(
         self, model: nn.Module, loss: LossFunction, mesh: Mesh, local_batch_size: int, disable_loss_parallel: bool
     ) -> None:
-        self.model, self.loss, self.mesh = model, loss, mesh
+        self.model, self.loss = model, loss
         self.local_batch_size, self.disable_loss_parallel = local_batch_size, disable_loss_parallel
+        # Looked up once: slicing a mesh costs tensor operations.
+        self.token_group, self.tp_axis, self.cp_axis = mesh.token_group, mesh.devices["tp"], mesh.devices["cp"]
 
     def __call__(self, batch: Batch) -> StepLoss:
         batch, positions = self._own_part(batch)
         own_tokens = (batch.labels != IGNORED).sum()
-        all_tokens = sum_over(own_tokens.clone(), self.mesh.token_group).clamp(min=1)
+        all_tokens = sum_over(own_tokens.clone(), self.token_group).clamp(min=1)
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._microbatches(batch, positions, self.local_batch_size):
-            with split_logits(self.mesh.devices["tp"], self.disable_loss_parallel):
+            with split_logits(self.tp_axis, self.disable_loss_parallel):
                 summed = self._summed_loss(inputs, labels, positions, mask)
                 (summed / all_tokens).backward()
             total += summed.detach()
@@ -51,13 +53,13 @@ class ForwardBackward:
         batch, positions = self._own_part(batch)
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._microbatches(batch, positions, local_batch_size):
-            with split_logits(self.mesh.devices["tp"], self.disable_loss_parallel):
+            with split_logits(self.tp_axis, self.disable_loss_parallel):
                 total += self._summed_loss(inputs, labels, positions, mask)
         return torch.stack([total.double(), (batch.labels != IGNORED).sum().double()])
 
     def _own_part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
         """The positions this rank holds of each sequence; documents stay whole, for the mask."""
-        positions = own_positions(batch.inputs.shape[1], self.mesh.devices["cp"], batch.inputs.device)
+        positions = own_positions(batch.inputs.shape[1], self.cp_axis, batch.inputs.device)
         if positions is None:
             return batch, None
         inputs, labels = batch.inputs[:, positions], batch.labels[:, positions]
@@ -72,12 +74,11 @@ class ForwardBackward:
     def _microbatches(
         self, batch: Batch, positions: Tensor | None, size: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | Masks | None]]:
-        axis = self.mesh.devices["cp"]
         for begin in range(0, len(batch.inputs), size):
             part = slice(begin, begin + size)
             mask: Tensor | Masks | None = None
             if batch.document_ids is not None:
                 mask = document_mask(batch.document_ids[part], positions)
-            if axis.size() > 1:
-                mask = piece_masks(batch.inputs.shape[1] * axis.size(), axis, mask)
+            if self.cp_axis.size() > 1:
+                mask = piece_masks(batch.inputs.shape[1] * self.cp_axis.size(), self.cp_axis, mask)
             yield batch.inputs[part], batch.labels[part], mask
