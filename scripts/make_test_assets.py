@@ -50,16 +50,18 @@ library reference.
 **Licence.** PSF License Agreement (version 2); code examples are also under the Zero-Clause BSD licence. See
 `pydocs/LICENSE`. The tokenizer is derived from the text.
 
-**Changes made to the documentation.** Author and index directives, which are no prose, are left out, and so are parts
-that are mostly symbols. Files over {whole} KB are split at section or paragraph borders. Documents are put in the order
-of their SHA-256, one JSON object `{{"text": ...}}` a line. The validation files are whole pages, of which `train.jsonl`
-holds no part.
+**Changes made to the documentation.** Author and index directives, web and mail addresses, which are no prose, are left
+out, and so are parts that are mostly symbols. Files over {whole} KB are split at section or paragraph borders. Documents
+are put in the order of their SHA-256, one JSON object `{{"text": ...}}` a line. The validation files are whole pages, of
+which `train.jsonl` holds no part.
 """
 
 
 def read_page(path: Path) -> str:
     text = path.read_text(encoding="utf-8").replace("\r\n", "\n")
     text = re.sub(r"^\.\. (module|section)author::.*\n", "", text, flags=re.M)
+    text = re.sub(r"^\.\. _[^\n]*: https?://.*\n", "", text, flags=re.M)  # where a link leads is no prose
+    text = re.sub(r"\s*<https?://[^>]*>|https?://[\w./%#?=&~:+@-]*|[\w.-]+@[\w-]+(\.[\w-]+)+", "", text)
     return re.sub(r"^( *)\.\. index::.*\n(?:\1 +\S.*\n|[ \t]*\n(?=\1 +\S))*", "", text, flags=re.M).strip() + "\n"
 
 
