@@ -50,10 +50,10 @@ library reference.
 **Licence.** PSF License Agreement (version 2); code examples are also under the Zero-Clause BSD licence. See
 `pydocs/LICENSE`. The tokenizer is derived from the text.
 
-**Changes made to the documentation.** Author and index directives, web and mail addresses, which are no prose, are left
-out, and so are parts that are mostly symbols. Files over {whole} KB are split at section or paragraph borders. Documents
-are put in the order of their SHA-256, one JSON object `{{"text": ...}}` a line. The validation files are whole pages, of
-which `train.jsonl` holds no part.
+**Changes made to the documentation.** Author and index directives, web and mail addresses, which are no prose, are
+left out, and so are parts that are mostly symbols. Files over {whole} KB are split at section or paragraph borders.
+Documents are put in the order of their SHA-256, one JSON object `{{"text": ...}}` a line. The validation files are whole
+pages, of which `train.jsonl` holds no part.
 """
 
 
