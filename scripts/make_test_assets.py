@@ -52,8 +52,8 @@ library reference.
 
 **Changes made to the documentation.** Author and index directives, web and mail addresses, which are no prose, are
 left out, and so are parts that are mostly symbols. Files over {whole} KB are split at section or paragraph borders.
-Documents are put in the order of their SHA-256, one JSON object `{{"text": ...}}` a line. The validation files are whole
-pages, of which `train.jsonl` holds no part.
+Documents are put in the order of their SHA-256, one JSON object `{{"text": ...}}` a line. The validation files are
+whole pages, of which `train.jsonl` holds no part.
 """
 
 
