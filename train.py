@@ -118,7 +118,7 @@ def main(config: Config, place: Place) -> None:
             asked = time.perf_counter()
             batch = loader.next()
             if batch is None:
-                logger.warning(f"the data ends after step {step}; training.epochs says how often it may be read")
+                reporter.data_ended(step)
                 break
             data_seconds = time.perf_counter() - asked
 
@@ -142,11 +142,6 @@ def main(config: Config, place: Place) -> None:
         reporter.flush(step, learning_rate)
         if validate is not None and step % config.validation.freq:
             validate(step)
-    if step == 0:
-        raise ValueError(
-            f"the data ends before the first batch of {plan.global_batch_size} x {training.seq_len} tokens is full; "
-            f"use more text, a smaller batch, or training.epochs"
-        )
 
     loader.close()
     if writer is not None:

@@ -60,6 +60,15 @@ class Reporter:
         self._origins.append(origin)
         self._data_seconds += data_seconds
 
+    def data_ended(self, step: int) -> None:
+        """Say where the data ended; data for less than one step is refused."""
+        if step == 0:
+            raise ValueError(
+                f"the data ends before the first global batch of {self.tokens_per_step:,} tokens is full; "
+                f"use more text, a smaller batch, or training.epochs"
+            )
+        logger.warning(f"the data ends after step {step}; training.epochs says how often it may be read")
+
     def flush(self, step: int, learning_rate: float) -> None:
         """Write the record of the steps up to this one; raises NotFiniteError where they end the run."""
         if not self._shares:
@@ -94,8 +103,6 @@ class Reporter:
 
     def summary(self, step: int) -> str:
         """One line on the whole run."""
-        if not self.losses:
-            return "no step was trained"
         seconds = time.perf_counter() - self._begin
         return f"trained {step} steps in {seconds:.0f} s: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
 
