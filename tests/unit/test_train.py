@@ -296,9 +296,7 @@ def test_a_refused_run_leaves_the_last_runs_files_where_they_are(tmp_path: Path)
 def test_data_for_less_than_one_step_is_refused(tmp_path: Path) -> None:
     corpus = tmp_path / "tiny.jsonl"
     corpus.write_text('{"text": "a"}\n' * 8)
-    with pytest.raises(
-        ValueError, match="before the first global batch of 512 tokens is full; use more text"
-    ):
+    with pytest.raises(ValueError, match="before the first global batch of 512 tokens is full; use more text"):
         train_here(tiny_config(tmp_path / "run", training__dataset_path=str(corpus)))
     torch.distributed.destroy_process_group()
 
