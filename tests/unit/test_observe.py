@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,25 @@ def test_a_number_that_is_not_finite_is_null_for_json(tmp_path: Path) -> None:
     lines.write(1, {"loss": NAN, "grad_norm": INF, "lr": 0.1})
     lines.close()
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.1}\n'
+
+
+def test_a_full_disk_costs_records_but_neither_the_run_nor_the_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    writer = MetricsWriter(Config(), tmp_path, 0, 100, "data sheet peak")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # the third record ends beyond it
+        for step in range(1, 6):
+            writer.write(record(step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write(record(6))
+    writer.close()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0] == 1 and steps[-1] == 6 and len(steps) < 6
+    assert "JsonLines could not write" in caplog.text
 
 
 def test_a_logged_line_says_speed_mfu_memory_and_time_to_go(

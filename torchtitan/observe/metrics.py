@@ -1,7 +1,9 @@
 """One record a logged step, to console, metrics.jsonl, TensorBoard and Weights & Biases; it receives plain numbers."""
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,12 +85,16 @@ class JsonLines:
         if start_step and path.exists():  # a resumed run writes the steps after its checkpoint again
             kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= start_step]
             path.write_text("".join(line + "\n" for line in kept))
-        self._file = path.open("a" if start_step else "w", buffering=1)  # a killed run keeps its last line
+        self._file = path.open("ab" if start_step else "wb", buffering=0)  # a killed run keeps its last line
 
     def write(self, step: int, values: dict[str, float]) -> None:
         # JSON has no NaN; a number that is not finite is null.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        line = json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n"
+        begin = self._file.seek(0, os.SEEK_END)
+        if self._file.write(line) != len(line):  # a disk that fills up takes a part first
+            self._file.truncate(begin)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         self._file.close()
@@ -147,27 +153,34 @@ class MetricsWriter:
     def write(self, record: StepRecord) -> None:
         values = asdict(record)
         step = values.pop("step")
-        self._records.write(step, values)
+        self._write(self._records, step, values)
         self._draw(step, values)
         logger.info(self._line(record))
 
     def write_validation(self, step: int, loss: float, num_tokens: int) -> None:
         assert self._validations is not None
-        self._validations.write(step, {"validation_loss": loss, "validation_tokens": num_tokens})
+        self._write(self._validations, step, {"validation_loss": loss, "validation_tokens": num_tokens})
         self._draw(step, {"validation_loss": loss})
         logger.info(f"validation after step {step}: loss {loss:.4f} over {num_tokens:,} tokens")
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
         curves = {_CURVES[name]: value for name, value in values.items() if name in _CURVES}
         for sink in self._curves:
-            sink.write(step, curves)
+            self._write(sink, step, curves)
+
+    def _write(self, sink: Sink, step: int, values: dict[str, float]) -> None:
+        """A record that cannot be written, because the disk is full or away, does not end the training it is of."""
+        try:
+            sink.write(step, values)
+        except OSError as error:
+            logger.warning(f"step {step}: {type(sink).__name__} could not write: {error.strerror or error}; going on")
 
     def close(self) -> None:
-        self._records.close()
-        if self._validations:
-            self._validations.close()
-        for sink in self._curves:
-            sink.close()
+        for sink in [self._records, *([self._validations] if self._validations else []), *self._curves]:
+            try:
+                sink.close()
+            except OSError as error:  # as in _write
+                logger.warning(f"{type(sink).__name__} could not write its last records: {error.strerror or error}")
 
     def _line(self, r: StepRecord) -> str:
         width = len(str(self._total_steps))
