@@ -78,10 +78,11 @@ def main(config: Config, place: Place) -> None:
         model,
         build_loss(config.compile),
         mesh,
-        training.local_batch_size,
-        config.parallelism.disable_loss_parallel,
+        training,
+        config.parallelism,
+        device,
     )
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model.parameters(), config.optimizer)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
         f"global batch {plan.global_batch_size} x {training.seq_len} tokens in {plan.num_microbatches} microbatches"
@@ -99,7 +100,7 @@ def main(config: Config, place: Place) -> None:
         training,
         optimizer.defaults["fused"],
         writer,
-        mesh.token_group,
+        mesh.loss_group,
         place.world_size,
         device,
         tokens_per_step=plan.global_batch_size * training.seq_len,
@@ -109,7 +110,7 @@ def main(config: Config, place: Place) -> None:
 
     validate = None
     if held_out is not None:
-        validate = Validator(config.validation, forward_backward, held_out, device, mesh.token_group, writer)
+        validate = Validator(config.validation, forward_backward, held_out, device, mesh.loss_group, writer)
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     step, learning_rate = 0, 0.0
@@ -125,7 +126,9 @@ def main(config: Config, place: Place) -> None:
             step += 1
             learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)
             loss = forward_backward(batch.to(device))
-            gradient_norm = collectives.clip_gradients(model, training.max_norm)
+            gradient_norm = collectives.clip_gradients(
+                model.parameters(), training.max_norm, mesh.stage_group, model.copy()
+            )
             apply_update(optimizer, learning_rate, gradient_norm)
 
             reporter.add(batch.origin, loss, gradient_norm, data_seconds)

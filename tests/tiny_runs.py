@@ -1,6 +1,7 @@
 """A tiny model and a tiny run: what the tests train, in the process they are called in."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ BASE = {
 
 def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) -> Config:
     """The base run with some keys changed; `__` stands for the dot."""
-    FLAVORS["llama3"]["tiny"], FLAVORS["llama3"]["tiny-tied"] = TINY, TINY_TIED
+    FLAVORS["llama3"] |= {"tiny": TINY, "tiny-tied": TINY_TIED, "tiny-deep": replace(TINY, n_layers=8)}
     values = BASE | {"job.dump_folder": str(dump_folder)} | {k.replace("__", "."): v for k, v in overrides.items()}
     argv: list[str] = []
     for name, value in values.items():

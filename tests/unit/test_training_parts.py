@@ -78,9 +78,9 @@ def small_model() -> nn.Module:
 
 
 def test_weight_decay_can_be_kept_off_norms_and_biases() -> None:
-    everything = build_optimizer(small_model(), Optimizer())
+    everything = build_optimizer(small_model().parameters(), Optimizer())
     assert [group["weight_decay"] for group in everything.param_groups] == [0.1]
-    matrices, vectors = build_optimizer(small_model(), Optimizer(weight_decay_norms_and_biases=False)).param_groups
+    matrices, vectors = build_optimizer(small_model().parameters(), Optimizer(weight_decay_norms_and_biases=False)).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert [p.ndim for p in matrices["params"]] == [2]
     assert [p.ndim for p in vectors["params"]] == [1, 1, 1]
@@ -90,7 +90,7 @@ def test_weight_decay_can_be_kept_off_norms_and_biases() -> None:
 def test_all_implementations_take_the_same_step(implementation: str) -> None:
     model = small_model()
     config = Optimizer(lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, implementation=implementation)  # type: ignore[arg-type]
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(model.parameters(), config)
     weight, gradient = model[0].weight.detach().clone(), torch.randn(4, 4)
     model[0].weight.grad = gradient.clone()
     apply_update(optimizer, 0.5e-2, torch.tensor(1.0))
@@ -103,7 +103,7 @@ def test_all_implementations_take_the_same_step(implementation: str) -> None:
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_an_update_with_a_norm_that_is_not_finite_changes_nothing(norm: float) -> None:
     model = small_model()
-    optimizer = build_optimizer(model, Optimizer())
+    optimizer = build_optimizer(model.parameters(), Optimizer())
     model[0].weight.grad = torch.ones(4, 4)
     apply_update(optimizer, 1e-3, torch.tensor(1.0))
     weight = model[0].weight.detach().clone()

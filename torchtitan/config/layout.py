@@ -38,6 +38,7 @@ def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
         "tensor_parallel_degree": parallelism.tensor_parallel_degree,
         "context_parallel_degree": parallelism.context_parallel_degree,
+        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
     }
     product = math.prod(others.values())
     factors = " x ".join(f"{key} {value}" for key, value in others.items() if value > 1) or "the others' 1"
@@ -54,6 +55,7 @@ def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
             f"{world_size} ranks; start {product * shard} ranks, or set data_parallel_shard_degree = -1"
         )
     return ParallelDims(
+        pp=parallelism.pipeline_parallel_degree,
         dp_replicate=parallelism.data_parallel_replicate_degree,
         dp_shard=shard,
         cp=parallelism.context_parallel_degree,

@@ -19,6 +19,7 @@ from torchtitan.config import not_yet
 from torchtitan.config.rules import find_conflicts
 from torchtitan.config.schema import Config, DataSource, Section
 
+_IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part"}  # too deep for a command line
 _HELP = "Train a Llama. Every key of the TOML file is an option here and overrides it."
 
 
@@ -151,7 +152,7 @@ def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dic
         keys = [
             (key, Annotated[field.annotation, tyro.conf.arg(help=field.description)], getattr(current, key))
             for key, field in section.model_fields.items()
-            if not isinstance(getattr(current, key), list) or key != "sources"
+            if key not in _IN_THE_FILE_ONLY
         ]
         options = dataclasses.make_dataclass(
             section.__name__,

@@ -3,20 +3,29 @@
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import PurePath
 
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
 from torchtitan.models.llama.args import FLAVORS
+from torchtitan.models.llama.stages import plan_microbatches, plan_stages
 
-_DEGREES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel")
+_DEGREES = (
+    "data_parallel_replicate",
+    "data_parallel_shard",
+    "tensor_parallel",
+    "context_parallel",
+    "pipeline_parallel",
+)
+_BACKWARD_IN_TWO_PARTS = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the message
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
     findings = [*_zeros(config), *_model(config), *_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_splits(config)]
+    findings += [*_folders(config), *_splits(config), *_pipeline(config)]
     if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
         findings.append(
             (
@@ -139,6 +148,34 @@ def _splits(config: Config) -> Iterator[Finding]:
                 f"{key} = {seq_len} does not divide into the pieces of context_parallel_degree {cp} and "
                 f"tensor_parallel_degree {tp}; use a multiple of {unit}, as {-(-seq_len // unit) * unit}",
             )
+
+
+def _pipeline(config: Config) -> Iterator[Finding]:
+    """Whether the layers can be cut into stages, and whether the schedule can run on them."""
+    parallelism, training = config.parallelism, config.training
+    args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
+    if args is None or parallelism.pipeline_parallel_degree == 1:
+        return
+    keys = tuple(f"parallelism.{key}" for key in type(parallelism).model_fields if key.startswith("pipeline_"))
+    vocab_size = config.model.vocab_size or args.vocab_size or 1  # the cut may depend on it, not whether there is one
+    try:
+        plan = plan_stages(replace(args, vocab_size=vocab_size), parallelism, training.seq_len)
+        plan_microbatches(parallelism, plan, training.local_batch_size)
+    except ValueError as error:
+        yield (*keys, "model.name", "model.flavor", "training.local_batch_size"), str(error)
+    if config.validation.enable and config.validation.local_batch_size != training.local_batch_size:
+        yield (
+            ("validation.local_batch_size", "training.local_batch_size", "parallelism.pipeline_parallel_degree"),
+            f"validation.local_batch_size = {config.validation.local_batch_size} goes through the training's pipeline "
+            f"schedule, made for training.local_batch_size; use {training.local_batch_size}",
+        )
+    compiled = config.compile.enable and "model" in config.compile.components
+    if compiled and parallelism.pipeline_parallel_schedule in _BACKWARD_IN_TWO_PARTS:
+        yield (
+            ("compile.enable", "compile.components", "parallelism.pipeline_parallel_schedule"),
+            f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}" runs backward in two '
+            f"parts, which a compiled block cannot; use Interleaved1F1B, or leave model out of compile.components",
+        )
 
 
 def _folders(config: Config) -> Iterator[Finding]:

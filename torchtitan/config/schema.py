@@ -249,6 +249,35 @@ class Parallelism(Section):
     context_parallel_degree: PositiveInt = 1
     """Devices each sequence is split over; 1: none."""
 
+    pipeline_parallel_degree: PositiveInt = 1
+    """Groups of devices the layers are divided among; 1: none."""
+
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Order in which a device works on its stages and microbatches; the first two have one stage a device."""
+
+    pipeline_parallel_schedule_csv: str = ""
+    """File with a schedule of one's own instead: a row for each rank, actions as 0F1 (stage, what, microbatch)."""
+
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Sequences that go through the pipeline together; `local_batch_size` is divided into such microbatches."""
+
+    pipeline_parallel_layer_counts: list[NonNegativeInt] | None = None
+    """Layers of each stage, from first to last, as [3, 1, 2, 2]; None: see below (ours)."""
+
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    """Layers of a stage, from which their number follows; None: one stage a device, two where the schedule loops."""
+
+    pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
+    """Layers that the embedding counts for. None here and below: stages balanced by FLOPs (torchtitan: 1)."""
+
+    pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
+    """Layers that norm and output count for."""
+
+    module_fqns_per_model_part: tyro.conf.Suppress[list[list[str]] | None] = None
+    """Names of the modules of each stage: tok_embeddings, layers.0, ..., norm, output; in the TOML file only."""
+
 
 class ActivationCheckpoint(Section):
     """Recompute activations in backward instead of keeping them."""

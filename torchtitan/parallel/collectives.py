@@ -1,6 +1,7 @@
 """Process groups from start to end, and the few reductions a training loop needs."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -80,16 +81,22 @@ def from_rank_0(value: int) -> int:
     return int(tensor)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients down to a global norm of at most `max_norm`; returns the norm they had, still on the device."""
-    norm = global_norm([p.grad for p in model.parameters() if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, stages: dist.ProcessGroup, copy: nn.Parameter | None = None
+) -> Tensor:
+    """Scale gradients down to a global norm of at most `max_norm`; returns the norm they had, still on the device.
+
+    The pipeline's stages have a part of them each; a copy of a parameter of another stage does not count.
+    """
+    parameters = list(parameters)
+    norm = global_norm([p.grad for p in parameters if p.grad is not None and p is not copy], stages)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
 @torch.no_grad()
-def global_norm(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, each shard counted once, the same on all ranks.
+def global_norm(tensors: list[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
+    """The 2-norm of all tensors of all stages together, each shard counted once, the same on all ranks.
 
     Row by row and then in float64: torch's own float32 norm of a whole tensor is off by 1e-4 at 5 million elements on
     a CPU, by different amounts for different shardings.
@@ -110,4 +117,5 @@ def global_norm(tensors: list[Tensor]) -> Tensor:
                 if not placement.is_replicate() and mesh.size(axis) > 1:
                     dist.all_reduce(total, group=mesh.get_group(axis))
         totals.append(total)
-    return torch.stack(totals).sum().sqrt().float()
+    total = torch.stack(totals).sum()
+    return (total if stages is None else sum_over(total, stages)).sqrt().float()

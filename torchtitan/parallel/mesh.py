@@ -16,6 +16,7 @@ class Mesh:
     devices: DeviceMesh
     batch: DeviceMesh  # ranks that see different sequences
     tokens: DeviceMesh  # ranks that see different tokens: other sequences, or other parts of them
+    losses: DeviceMesh  # ranks that see different tokens, on all stages of the pipeline
     shards: DeviceMesh  # ranks that share the parameters of one replica among them
 
     @property
@@ -28,7 +29,7 @@ class Mesh:
     @property
     def groups(self) -> list[ProcessGroup]:
         """Every process group that communicates over some slice."""
-        return [*self.devices.get_all_groups(), *(m.get_group() for m in (self.batch, self.tokens, self.shards))]
+        return [*self.devices.get_all_groups(), *(m.get_group() for m in (self.batch, self.tokens, self.losses, self.shards))]
 
     @property
     def batch_rank(self) -> int:
@@ -39,12 +40,23 @@ class Mesh:
     def token_group(self) -> ProcessGroup:
         return self.tokens.get_group()
 
+    @property
+    def stage_group(self) -> ProcessGroup:
+        """Ranks that hold different stages of the pipeline for the same data."""
+        return self.devices.get_group("pp")
+
+    @property
+    def loss_group(self) -> ProcessGroup:
+        """Who adds up what each knows of the loss: only last stages know any."""
+        return self.losses.get_group()
+
 
 def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:
     """Lay the ranks out; the process group must be up."""
     devices = init_device_mesh(device_type, dims.sizes, mesh_dim_names=AXES)
     batch = devices["dp_replicate", "dp_shard"]._flatten("batch")
     tokens = devices["dp_replicate", "dp_shard", "cp"]._flatten("tokens")
+    losses = devices["pp", "dp_replicate", "dp_shard", "cp"]._flatten("losses") if dims.pp > 1 else tokens
     # Context-parallel ranks hold the same parameters for other tokens, which is what data-parallel ranks do.
     shards = devices["dp_shard", "cp"]._flatten("dp_shard_cp") if dims.cp > 1 else devices["dp_shard"]
-    return Mesh(dims, devices, batch, tokens, shards)
+    return Mesh(dims, devices, batch, tokens, losses, shards)

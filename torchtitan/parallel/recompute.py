@@ -30,8 +30,8 @@ def apply_recompute(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None
         return
     every = int(config.selective_ac_option) if config.mode == "selective" and config.selective_ac_option != "op" else 1
     by_operation = config.mode == "selective" and config.selective_ac_option == "op"
-    for i, name in enumerate(list(layers)):
-        if i % every == 0:
+    for name in list(layers):  # numbers, the same on any stage of a pipeline
+        if int(name) % every == 0:
             layers[name] = checkpoint_wrapper(
                 layers[name],
                 preserve_rng_state=config.preserve_rng_state,

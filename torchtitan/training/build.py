@@ -1,7 +1,6 @@
 """From a configuration to the parts of a run: the only place where they are constructed."""
 
 import torch
-from torch import nn
 
 from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config, DataSource
@@ -9,10 +8,13 @@ from torchtitan.data.loader import Loader, build_loader
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
 from torchtitan.models.llama.model import Transformer
-from torchtitan.models.llama.parallelize import apply_parallelism, init_weights
+from torchtitan.models.llama.parallelize import apply_parallelism, init_weights, keep_modules
+from torchtitan.models.llama.stages import plan_stages
+from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import import_wandb
 from torchtitan.parallel.collectives import all_agree, any_agrees
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.pipeline import ModelParts
 
 
 def check_environment(config: Config, device: torch.device) -> None:
@@ -38,14 +40,23 @@ def build_model_args(config: Config, tokenizer: Tokenizer) -> LlamaArgs:
     return resolve_vocab_size(args, config.model.vocab_size, tokenizer.vocab_size)
 
 
-def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, seed: int) -> nn.Module:
+def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, seed: int) -> ModelParts:
     """This rank's part of the model, with its initial weights."""
-    dtype = getattr(torch, config.training.dtype)
-    with torch.device("meta"):
-        model = Transformer(args).to(dtype)
-    apply_parallelism(model, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile)
-    init_weights(model, mesh, device, seed)
-    return model.train()
+    plan = plan_stages(args, config.parallelism, config.training.seq_len)
+    if mesh.dims.pp > 1:
+        logger.info(f"pipeline: {plan}")
+    stages = {}
+    for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
+        with torch.device("meta"):
+            stage = Transformer(args).to(getattr(torch, config.training.dtype))
+        keep_modules(stage, plan.modules[number])
+        apply_parallelism(
+            stage, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile
+        )
+        init_weights(stage, mesh, device, seed)
+        stages[number] = stage.train()
+    tied = ("tok_embeddings.weight", "output.weight") if args.tied_embeddings and mesh.dims.pp > 1 else None
+    return ModelParts(stages, plan.ranks, mesh.devices["pp"], args.dim, tied)
 
 
 def build_training_loader(

@@ -1,14 +1,16 @@
 """AdamW over a model's parameters, and the update that leaves itself out when the gradients are not finite."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from torchtitan.config.schema import Optimizer
 
 
-def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
+def build_optimizer(parameters: Iterable[nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
     """AdamW; weight decay on everything, or on matrices only."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in parameters if p.requires_grad]
     matrices = [p for p in parameters if p.ndim > 1]
     vectors = [p for p in parameters if p.ndim <= 1]
     groups = [{"params": parameters}]

@@ -28,14 +28,14 @@ class Reporter:
         training: Training,
         skips_on_device: bool,
         writer: MetricsWriter | None,
-        token_group: ProcessGroup,
+        loss_group: ProcessGroup,
         world_size: int,
         device: torch.device,
         tokens_per_step: int,
         flops_per_token: int,
         peak: Peak,
     ) -> None:
-        self.training, self.writer, self.token_group = training, writer, token_group
+        self.training, self.writer, self.loss_group = training, writer, loss_group
         self.skips_on_device = skips_on_device  # an update whose gradient norm is not finite changes nothing
         self.world_size, self.device = world_size, device
         self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak
@@ -109,8 +109,8 @@ class Reporter:
     def _read(self) -> list[list[float]]:
         """Reduce over ranks and wait for the device, once for all numbers."""
         shares, own = torch.stack(self._shares).double(), torch.stack(self._own).double()
-        largest = max_over(own.clone(), self.token_group)
-        losses = sum_over(shares, self.token_group)
+        largest = max_over(own.clone(), self.loss_group)
+        losses = sum_over(shares, self.loss_group)
         return torch.stack([losses, largest, own, torch.stack(self._norms).double()]).tolist()
 
     def _record(
@@ -148,7 +148,7 @@ class Reporter:
         """All ranks see the same global numbers, so all come here together."""
         assert verdict.stop_at is not None
         mine = (dist.get_rank(), own[verdict.stop_at], self._origins[verdict.stop_at].describe())
-        everyone = gather_objects(mine, self.token_group)
+        everyone = gather_objects(mine, self.loss_group)
         raise NotFiniteError(
             describe_stop(
                 step,

@@ -1,17 +1,19 @@
-"""Forward and backward of one optimizer step: microbatches in turn, one division by the global token count."""
+"""Forward and backward of one optimizer step: local batches in turn, one division by the global token count."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan.config.schema import Parallelism, Training
 from torchtitan.data.batch import Batch
 from torchtitan.models.llama.model import document_mask
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.context import Masks, own_positions, piece_masks
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.pipeline import ModelParts, Pipeline
 from torchtitan.parallel.tensor import split_logits
 from torchtitan.training.loss import IGNORED, LossFunction
 
@@ -25,13 +27,32 @@ class StepLoss:
 
 
 class ForwardBackward:
-    """Takes a batch through the model and leaves its gradients in the parameters."""
+    """Takes a batch through the model, in a pipeline or not, and leaves its gradients in the parameters."""
 
     def __init__(
-        self, model: nn.Module, loss: LossFunction, mesh: Mesh, local_batch_size: int, disable_loss_parallel: bool
+        self,
+        model: ModelParts,
+        loss: LossFunction,
+        mesh: Mesh,
+        training: Training,
+        parallelism: Parallelism,
+        device: torch.device,
     ) -> None:
         self.model, self.loss = model, loss
-        self.local_batch_size, self.disable_loss_parallel = local_batch_size, disable_loss_parallel
+        self.local_batch_size = training.local_batch_size
+        self.disable_loss_parallel = parallelism.disable_loss_parallel
+        self.run: Callable[..., Tensor] = self._run_whole
+        if mesh.dims.pp > 1:
+            self.run = Pipeline(
+                model,
+                self._summed_loss,
+                parallelism.pipeline_parallel_schedule,
+                parallelism.pipeline_parallel_schedule_csv,
+                parallelism.pipeline_parallel_microbatch_size,
+                getattr(torch, training.mixed_precision_param),
+                mesh.dims.tp,
+                device,
+            )
         # Looked up once: slicing a mesh costs tensor operations.
         self.token_group, self.tp_axis, self.cp_axis = mesh.token_group, mesh.devices["tp"], mesh.devices["cp"]
 
@@ -42,9 +63,8 @@ class ForwardBackward:
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._microbatches(batch, positions, self.local_batch_size):
             with split_logits(self.tp_axis, self.disable_loss_parallel):
-                summed = self._summed_loss(inputs, labels, positions, mask)
-                (summed / all_tokens).backward()
-            total += summed.detach()
+                total += self.run(inputs, labels, positions, mask, all_tokens)
+        self.model.sum_tied_gradients()
         return StepLoss(share=total / all_tokens, own=total / own_tokens.clamp(min=1))
 
     @torch.no_grad()
@@ -54,8 +74,9 @@ class ForwardBackward:
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._microbatches(batch, positions, local_batch_size):
             with split_logits(self.tp_axis, self.disable_loss_parallel):
-                total += self._summed_loss(inputs, labels, positions, mask)
-        return torch.stack([total.double(), (batch.labels != IGNORED).sum().double()])
+                total += self.run(inputs, labels, positions, mask, None)
+        tokens = (batch.labels != IGNORED).sum() * self.model.has_loss
+        return torch.stack([total.double(), tokens.double()])
 
     def _own_part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
         """The positions this rank holds of each sequence; documents stay whole, for the mask."""
@@ -65,10 +86,22 @@ class ForwardBackward:
         inputs, labels = batch.inputs[:, positions], batch.labels[:, positions]
         return Batch(inputs, labels, batch.document_ids, batch.origin), positions
 
-    def _summed_loss(
-        self, inputs: Tensor, labels: Tensor, positions: Tensor | None, mask: Tensor | Masks | None
+    def _run_whole(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | Masks | None,
+        divisor: Tensor | None,
     ) -> Tensor:
-        loss = self.loss(self.model(inputs, positions=positions, mask=mask), labels)
+        """As Pipeline's: the summed loss, and gradients of it over the divisor if there is one."""
+        summed = self._summed_loss(self.model.stages[0](inputs, positions=positions, mask=mask), labels)
+        if divisor is not None:
+            (summed / divisor).backward()
+        return summed.detach()
+
+    def _summed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        loss = self.loss(logits, labels)
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def _microbatches(

@@ -20,7 +20,7 @@ class Validator:
     forward_backward: ForwardBackward
     loader: Loader
     device: torch.device
-    token_group: ProcessGroup
+    loss_group: ProcessGroup
     writer: MetricsWriter | None
 
     def __call__(self, step: int) -> None:
@@ -31,6 +31,6 @@ class Validator:
         while remaining and (batch := self.loader.next()) is not None:
             remaining -= 1
             totals += self.forward_backward.evaluate(batch.to(self.device), self.config.local_batch_size)
-        summed, tokens = sum_over(totals, self.token_group).tolist()
+        summed, tokens = sum_over(totals, self.loss_group).tolist()
         if self.writer is not None:
             self.writer.write_validation(step, summed / max(1, tokens), int(tokens))

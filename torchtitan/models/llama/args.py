@@ -82,13 +82,17 @@ def resolve_vocab_size(args: LlamaArgs, configured: int | None, tokenizer_size: 
     return replace(args, vocab_size=vocab_size)
 
 
+def block_parameters(args: LlamaArgs) -> int:
+    """Parameters of one layer."""
+    kv_dim = args.n_kv_heads * args.head_dim
+    return 2 * args.dim * (args.dim + kv_dim) + 3 * args.dim * args.hidden_dim + 2 * args.dim
+
+
 def count_parameters(args: LlamaArgs) -> int:
     """All parameters, a tied embedding once."""
     assert args.vocab_size is not None
-    kv_dim = args.n_kv_heads * args.head_dim
-    block = 2 * args.dim * (args.dim + kv_dim) + 3 * args.dim * args.hidden_dim + 2 * args.dim
     embeddings = args.vocab_size * args.dim * (1 if args.tied_embeddings else 2)
-    return embeddings + args.n_layers * block + args.dim
+    return embeddings + args.n_layers * block_parameters(args) + args.dim
 
 
 def flops_per_token(args: LlamaArgs, seq_len: int) -> int:

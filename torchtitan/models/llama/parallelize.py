@@ -1,9 +1,7 @@
-"""How a Llama meets a mesh: what is split, recomputed, compiled and sharded, in which order, and how weights begin.
-
-The pipeline's stage split belongs here too when it comes; the model file stays as it is.
-"""
+"""How a Llama meets a mesh: what is kept, split, recomputed, compiled and sharded, and how weights begin."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +24,16 @@ from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.parallel.tensor import apply_tensor_parallel
 
 
+def keep_modules(model: Transformer, names: Sequence[str]) -> None:
+    """Turn the whole model into the pipeline stage that holds these modules."""
+    for name in ("tok_embeddings", "norm", "output"):
+        if name not in names:
+            setattr(model, name, None)
+    for number in list(model.layers):
+        if f"layers.{number}" not in names:
+            del model.layers[number]
+
+
 def apply_parallelism(
     model: Transformer,
     mesh: Mesh,
@@ -43,13 +51,16 @@ def apply_parallelism(
     if compile_.enable and "model" in compile_.components:
         for layer in model.layers.values():
             layer.compile(backend=compile_.backend, fullgraph=True)
+    reshard = parallelism.fsdp_reshard_after_forward
+    if reshard == "default" and mesh.dims.pp > 1:
+        reshard = "never"  # once gathered, parameters serve all microbatches
     apply_fsdp(
         model,
         _sharding_units(model),
         mesh.fsdp,
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        reshard=parallelism.fsdp_reshard_after_forward,
+        reshard=reshard,
     )
 
 
@@ -83,17 +94,24 @@ def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: 
             use_local_output=disable_loss_parallel,
         ),
     }
-    apply_tensor_parallel(model, axis, ends)
-    if model.args.tied_embeddings:
+    apply_tensor_parallel(model, axis, {name: style for name, style in ends.items() if getattr(model, name) is not None})
+    if _is_tied(model):
         model.output.weight = model.tok_embeddings.weight  # both were split alike, by rows, but each on its own
 
 
 def _sharding_units(model: Transformer) -> list[list[torch.nn.Module]]:
     """What is gathered together: the embedding, each block, and norm with output; a tied weight stays with the root."""
     blocks: list[list[torch.nn.Module]] = [[layer] for layer in model.layers.values()]
-    if model.args.tied_embeddings:
+    if _is_tied(model):
         return blocks
-    return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
+    begin = [[model.tok_embeddings]] if model.tok_embeddings is not None else []
+    end = [module for module in (model.norm, model.output) if module is not None]
+    return [*begin, *blocks, *([end] if end else [])]
+
+
+def _is_tied(model: Transformer) -> bool:
+    """Whether one weight serves as embedding and output of this stage."""
+    return model.args.tied_embeddings and model.tok_embeddings is not None and model.output is not None
 
 
 def init_weights(model: Transformer, mesh: Mesh, device: torch.device, seed: int) -> None:
@@ -105,6 +123,8 @@ def init_weights(model: Transformer, mesh: Mesh, device: torch.device, seed: int
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "")
+        if model.args.tied_embeddings and name == "output.weight":  # on a stage of its own
+            name = "tok_embeddings.weight"
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)

@@ -1,0 +1,250 @@
+"""Which modules of a Llama each pipeline stage holds, and which rank holds the stage; pure, no torch."""
+
+import csv
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.config.schema import Parallelism
+from torchtitan.models.llama.args import LlamaArgs, block_parameters
+
+_ONE_STAGE_A_RANK = ("1F1B", "GPipe")
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and 2 pp - 1 - r
+_SPLIT_KEYS = ("module_fqns_per_model_part", "pipeline_parallel_layer_counts", "pipeline_parallel_layers_per_stage")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The modules of each stage by name, in order, the pipeline rank of each stage, and what a CSV schedule expects."""
+
+    modules: tuple[tuple[str, ...], ...]
+    ranks: tuple[int, ...]
+    csv_microbatches: int | None = None
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The stages a rank holds."""
+        return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
+
+    def __str__(self) -> str:
+        counts = [sum(name.startswith("layers.") for name in names) for names in self.modules]
+        return f"{len(counts)} stages of {'+'.join(map(str, counts))} layers on ranks {', '.join(map(str, self.ranks))}"
+
+
+def plan_stages(args: LlamaArgs, parallelism: Parallelism, seq_len: int) -> StagePlan:
+    """Cut the model as the configuration says; by default so that the slowest stage is as fast as can be."""
+    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if degree == 1:
+        return StagePlan((tuple(_module_names(args.n_layers)),), (0,))
+    given = [key for key in _SPLIT_KEYS if getattr(parallelism, key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"parallelism.{given[0]} and {given[1]} both say how the stages are cut; remove one of them")
+    ranks, csv_microbatches = None, None
+    if parallelism.pipeline_parallel_schedule_csv:
+        ranks, csv_microbatches = _read_csv(parallelism.pipeline_parallel_schedule_csv, degree)
+
+    modules = parallelism.module_fqns_per_model_part
+    counts = parallelism.pipeline_parallel_layer_counts
+    if modules is not None:
+        _check_modules(modules, args.n_layers)
+    elif counts is not None:
+        _check_counts(counts, args.n_layers)
+        modules = _cut(counts)
+    else:
+        num_stages = len(ranks) if ranks else _default_num_stages(args, parallelism)
+        if num_stages > args.n_layers:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_degree = {degree} with {schedule} makes {num_stages} stages, but the "
+                f"model has only {args.n_layers} layers; use fewer ranks, or say pipeline_parallel_layer_counts"
+            )
+        modules = _cut(_spread(args, parallelism, num_stages, seq_len))
+    num_stages = len(modules)
+    if ranks is None:
+        _check_stages_a_rank(num_stages, degree, schedule)
+        stages = range(num_stages)
+        ranks = [min(s, 2 * degree - 1 - s) if schedule in _V_SHAPED else s % degree for s in stages]
+    elif len(ranks) != num_stages:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule_csv schedules {len(ranks)} stages, but the model is cut into "
+            f"{num_stages}; cut it into {len(ranks)}"
+        )
+    return StagePlan(tuple(map(tuple, modules)), tuple(ranks), csv_microbatches)
+
+
+def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_size: int) -> int:
+    """How many microbatches the local batch makes, if the schedule can run as many."""
+    size, degree = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_degree
+    if local_batch_size % size:
+        fitting = ", ".join(str(d) for d in range(1, local_batch_size + 1) if local_batch_size % d == 0)
+        raise ValueError(
+            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide "
+            f"training.local_batch_size = {local_batch_size}; use one of {fitting}"
+        )
+    count, stages, schedule = local_batch_size // size, len(plan.ranks), parallelism.pipeline_parallel_schedule
+    made = f"training.local_batch_size = {local_batch_size} makes {count} microbatches of {size}"
+    if plan.csv_microbatches is not None:
+        if count != plan.csv_microbatches:
+            raise ValueError(
+                f"{made}, but parallelism.pipeline_parallel_schedule_csv schedules {plan.csv_microbatches}; "
+                f"use local_batch_size = {plan.csv_microbatches * size}"
+            )
+    elif schedule in ("1F1B", "DualPipeV") and count < stages:
+        raise ValueError(
+            f"{made}, but the schedule {schedule} needs at least one for each of {stages} stages; "
+            f"use local_batch_size = {stages * size} or more, or GPipe"
+        )
+    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % max(1, count // degree):
+        fitting_count = degree * (count // degree)
+        raise ValueError(
+            f"{made}, but the schedule {schedule} runs them in rounds of equal size, {degree} or a few more in each; "
+            f"use local_batch_size = {fitting_count * size} or {(fitting_count + degree) * size}"
+        )
+    return count
+
+
+def _module_names(num_layers: int) -> list[str]:
+    return ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
+
+
+def _cut(counts: Sequence[int]) -> list[list[str]]:
+    """As many layers for each stage, the embedding to the first and the end to the last."""
+    names, stages = _module_names(sum(counts)), []
+    begin = 0
+    for i, count in enumerate(counts):
+        end = begin + count + (i == 0) + 2 * (i == len(counts) - 1)
+        stages.append(names[begin:end])
+        begin = end
+    return stages
+
+
+def _default_num_stages(args: LlamaArgs, parallelism: Parallelism) -> int:
+    degree = parallelism.pipeline_parallel_degree
+    if parallelism.pipeline_parallel_layers_per_stage is None:
+        return degree * (1 if parallelism.pipeline_parallel_schedule in _ONE_STAGE_A_RANK else 2)
+    weights = _end_weights(parallelism) or (1, 1)
+    return math.ceil((args.n_layers + sum(weights)) / parallelism.pipeline_parallel_layers_per_stage)
+
+
+def _end_weights(parallelism: Parallelism) -> tuple[int, int] | None:
+    """Layers that embedding and output count for, if the configuration says so."""
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    if first is None and last is None:
+        return None
+    return (1 if first is None else first, 1 if last is None else last)
+
+
+def _spread(args: LlamaArgs, parallelism: Parallelism, num_stages: int, seq_len: int) -> list[int]:
+    """Layers of each stage."""
+    weights = _end_weights(parallelism)
+    if num_stages == 1:
+        return [args.n_layers]
+    if weights is None:
+        return _balance(args, num_stages, seq_len)
+    # torchtitan's rule: embedding and output count as so many layers, the first stages take what is left over
+    each, more = divmod(args.n_layers + sum(weights), num_stages)
+    counts = [each + (i < more) for i in range(num_stages)]
+    counts[0] -= weights[0]
+    counts[-1] -= weights[1]
+    if min(counts) < 0:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_first_stage_less_layers = {weights[0]} and last_stage_less_layers = "
+            f"{weights[1]} leave a stage with {min(counts)} of the {args.n_layers} layers; use smaller numbers, or None"
+        )
+    return counts
+
+
+def _balance(args: LlamaArgs, num_stages: int, seq_len: int) -> list[int]:
+    """The slowest stage as fast as possible; among such cuts, the largest stage as small as possible.
+
+    Time is counted in FLOPs, where the embedding costs nothing, and size in parameters, where it does.
+    """
+    assert args.vocab_size is not None
+    end = args.vocab_size * args.dim  # parameters of the embedding, or of the output layer
+    size = block_parameters(args)
+    time = size + 2 * args.dim * seq_len  # attention's 12 dim seq_len FLOPs, where a parameter costs 6
+
+    def cost(first: int, last: int) -> tuple[int, int, int]:
+        inner = math.ceil((args.n_layers - first - last) / (num_stages - 2)) if num_stages > 2 else 0
+        times = (first * time, inner * time, last * time + end)
+        sizes = (first * size + end, inner * size, last * size + end)
+        return max(times), max(sizes), sum(t * t for t in times)
+
+    def possible(first: int, last: int) -> bool:
+        rest = args.n_layers - first - last
+        return rest >= num_stages - 2 if num_stages > 2 else rest == 0
+
+    most = args.n_layers - num_stages + 2
+    choices = [(a, b) for a in range(1, most) for b in range(1, most) if possible(a, b)]
+    first, last = min(choices, key=lambda choice: cost(*choice))
+    each, more = divmod(args.n_layers - first - last, max(1, num_stages - 2))
+    # In 1F1B early stages hold more activations: the longer ones come late.
+    inner = [each + (i >= num_stages - 2 - more) for i in range(num_stages - 2)]
+    return [first, *inner, last]
+
+
+def _check_modules(modules: list[list[str]], num_layers: int) -> None:
+    given, wanted = [name for stage in modules for name in stage], _module_names(num_layers)
+    if given == wanted and all(modules):
+        return
+    name = "parallelism.module_fqns_per_model_part"
+    if not all(modules):
+        raise ValueError(f"{name} has an empty stage; every stage needs a module")
+    missing, unknown = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
+    reason = (
+        f"leaves out {', '.join(missing)}" if missing else f"names {unknown[0]}, which the model has not" if unknown else
+        "names a module twice or out of order"
+    )  # fmt: skip
+    raise ValueError(f"{name} {reason}; use each of tok_embeddings, layers.0 to {num_layers - 1}, norm, output in order")
+
+
+def _check_counts(counts: list[int], num_layers: int) -> None:
+    name = f"parallelism.pipeline_parallel_layer_counts = {counts}"
+    if sum(counts) != num_layers:
+        raise ValueError(f"{name} adds up to {sum(counts)}, but the model has {num_layers} layers; use {num_layers}")
+    if not all(counts[1:-1]) or len(counts) < 2:
+        raise ValueError(f"{name}: only the first and the last of two or more stages may be without layers")
+
+
+def _check_stages_a_rank(num_stages: int, degree: int, schedule: str) -> None:
+    cut = f"the model is cut into {num_stages} stages for pipeline_parallel_degree = {degree}"
+    if schedule in _ONE_STAGE_A_RANK and num_stages != degree:
+        raise ValueError(f"parallelism: {cut}, but the schedule {schedule} has one stage a rank; cut it into {degree}")
+    if schedule in _V_SHAPED and num_stages != 2 * degree:
+        raise ValueError(
+            f"parallelism: {cut}, but the schedule {schedule} has two stages a rank; cut it into {2 * degree}"
+        )
+    if num_stages % degree or (schedule not in _ONE_STAGE_A_RANK and num_stages < 2 * degree):
+        raise ValueError(
+            f"parallelism: {cut}, but the schedule {schedule} has equally many on each rank, two or more; "
+            f"cut it into {2 * degree} or {3 * degree}"
+        )
+
+
+def _read_csv(path: str, degree: int) -> tuple[list[int], int]:
+    """The rank of each stage, and the number of microbatches, of a schedule with one row of actions for each rank."""
+    name = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
+    try:
+        with Path(path).open(newline="") as file:
+            rows = list(csv.reader(file))
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+    if len(rows) != degree:
+        raise ValueError(f"{name} has {len(rows)} rows, one a rank; pipeline_parallel_degree = {degree} needs as many")
+    holders: dict[int, int] = {}
+    forwards: dict[int, set[int]] = {}
+    for rank, row in enumerate(rows):
+        actions = [action for cell in row for action in re.findall(r"(\d+)(F|B|I|W)(\d+)", cell)]
+        for stage, kind, microbatch in actions:
+            if holders.setdefault(int(stage), rank) != rank:
+                raise ValueError(f"{name} has stage {stage} on rank {holders[int(stage)]} and on rank {rank}; use one")
+            if kind == "F":
+                forwards.setdefault(int(stage), set()).add(int(microbatch))
+    counts = {len(done) for done in forwards.values()}
+    if not forwards or sorted(forwards) != list(range(len(holders))) or len(counts) > 1:
+        raise ValueError(
+            f"{name} does not take every microbatch forward on every stage; write actions as 0F0 (stage 0, forward, "
+            f"microbatch 0), 0B0, or 0I0 and 0W0, for stages from 0 on"
+        )
+    return [holders[stage] for stage in range(len(holders))], counts.pop()

@@ -1,0 +1,144 @@
+"""Pipeline parallelism: the stages a rank holds, and torch's schedules that take microbatches through them.
+
+A rank without the last stage knows no loss and says 0, so that a sum over ranks is the loss.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What this rank holds of a model: all of it, or its stages of a pipeline, each by its number."""
+
+    stages: dict[int, nn.Module]
+    ranks: Sequence[int]  # of all stages, which pipeline rank holds them
+    axis: DeviceMesh
+    dim: int  # of the activations between stages
+    tied: tuple[str, str] | None = None  # names of one weight that the first and the last stage both have
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for stage in self.stages.values():
+            yield from stage.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self.stages.values():
+            yield from stage.named_parameters()
+
+    @property
+    def has_loss(self) -> bool:
+        return len(self.ranks) - 1 in self.stages
+
+    def copy(self) -> nn.Parameter | None:
+        """The last stage's copy of the tied weight, if it is here: the same parameter a second time."""
+        last = len(self.ranks) - 1
+        return self.stages[last].get_parameter(self.tied[1]) if self.tied and last in self.stages else None
+
+    @torch.no_grad()
+    def sum_tied_gradients(self) -> None:
+        """Give both copies of a tied weight the sum of their gradients, so that they stay the same."""
+        first = self.stages[0].get_parameter(self.tied[0]) if self.tied and 0 in self.stages else None
+        last = self.copy()
+        if first is not None and last is not None:
+            total = first.grad + last.grad
+            first.grad.copy_(total), last.grad.copy_(total)
+        elif first is not None:
+            self._add_gradient_of(first, self.ranks[-1])
+        elif last is not None:
+            self._add_gradient_of(last, self.ranks[0])
+
+    def _add_gradient_of(self, parameter: nn.Parameter, other: int) -> None:
+        mine = parameter.grad.to_local()
+        theirs, group = torch.empty_like(mine), self.axis.get_group()
+        exchange = [
+            dist.P2POp(dist.isend, mine.contiguous(), group=group, group_peer=other),
+            dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        mine += theirs
+
+
+class Pipeline:
+    """Takes a local batch through all stages, forward and backward or forward only."""
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        schedule: str,
+        schedule_csv: str,
+        microbatch_size: int,
+        dtype: torch.dtype,
+        sequence_shards: int,
+        device: torch.device,
+    ) -> None:
+        self.parts, self.loss, self.microbatch_size = parts, loss, microbatch_size
+        self.csv = schedule_csv
+        self.schedule_class: Any = _PipelineScheduleRuntime if schedule_csv else get_schedule_class(schedule)
+        # Between stages travel activations [B, S / sequence_shards, dim].
+        self.dtype, self.sequence_shards, self.device = dtype, sequence_shards, device
+        self._schedules: dict[tuple[int, ...], Any] = {}
+
+    def __call__(
+        self, inputs: Tensor, labels: Tensor, positions: Tensor | None, mask: Any, divisor: Tensor | None
+    ) -> Tensor:
+        """The summed loss; gradients are of the loss over the divisor, and without one there are none."""
+        batch_size, seq_len = inputs.shape
+        if positions is None:  # later stages cannot tell from what they receive: it may be split along the sequence
+            positions = torch.arange(seq_len, device=inputs.device)
+        training = divisor is not None
+        key = batch_size, seq_len, training
+        schedule = self._schedules.get(key) or self._schedules.setdefault(key, self._build(batch_size, seq_len))
+        self._divisor, self._total = divisor, torch.zeros((), device=inputs.device)
+        (schedule.step if training else schedule.eval)(
+            *((inputs,) if 0 in self.parts.stages else ()),
+            target=labels,
+            return_outputs=False,
+            positions=positions.expand(batch_size, -1),
+            mask=mask,
+        )
+        return self._total
+
+    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        summed = self.loss(output, labels)
+        self._total += summed.detach()
+        return summed if self._divisor is None else summed / self._divisor
+
+    def _build(self, batch_size: int, seq_len: int) -> Any:
+        """A schedule for batches of this shape; shapes are told, so that no stage has to try itself out first."""
+        num_stages = len(self.parts.ranks)
+        tokens = torch.empty(self.microbatch_size, seq_len, dtype=torch.long, device="meta")
+        between = (self.microbatch_size, seq_len // self.sequence_shards, self.parts.dim)
+        activations = torch.empty(between, dtype=self.dtype, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                num_stages,
+                self.device,
+                input_args=tokens if number == 0 else activations,
+                output_args=activations,
+                group=self.parts.axis.get_group(),
+            )
+            for number, module in self.parts.stages.items()
+        ]
+        single = issubclass(self.schedule_class, PipelineScheduleSingle)
+        schedule = self.schedule_class(
+            stages[0] if single else stages, batch_size // self.microbatch_size, self._loss, scale_grads=False
+        )
+        if self.csv:
+            schedule._load_csv(self.csv)
+        return schedule
