@@ -60,15 +60,15 @@ def parameters_after(
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     loader = build.build_training_loader(config, plan, tokenizer, mesh, 0, device)
     model = build.build_model(config, build.build_model_args(config, tokenizer), mesh, device, 0)
-    step = ForwardBackward(
-        model, build_loss(config.compile), mesh, config.training, config.parallelism, device
-    )
+    step = ForwardBackward(model, build_loss(config.compile), mesh, config.training, config.parallelism, device)
     optimizer = build_optimizer(model.parameters(), config.optimizer)
     for _ in range(steps):
         batch = loader.next()
         assert batch is not None
         step(batch)
-        apply_update(optimizer, 3e-3, collectives.clip_gradients(model.parameters(), 1.0, mesh.stage_group, model.copy()))
+        apply_update(
+            optimizer, 3e-3, collectives.clip_gradients(model.parameters(), 1.0, mesh.stage_group, model.copy())
+        )
     loader.close()
     whole, local = {}, {}
     for name, parameter in model.named_parameters():

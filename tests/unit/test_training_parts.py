@@ -80,7 +80,9 @@ def small_model() -> nn.Module:
 def test_weight_decay_can_be_kept_off_norms_and_biases() -> None:
     everything = build_optimizer(small_model().parameters(), Optimizer())
     assert [group["weight_decay"] for group in everything.param_groups] == [0.1]
-    matrices, vectors = build_optimizer(small_model().parameters(), Optimizer(weight_decay_norms_and_biases=False)).param_groups
+    matrices, vectors = build_optimizer(
+        small_model().parameters(), Optimizer(weight_decay_norms_and_biases=False)
+    ).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert [p.ndim for p in matrices["params"]] == [2]
     assert [p.ndim for p in vectors["params"]] == [1, 1, 1]

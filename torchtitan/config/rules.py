@@ -169,13 +169,35 @@ def _pipeline(config: Config) -> Iterator[Finding]:
             f"validation.local_batch_size = {config.validation.local_batch_size} goes through the training's pipeline "
             f"schedule, made for training.local_batch_size; use {training.local_batch_size}",
         )
-    compiled = config.compile.enable and "model" in config.compile.components
-    if compiled and parallelism.pipeline_parallel_schedule in _BACKWARD_IN_TWO_PARTS:
-        yield (
-            ("compile.enable", "compile.components", "parallelism.pipeline_parallel_schedule"),
-            f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}" runs backward in two '
-            f"parts, which a compiled block cannot; use Interleaved1F1B, or leave model out of compile.components",
-        )
+    if (
+        parallelism.pipeline_parallel_schedule not in _BACKWARD_IN_TWO_PARTS
+        and not parallelism.pipeline_parallel_schedule_csv
+    ):
+        return
+    recompute = config.activation_checkpoint
+    for cannot, keys, fix in (
+        (
+            config.compile.enable and "model" in config.compile.components,
+            ("compile.enable", "compile.components"),
+            "a compiled block cannot do; leave model out of compile.components",
+        ),
+        (
+            recompute.mode == "selective" and recompute.selective_ac_option == "op",
+            ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
+            'recomputing by operation cannot do; use a number as activation_checkpoint.selective_ac_option, or "full"',
+        ),
+        (
+            parallelism.fsdp_reshard_after_forward == "always",
+            ("parallelism.fsdp_reshard_after_forward",),
+            'needs the parameters that forward used; set fsdp_reshard_after_forward = "default"',
+        ),
+    ):
+        if cannot:
+            yield (
+                (*keys, "parallelism.pipeline_parallel_schedule"),
+                f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}" runs backward in '
+                f"two parts, which {fix}, or use Interleaved1F1B",
+            )
 
 
 def _folders(config: Config) -> Iterator[Finding]:

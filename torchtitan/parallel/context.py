@@ -4,6 +4,9 @@ With the sequence cut into 2n pieces, rank r of n holds pieces r and 2n-1-r, so 
 keys. Attention of a piece is plain attention over the prefix it may see, so the same lines run on gloo and on NCCL.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +24,18 @@ def own_positions(seq_len: int, axis: DeviceMesh, device: torch.device) -> Tenso
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 
-Masks = tuple[Tensor, Tensor]  # of the head and of the tail piece
+@dataclass(frozen=True)
+class CausalPieces:
+    """Biases of the head and of the tail piece; no tuple, because a pipeline cuts tuples along the batch."""
+
+    head: CausalBias
+    tail: CausalBias
+
+    def __iter__(self) -> Iterator[CausalBias]:
+        return iter((self.head, self.tail))
+
+
+Masks = tuple[Tensor, Tensor] | CausalPieces
 
 
 def piece_masks(seq_len: int, axis: DeviceMesh, documents: Tensor | None) -> Masks:
@@ -34,9 +48,9 @@ def piece_masks(seq_len: int, axis: DeviceMesh, documents: Tensor | None) -> Mas
         head, tail = documents.chunk(2, dim=2)
         return head, tail
     piece_len = seq_len // (2 * size)
-    return (
-        causal_lower_right(piece_len, (rank + 1) * piece_len),
-        causal_lower_right(piece_len, (2 * size - rank) * piece_len),
+    return CausalPieces(
+        head=causal_lower_right(piece_len, (rank + 1) * piece_len),
+        tail=causal_lower_right(piece_len, (2 * size - rank) * piece_len),
     )
 
 

@@ -29,7 +29,10 @@ class Mesh:
     @property
     def groups(self) -> list[ProcessGroup]:
         """Every process group that communicates over some slice."""
-        return [*self.devices.get_all_groups(), *(m.get_group() for m in (self.batch, self.tokens, self.losses, self.shards))]
+        return [
+            *self.devices.get_all_groups(),
+            *(m.get_group() for m in (self.batch, self.tokens, self.losses, self.shards)),
+        ]
 
     @property
     def batch_rank(self) -> int:

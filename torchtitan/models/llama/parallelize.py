@@ -94,7 +94,9 @@ def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: 
             use_local_output=disable_loss_parallel,
         ),
     }
-    apply_tensor_parallel(model, axis, {name: style for name, style in ends.items() if getattr(model, name) is not None})
+    apply_tensor_parallel(
+        model, axis, {name: style for name, style in ends.items() if getattr(model, name) is not None}
+    )
     if _is_tied(model):
         model.output.weight = model.tok_embeddings.weight  # both were split alike, by rows, but each on its own
 

@@ -196,7 +196,9 @@ def _check_modules(modules: list[list[str]], num_layers: int) -> None:
         f"leaves out {', '.join(missing)}" if missing else f"names {unknown[0]}, which the model has not" if unknown else
         "names a module twice or out of order"
     )  # fmt: skip
-    raise ValueError(f"{name} {reason}; use each of tok_embeddings, layers.0 to {num_layers - 1}, norm, output in order")
+    raise ValueError(
+        f"{name} {reason}; use each of tok_embeddings, layers.0 to {num_layers - 1}, norm, output in order"
+    )
 
 
 def _check_counts(counts: list[int], num_layers: int) -> None:
