@@ -21,8 +21,9 @@ def main(argv: list[str]) -> None:
     compare.add_argument("--steps", type=int, help="only the first steps of both, on the same learning rate curve")
     compare.add_argument("--world_size_a", type=int, help="ranks of A (default: the product of its degrees)")
     compare.add_argument("--world_size_b", type=int, help="ranks of B (default: the product of its degrees)")
-    compare.add_argument("--loss_bound", type=float, default=1e-5, help="largest relative difference that is alike")
-    compare.add_argument("--norm_bound", type=float, default=1e-4, help="the same for the gradient norm")
+    bound = "largest relative difference of %s that is alike (default: %%(default)s)"
+    compare.add_argument("--loss_bound", type=float, default=1e-5, help=bound % "loss")
+    compare.add_argument("--norm_bound", type=float, default=1e-4, help=bound % "gradient norm")
     compare.epilog = "After --: options of train.py, for both."
 
     from torchtitan.data import prepare
