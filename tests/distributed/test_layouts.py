@@ -10,7 +10,8 @@ from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.tiny_runs import read_records, tiny_config, train_here
 
-DEEP = {"model__flavor": "tiny-deep"}  # 8 layers, for pipelines
+# 8 layers, for pipelines. At the other models' rate rounding grows to 1e-4 of the gradient norm within 10 steps.
+DEEP = {"model__flavor": "tiny-deep", "optimizer__lr": 3e-3}
 
 
 def layout(local_batch_size: int = 8, **degrees: Any) -> dict[str, Any]:
@@ -168,6 +169,60 @@ def test_initial_and_trained_parameters_do_not_depend_on_the_layout(ranks: Ranks
             # Replicas hold the same shard: ranks 0 and 2, 1 and 3.
             for rank in (0, 1):
                 assert on_four[rank][1][name].equal(on_four[rank + 2][1][name]), (name, steps)
+
+
+def test_both_copies_of_a_tied_weight_stay_the_same_on_the_first_and_the_last_stage(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for world_size, overrides in [(4, layout(4, pp=2)), (2, layout(pp=2, schedule="ZBVZeroBubble"))]:
+        overrides = with_option(overrides, "tied embeddings")
+        for steps in (0, 3):
+            held: dict[str, Any] = {}
+            for whole, _ in ranks(cases.parameters_after, world_size, str(tmp_path), steps, overrides):
+                held |= whole
+            assert held["output.weight"].equal(held["tok_embeddings.weight"])
+
+
+def test_a_schedule_of_ones_own_trains_as_one_process_does(
+    ranks: Ranks, one_process: Reference, tmp_path: Path
+) -> None:
+    file = tmp_path / "schedule.csv"  # GPipe with backward in the other order
+    microbatches = range(8)
+    file.write_text(
+        "\n".join(
+            ",".join([f"{s}F{m}" for m in microbatches] + [f"{s}B{m}" for m in reversed(microbatches)]) for s in (0, 1)
+        )
+    )
+    overrides = layout(pp=2, pipeline_parallel_schedule_csv=str(file))
+    for records in ranks(cases.train, 2, str(tmp_path), overrides):
+        if records:
+            assert differences(records, one_process(overrides), "loss") <= 1e-5
+            assert differences(records, one_process(overrides), "grad_norm") <= 1e-4
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_a_pipeline_validates_between_steps_and_changes_no_step(
+    ranks: Ranks, one_process: Reference, tmp_path: Path, schedule: str
+) -> None:
+    corpus = tmp_path / "held_out.jsonl"
+    corpus.write_text("".join(f'{{"text": "{"some words here " * (9 + 70 * i)}"}}\n' for i in range(5)))
+    validating = {
+        "validation__enable": True,
+        "validation__dataset_path": str(corpus),
+        "validation__seq_len": 96,
+        "validation__freq": 2,
+    }
+    overrides = layout(4, pp=2, schedule=schedule) | {"training__steps": 4}
+    plain = one_process(overrides)
+    train_here(tiny_config(tmp_path / "one", **of_one_process(overrides), **validating))
+    validating["validation__local_batch_size"] = 4
+    records = ranks(cases.train, 4, str(tmp_path / "four"), overrides | validating)[0]
+    assert differences(records, plain, "loss") <= 1e-5
+    ours, reference = (read_records(tmp_path / name, "validation.jsonl") for name in ("four", "one"))
+    assert [r["step"] for r in ours] == [2, 4]
+    for one, other in zip(ours, reference, strict=True):
+        assert one["validation_tokens"] == other["validation_tokens"] > 1500
+        assert one["validation_loss"] == pytest.approx(other["validation_loss"], rel=1e-5)
 
 
 def test_validation_counts_every_token_once_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:

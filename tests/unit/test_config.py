@@ -413,6 +413,17 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(tmp_path: Path, degrees: 
          "training.seq_len = 2044 does not divide into the pieces of context_parallel_degree 4 and "
          "tensor_parallel_degree 1; use a multiple of 8, as 2048"),
         ("tensor_parallel_degree = 8\n[validation]\nenable = true\nseq_len = 100", "validation.seq_len = 100 does not"),
+        ("pipeline_parallel_degree = 8", "= 8 with 1F1B makes 8 stages, but the model has only 6 layers; use fewer"),
+        ("pipeline_parallel_degree = 2\n[training]\nlocal_batch_size = 1",
+         "training.local_batch_size = 1 makes 1 microbatches of 1, but the schedule 1F1B needs at least one for each"),
+        ("pipeline_parallel_degree = 2\n[validation]\nenable = true\nlocal_batch_size = 4",
+         "validation.local_batch_size = 4 goes through the training's pipeline schedule, made for"),
+        ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n[compile]\nenable = true',
+         "runs backward in two parts, which a compiled block cannot do; leave model out of compile.components, or use"),
+        ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"\n[activation_checkpoint]\n'
+         'selective_ac_option = "op"', "runs backward in two parts, which recomputing by operation cannot do; use a n"),
+        ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "InterleavedZeroBubble"\n'
+         'fsdp_reshard_after_forward = "always"', "two parts, which needs the parameters that forward used; set fsdp"),
     ],
 )  # fmt: skip
 def test_what_a_model_or_sequence_cannot_be_split_into_is_refused(tmp_path: Path, line: str, message: str) -> None:
