@@ -12,6 +12,7 @@ from torchtitan.models.llama.model import Transformer
 from torchtitan.models.llama.parallelize import apply_parallelism, init_weights
 from torchtitan.observe.metrics import import_wandb
 from torchtitan.parallel.collectives import all_agree, any_agrees
+from torchtitan.parallel.float8 import apply_float8, check_float8
 from torchtitan.parallel.mesh import Mesh
 
 
@@ -26,6 +27,12 @@ def check_environment(config: Config, device: torch.device) -> None:
                 f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
                 f"use one of {', '.join(backends)}"
             )
+    if config.float8 is not None:
+        check_float8(config.float8, device)
+    if config.parallelism.enable_async_tensor_parallel and device.type != "cuda":
+        raise ValueError(
+            "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory; set it to false"
+        )
     if config.profiling.enable_memory_snapshot and device.type != "cuda":
         raise ValueError(
             "profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false"
@@ -43,8 +50,10 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
     dtype = getattr(torch, config.training.dtype)
     with torch.device("meta"):
         model = Transformer(args).to(dtype)
+    if config.float8 is not None:
+        apply_float8(model, config.float8, compiled=config.compile.model)
     apply_parallelism(model, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile)
-    init_weights(model, mesh, device, seed)
+    init_weights(model, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
     return model.train()
 
 
