@@ -36,6 +36,7 @@ from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.observe.profiling import profile
 from torchtitan.observe.run_folder import open_run_folder, start_record
 from torchtitan.parallel import collectives
+from torchtitan.parallel.float8 import update_float8_scales
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
 from torchtitan.training.loss import build_loss
@@ -130,6 +131,7 @@ def main(config: Config, place: Place) -> None:
                 model.parameters(), training.max_norm, mesh.stage_group, model.copy()
             )
             apply_update(optimizer, learning_rate, gradient_norm)
+            update_float8_scales(model.stages.values(), config.float8)
 
             reporter.add(batch.origin, loss, gradient_norm, data_seconds)
             if step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:

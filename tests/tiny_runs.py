@@ -40,7 +40,7 @@ def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) 
     argv: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
-            section, key = name.split(".")
+            section, _, key = name.rpartition(".")
             argv.append(f"--{section}.{key}" if value else f"--{section}.no_{key}")
         else:
             argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

@@ -18,6 +18,7 @@ _SAVED_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.aten.max.default,  # a scale of float8
 }
 
 

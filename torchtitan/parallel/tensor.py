@@ -1,5 +1,6 @@
 """Tensor parallelism: a plan of which module is split how, and a loss on logits split over the vocabulary."""
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
@@ -12,6 +13,18 @@ def apply_tensor_parallel(module: nn.Module, axis: DeviceMesh, plan: dict[str, P
     """Split the module's children as the plan says; on one rank nothing is to be split."""
     if axis.size() > 1:
         parallelize_module(module, axis, plan)
+
+
+def overlap_communication(axis: DeviceMesh) -> None:
+    """Let inductor cut the axis's gathers and scatters into pieces that run beside matrix products (GPUs only)."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # torch 2.13 calls this deprecated and unneeded, but its compiler pass skips groups without it.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(axis.get_group().group_name)
 
 
 def split_logits(axis: DeviceMesh, disabled: bool) -> AbstractContextManager:

@@ -13,6 +13,7 @@ from torchtitan.models.llama.stages import plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import import_wandb
 from torchtitan.parallel.collectives import all_agree, any_agrees
+from torchtitan.parallel.float8 import apply_float8, check_float8
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
 
@@ -28,6 +29,12 @@ def check_environment(config: Config, device: torch.device) -> None:
                 f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
                 f"use one of {', '.join(backends)}"
             )
+    if config.float8 is not None:
+        check_float8(config.float8, device)
+    if config.parallelism.enable_async_tensor_parallel and device.type != "cuda":
+        raise ValueError(
+            "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory; set it to false"
+        )
     if config.profiling.enable_memory_snapshot and device.type != "cuda":
         raise ValueError(
             "profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false"
@@ -49,11 +56,13 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
     for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
         with torch.device("meta"):
             stage = Transformer(args).to(getattr(torch, config.training.dtype))
+        if config.float8 is not None:
+            apply_float8(stage, config.float8, compiled=config.compile.model)
         keep_modules(stage, plan.modules[number])
         apply_parallelism(
             stage, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile
         )
-        init_weights(stage, mesh, device, seed)
+        init_weights(stage, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
         stages[number] = stage.train()
     tied = ("tok_embeddings.weight", "output.weight") if args.tied_embeddings and mesh.dims.pp > 1 else None
     return ModelParts(stages, plan.ranks, mesh.devices["pp"], args.dim, tied)
