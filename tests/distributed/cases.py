@@ -1,6 +1,7 @@
 """What the ranks run; each function is called on every rank as `function(rank, world_size, ...)`."""
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ from torchtitan.training.step import ForwardBackward
 
 def train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> list[dict[str, Any]]:
     return train_here(tiny_config(folder, world_size, **overrides), Place(rank, rank, world_size))
+
+
+def train_with_compiled_code_from(
+    rank: int, world_size: int, folder: str, overrides: dict[str, Any], cache: str
+) -> list[dict[str, Any]]:
+    """Trains as a new process would: nothing compiled is there but what the folder holds."""
+    torch._dynamo.reset()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    try:
+        return train(rank, world_size, folder, overrides)
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def train_with_a_bad_batch(

@@ -1,6 +1,7 @@
 """Any layout trains as one process does: same batches, loss, gradient norm, parameters."""
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.tiny_runs import read_records, tiny_config, train_here
 
+COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP on 2": (2, {"training__local_batch_size": 4}),
     "FSDP on 4": (4, {"training__local_batch_size": 2}),
@@ -36,6 +38,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4, {"training__local_batch_size": 4, "parallelism__data_parallel_replicate_degree": 2,
             "parallelism__tensor_parallel_degree": 2}),
     "CP 2 x TP 2": (4, {"parallelism__context_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}),
+    "TP 2, compiled": (2, {"parallelism__tensor_parallel_degree": 2} | COMPILED),
+    "TP 2, logits gathered, compiled": (
+        2, {"parallelism__tensor_parallel_degree": 2, "parallelism__disable_loss_parallel": True} | COMPILED),
+    "TP 2, compiled with a memory budget": (
+        2, {"parallelism__tensor_parallel_degree": 2, "compile__enable": True,
+            "compile__backend": "aot_eager_decomp_partition", "activation_checkpoint__mode": "memory_budget"}),
+    "FSDP 2 x TP 2, compiled, recomputing": (
+        4, {"training__local_batch_size": 4, "parallelism__tensor_parallel_degree": 2,
+            "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"} | COMPILED),
+    "CP 2 x TP 2, compiled": (
+        4, {"parallelism__context_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2} | COMPILED),
     "FSDP on 2, fewer streams than slots": (2, {"training__local_batch_size": 4, "training__num_streams": 8}),
 }  # fmt: skip
 
@@ -68,7 +81,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "documents kept apart": {"model__attn_mask_type": "block_causal"},
     "recompute by operation": {
         "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
-    "compiled": {"compile__enable": True, "compile__backend": "aot_eager"},
+    "compiled": COMPILED,
+    "compiled, tied embeddings": {"model__flavor": "tiny-tied"} | COMPILED,
     "bfloat16": {"training__mixed_precision_param": "bfloat16"},
 }  # fmt: skip
 MIXED: dict[str, dict[str, Any]] = {
@@ -79,7 +93,7 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 COVERED = [("tied embeddings", 0), ("tied embeddings", 1), ("documents kept apart", 0), ("documents kept apart", 2),
            ("documents kept apart", 3), ("recompute by operation", 2), ("compiled", 0), ("compiled", 3),
-           ("bfloat16", 0), ("bfloat16", 2)]  # fmt: skip
+           ("compiled, tied embeddings", 1), ("bfloat16", 0), ("bfloat16", 2)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +123,21 @@ def test_an_option_trains_alike_on_a_layout(
         return
     assert differences(records, reference, "loss") <= 1e-5
     assert differences(records, reference, "grad_norm") <= 1e-4
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")
+def test_a_rank_does_not_take_up_what_another_compiled(
+    ranks: Ranks, one_process: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    overrides = {
+        "parallelism__tensor_parallel_degree": 2,
+        "compile__enable": True,
+        "compile__components": ["loss"],  # its code holds the rank's part of the vocabulary
+    }
+    for run in ("cold", "from the cache"):
+        folder, cache = str(tmp_path / run), str(tmp_path / "cache")
+        records = ranks(cases.train_with_compiled_code_from, 2, folder, overrides, cache)[0]
+        assert differences(records, one_process, "loss") <= 1e-5, run
 
 
 def test_initial_and_trained_parameters_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:

@@ -233,8 +233,6 @@ components = ["model", "los"]
          'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.implementation = "foreach"'),
         ('[training]\ndataset_path = "x"\nsources = [{dataset = "c4"}]',
          "training.dataset_path and [[training.sources]] both say where the data is"),
-        ("[compile]\nenable = true\n[parallelism]\ntensor_parallel_degree = 2",
-         "compile.enable = true with tensor_parallel_degree = 2 trains wrongly"),
         ("[compile]\nenable = true\ncomponents = []", "compile.components = [] compiles nothing; name"),
         ('[metrics]\nsave_tb_folder = "/a/tb"', 'metrics.save_tb_folder = "/a/tb" is a name inside job.dump_folder'),
         ('[metrics]\nsave_tb_folder = ".."', 'metrics.save_tb_folder = ".." is a name inside job.dump_folder'),

@@ -261,9 +261,25 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"model__vocab_size": 100}, "the tokenizer has 2048 ids, model.vocab_size only 100 rows"),
         ({"training__dataset": "pydoc"}, "did you mean 'pydocs'"),
         ({"compile__enable": True, "compile__backend": "indcutor"}, 'compile.backend = "indcutor" is no backend'),
+        (
+            {
+                "world_size": 2,
+                "parallelism__tensor_parallel_degree": 2,
+                "compile__enable": True,
+                "activation_checkpoint__mode": "selective",
+            },
+            "tensor_parallel_degree = 2 cannot recompute whole blocks on a CPU",
+        ),
         ({"profiling__enable_memory_snapshot": True}, "enable_memory_snapshot = true needs a GPU"),
     ],
-    ids=["no tokenizer", "small vocabulary", "unknown dataset", "unknown compiler", "memory snapshot on a CPU"],
+    ids=[
+        "no tokenizer",
+        "small vocabulary",
+        "unknown dataset",
+        "unknown compiler",
+        "whole blocks recomputed",
+        "memory snapshot on a CPU",
+    ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

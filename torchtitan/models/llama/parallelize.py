@@ -23,7 +23,7 @@ from torchtitan.parallel.context import GatheredAttention
 from torchtitan.parallel.fsdp import apply_fsdp, copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import apply_recompute
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.parallel.tensor import apply_tensor_parallel, wait_for_output
 
 
 def apply_parallelism(
@@ -40,6 +40,10 @@ def apply_parallelism(
         for layer in model.layers.values():
             layer.attention.core = GatheredAttention(mesh.devices["cp"])
     apply_recompute(model.layers, recompute)
+    if compile_.enable and mesh.dims.tp > 1:
+        # What split tensors compile to depends on the rank, but the key it is cached under does not, and with another
+        # rank's code a second run would train wrongly: https://github.com/pytorch/pytorch/issues/188390
+        torch.compiler.config.cache_key_tag = f"rank {mesh.devices.get_rank()}"
     if compile_.enable and "model" in compile_.components:
         for layer in model.layers.values():
             layer.compile(backend=compile_.backend, fullgraph=True)
@@ -84,6 +88,8 @@ def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: 
         ),
     }
     apply_tensor_parallel(model, axis, ends)
+    for end in (model.tok_embeddings, model.output):
+        wait_for_output(end)
     if model.args.tied_embeddings:
         model.output.weight = model.tok_embeddings.weight  # both were split alike, by rows, but each on its own
 
