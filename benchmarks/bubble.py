@@ -2,8 +2,8 @@
 
     python -m benchmarks.bubble
 
-The work is sleep, so that more ranks than cores run side by side: each microbatch takes a rank two units of time forward,
-two for the gradient of the input and two for that of the weight, divided among its stages.
+The work is sleep, so that more ranks than cores run side by side: each microbatch takes a rank two units of time
+forward, two for the gradient of the input and two for that of the weight, divided among its stages.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torchtitan.models.llama.args import FLAVORS
 from torchtitan.models.llama.stages import plan_stages
 from torchtitan.parallel.pipeline import ModelParts, Pipeline
 
-# schedule -> idle units on p ranks, where forward, input gradient and weight gradient of one of two stages take one each.
+# schedule -> idle units on p ranks; forward, input gradient and weight gradient of one of two stages take one each.
 # GPipe and 1F1B: arXiv:2104.04473, 2.2; zero bubble: arXiv:2401.10241, ZB-H1; ZBV: arXiv:2405.15362; DualPipeV: as
 # DualPipe (arXiv:2412.19437, table 2) on twice the ranks, forward and backward not overlapped.
 IDLE = {

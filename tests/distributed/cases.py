@@ -1,6 +1,7 @@
 """What the ranks run; each function is called on every rank as `function(rank, world_size, ...)`."""
 
 import math
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,18 @@ def overlapped(rank: int, world_size: int) -> tuple[bool, bool]:
     with config.patch(_micro_pipeline_tp=False):
         overlap_communication(axis)
         return config._micro_pipeline_tp, is_symm_mem_enabled_for_group(axis.get_group().group_name)
+
+
+def train_with_compiled_code_from(
+    rank: int, world_size: int, folder: str, overrides: dict[str, Any], cache: str
+) -> list[dict[str, Any]]:
+    """Trains as a new process would: nothing compiled is there but what the folder holds."""
+    torch._dynamo.reset()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    try:
+        return train(rank, world_size, folder, overrides)
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def train_with_a_bad_batch(

@@ -1,5 +1,6 @@
 """Any layout trains as one process does: same batches, loss, gradient norm, parameters."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def layout(local_batch_size: int = 8, **degrees: Any) -> dict[str, Any]:
     return {"training__local_batch_size": local_batch_size} | keys | (DEEP if "pp" in degrees else {})
 
 
+COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP 2": (2, layout(4)),
@@ -71,7 +73,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute by operation": {
         "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
     "recompute every second block": {"activation_checkpoint__mode": "selective"},
-    "compiled": {"compile__enable": True, "compile__backend": "aot_eager"},
+    "compiled": COMPILED,
+    "compiled, tied embeddings, recompute by operation": {
+        "tied": True, "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+        | COMPILED,
+    "compiled with a memory budget": {
+        "compile__enable": True, "compile__backend": "aot_eager_decomp_partition",
+        "activation_checkpoint__mode": "memory_budget"},
     "bfloat16": {"training__mixed_precision_param": "bfloat16"},
     "tied embeddings, accumulating, recomputing": {
         "tied": True, "training__global_batch_size": 16, "activation_checkpoint__mode": "full"},
@@ -82,7 +90,12 @@ COVERED = [
     *(("documents kept apart", name) for name in ("FSDP 4", "CP 2 x TP 2", "FSDP 2 x CP 2", "PP 2 x CP 2 x TP 2")),
     *(("recompute by operation", name) for name in ("CP 2 x TP 2", "PP 2 x TP 2")),
     *(("recompute every second block", name) for name in ("FSDP 2", "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble")),
-    *(("compiled", name) for name in ("FSDP 4", "FSDP 2 x CP 2", "PP 2 x FSDP 2")),
+    *(("compiled", name) for name in (
+        "FSDP 4", "FSDP 2 x CP 2", "TP 2", "TP 2, logits gathered", "CP 2 x TP 2", "PP 2 x FSDP 2",
+        "PP 2 x FSDP 2 x TP 2, 1F1B", "PP 2 x FSDP 2 x TP 2, Interleaved1F1B")),
+    ("compiled, tied embeddings, recompute by operation", "FSDP 2 x TP 2"),
+    ("compiled, tied embeddings, recompute by operation", "PP 2 x TP 2"),
+    ("compiled with a memory budget", "TP 2"),
     *(("bfloat16", name) for name in (
         "FSDP 4", "TP 2", "CP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2 x FSDP 2", "PP 2 x FSDP 2 x TP 2, 1F1B")),
 ]  # fmt: skip
@@ -152,6 +165,33 @@ def test_an_option_trains_alike_on_a_layout(
         return
     assert differences(records, reference, "loss") <= 1e-5
     assert differences(records, reference, "grad_norm") <= 1e-4
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")
+def test_a_rank_does_not_take_up_what_another_compiled(
+    ranks: Ranks, one_process: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    overrides = {
+        "parallelism__tensor_parallel_degree": 2,
+        "compile__enable": True,
+        "compile__components": ["loss"],  # its code holds the rank's part of the vocabulary
+    }
+    for run in ("cold", "from the cache"):
+        folder, cache = str(tmp_path / run), str(tmp_path / "cache")
+        records = ranks(cases.train_with_compiled_code_from, 2, folder, overrides, cache)[0]
+        assert differences(records, one_process, "loss") <= 1e-5, run
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")
+def test_a_rank_does_not_take_up_what_another_compiled(ranks: Ranks, one_process: Reference, tmp_path: Path) -> None:
+    overrides = layout(tp=2) | {
+        "compile__enable": True,
+        "compile__components": ["loss"],  # its code holds the rank's part of the vocabulary
+    }
+    for run in ("cold", "from the cache"):
+        folder, cache = str(tmp_path / run), str(tmp_path / "cache")
+        records = ranks(cases.train_with_compiled_code_from, 2, folder, overrides, cache)[0]
+        assert differences(records, one_process(overrides), "loss") <= 1e-5, run
 
 
 def test_initial_and_trained_parameters_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:

@@ -238,8 +238,6 @@ components = ["model", "los"]
          'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.implementation = "foreach"'),
         ('[training]\ndataset_path = "x"\nsources = [{dataset = "c4"}]',
          "training.dataset_path and [[training.sources]] both say where the data is"),
-        ("[compile]\nenable = true\n[parallelism]\ntensor_parallel_degree = 2",
-         "compile.enable = true with tensor_parallel_degree = 2 trains wrongly"),
         ('[model]\nconverters = ["quantize.linear.mx"]',
          'model.converters[0] = "quantize.linear.mx": input should be \'quantize.linear.float8\''),
         (f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp = true",

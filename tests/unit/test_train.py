@@ -267,6 +267,15 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"model__vocab_size": 100}, "the tokenizer has 2048 ids, model.vocab_size only 100 rows"),
         ({"training__dataset": "pydoc"}, "did you mean 'pydocs'"),
         ({"compile__enable": True, "compile__backend": "indcutor"}, 'compile.backend = "indcutor" is no backend'),
+        (
+            {
+                "world_size": 2,
+                "parallelism__tensor_parallel_degree": 2,
+                "compile__enable": True,
+                "activation_checkpoint__mode": "selective",
+            },
+            "tensor_parallel_degree = 2 cannot recompute whole blocks on a CPU",
+        ),
         ({"profiling__enable_memory_snapshot": True}, "enable_memory_snapshot = true needs a GPU"),
         ({"model__converters": "quantize.linear.float8"}, "quantize.linear.float8 needs a GPU that multiplies"),
         (FLOAT8 | {"quantize__linear__float8__filter_fqns": ["layers", "output"]}, "leaves no layer of this model"),
@@ -280,6 +289,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "small vocabulary",
         "unknown dataset",
         "unknown compiler",
+        "whole blocks recomputed",
         "memory snapshot on a CPU",
         "float8 on a CPU",
         "float8 of no layer",

@@ -108,13 +108,6 @@ def _compile(config: Config) -> Iterator[Finding]:
             'activation_checkpoint.mode = "memory_budget" is carried out by the compiler; set compile.enable = true '
             'with "model" among compile.components, or use "selective"',
         )
-
-    if config.compile.enable and config.parallelism.tensor_parallel_degree > 1:
-        yield (
-            ("compile.enable", "parallelism.tensor_parallel_degree"),
-            f"compile.enable = true with tensor_parallel_degree = {config.parallelism.tensor_parallel_degree} trains "
-            f"wrongly (docs/log.md), so it is not had yet; set compile.enable = false, or use another parallelism",
-        )
     if config.compile.enable and not config.compile.components:
         yield (
             ("compile.enable", "compile.components"),

@@ -29,6 +29,15 @@ def check_environment(config: Config, device: torch.device) -> None:
                 f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
                 f"use one of {', '.join(backends)}"
             )
+        degree, recompute = config.parallelism.tensor_parallel_degree, config.activation_checkpoint
+        whole = recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option != "op")
+        if degree > 1 and whole and "model" in config.compile.components and device.type == "cpu":
+            # The random state that a CPU's attention is recomputed with trades places with the mesh (docs/log.md).
+            raise ValueError(
+                f"compile.enable = true with tensor_parallel_degree = {degree} cannot recompute whole blocks on a CPU: "
+                f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
+                f'"selective", or mode = "none"'
+            )
     if config.float8 is not None:
         check_float8(config.float8, device)
     if config.parallelism.enable_async_tensor_parallel and device.type != "cuda":

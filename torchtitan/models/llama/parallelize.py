@@ -22,7 +22,7 @@ from torchtitan.parallel.float8 import float8_plan
 from torchtitan.parallel.fsdp import apply_fsdp, copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import apply_recompute
-from torchtitan.parallel.tensor import apply_tensor_parallel, overlap_communication
+from torchtitan.parallel.tensor import apply_tensor_parallel, overlap_communication, wait_for_output
 
 
 def keep_modules(model: Transformer, names: Sequence[str]) -> None:
@@ -51,6 +51,10 @@ def apply_parallelism(
         for layer in model.layers.values():
             layer.attention.core = GatheredAttention(mesh.devices["cp"])
     apply_recompute(model.layers, recompute)
+    if compile_.enable and mesh.dims.tp > 1:
+        # What split tensors compile to depends on the rank, but the key it is cached under does not, and with another
+        # rank's code a second run would train wrongly: https://github.com/pytorch/pytorch/issues/188390
+        torch.compiler.config.cache_key_tag = f"rank {mesh.devices.get_rank()}"
     if compile_.model:
         for layer in model.layers.values():
             layer.compile(backend=compile_.backend, fullgraph=True)
@@ -102,6 +106,9 @@ def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: 
     apply_tensor_parallel(
         model, axis, {name: style for name, style in ends.items() if getattr(model, name) is not None}
     )
+    for end in (model.tok_embeddings, model.output):
+        if end is not None:
+            wait_for_output(end)
     if _is_tied(model):
         model.output.weight = model.tok_embeddings.weight  # both were split alike, by rows, but each on its own
 
