@@ -168,21 +168,6 @@ def test_an_option_trains_alike_on_a_layout(
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")
-def test_a_rank_does_not_take_up_what_another_compiled(
-    ranks: Ranks, one_process: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    overrides = {
-        "parallelism__tensor_parallel_degree": 2,
-        "compile__enable": True,
-        "compile__components": ["loss"],  # its code holds the rank's part of the vocabulary
-    }
-    for run in ("cold", "from the cache"):
-        folder, cache = str(tmp_path / run), str(tmp_path / "cache")
-        records = ranks(cases.train_with_compiled_code_from, 2, folder, overrides, cache)[0]
-        assert differences(records, one_process, "loss") <= 1e-5, run
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")
 def test_a_rank_does_not_take_up_what_another_compiled(ranks: Ranks, one_process: Reference, tmp_path: Path) -> None:
     overrides = layout(tp=2) | {
         "compile__enable": True,
