@@ -19,7 +19,7 @@ from torchtitan.config import not_yet
 from torchtitan.config.rules import find_conflicts
 from torchtitan.config.schema import Config, DataSource, Section
 
-_IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part"}  # too deep for a command line
+IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part"}  # too deep for a command line
 _HELP = "Train a Llama. Every key of the TOML file is an option here and overrides it."
 
 
@@ -189,7 +189,7 @@ def _options(section: Section) -> Any:
         if isinstance(value, Section):
             options = _options(value)
             fields.append((name, options, dataclasses.field(default_factory=options)))
-        elif name not in _IN_THE_FILE_ONLY:
+        elif name not in IN_THE_FILE_ONLY:
             kind: Any = Annotated[field.annotation, tyro.conf.arg(help=field.description)]
             fields.append((name, kind, dataclasses.field(default_factory=functools.partial(copy.copy, value))))
     options = dataclasses.make_dataclass(type(section).__name__, fields)
