@@ -7,13 +7,12 @@ from pathlib import Path
 from types import FrameType
 
 _PROJECT = Path(__file__).parents[2]
-# Python code that waits for other ranks; the last one reads numbers off the device, so waits for what is queued there.
+# Python code that waits for other ranks.
 _WAITS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-    "torchtitan/training/report.py",
 )
 _MOST_SHOWN = 4
 

@@ -19,6 +19,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from torchtitan.observe.failure import is_refusal
 from torchtitan.observe.hang import Whereabouts, describe, locate
 from torchtitan.observe.log import logger
 
@@ -60,7 +61,8 @@ class Watch:
         if isinstance(error, Exception):
             shown = str(error).partition("\n")[0]
             where = locate(self.step, reversed(list(traceback.walk_tb(trace))), shown)
-            if where.collective and isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+            if where.collective and failed and not is_refusal(error):
                 self._thrown = where, error
                 self._wake.set()
                 self._answered.wait(3 * self._grace + _SECONDS_AFTER_THE_FIRST)
@@ -126,6 +128,8 @@ class Watch:
             return self._thrown[0]
         frames = sys._current_frames()
         where = locate(self.step, traceback.walk_stack(frames[self._loop]))
+        if not where.collective and where.place.startswith("torchtitan/training/report.py"):
+            where = replace(where, collective="what is queued on the device")  # it reads numbers from there
         for frame in frames.values():  # on a GPU, backward and its collectives run in threads of autograd
             other = locate(self.step, traceback.walk_stack(frame))
             where = where if where.collective else replace(where, collective=other.collective)
