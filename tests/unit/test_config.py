@@ -261,6 +261,9 @@ components = ["model", "los"]
         ('[metrics]\nsave_tb_folder = ".."', 'metrics.save_tb_folder = ".." is a name inside job.dump_folder'),
         ('[metrics]\nsave_tb_folder = ""', 'metrics.save_tb_folder = "" is a name inside job.dump_folder'),
         ('[profiling]\nsave_traces_folder = "tb"', 'profiling.save_traces_folder = "tb" is used for something else'),
+        ('[metrics]\nsave_tb_folder = "comm_traces"', 'comm.save_traces_folder = "comm_traces" is used for something'),
+        ('[comm]\nsave_traces_folder = "hang"', 'comm.save_traces_folder = "hang" is used for something else'),
+        ('[comm]\nsave_traces_file_prefix = "a/b"', 'comm.save_traces_file_prefix = "a/b": string should match'),
         ("[profiling]\nenable_profiling = true\nprofile_freq = 2", "profiling.profile_freq = 2 is shorter than"),
         ("[parallelism]\nexpert_parallel_degree = 8",
          "parallelism.expert_parallel_degree = 8: torchtitan v0.2.2 has this key, this version does not yet; remove "

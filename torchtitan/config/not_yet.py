@@ -54,12 +54,7 @@ KEYS: dict[str, dict[str, Any]] = {
     ),
     "quantize.grouped_mm.float8": dict.fromkeys(["fqns"], _OFF_WITH_SECTION),
     "quantize.grouped_mm.mx": dict.fromkeys(["recipe_name", "fqns"], _OFF_WITH_SECTION),
-    "comm": {
-        "trace_buf_size": 20000,
-        "save_traces_folder": "comm_traces",
-        "save_traces_file_prefix": "rank_",
-        "mode": "default",
-    },
+    "comm": {"mode": "default"},
     "memory_estimation": {"enable": False, "disable_fake_mode": _OFF_WITH_SECTION},
     "fault_tolerance": {
         "enable": False,

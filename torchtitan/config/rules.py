@@ -264,8 +264,9 @@ def _folders(config: Config) -> Iterator[Finding]:
         "metrics.save_tb_folder": config.metrics.save_tb_folder,
         "profiling.save_traces_folder": config.profiling.save_traces_folder,
         "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
+        "comm.save_traces_folder": config.comm.save_traces_folder,
     }
-    taken = {"config.toml", "metrics.jsonl", "validation.jsonl", "earlier", "wandb"}
+    taken = {"config.toml", "metrics.jsonl", "validation.jsonl", "earlier", "wandb", "hang"}
     for key, name in names.items():
         if PurePath(name).parts != (name,) or name == "..":
             yield (key,), f'{key} = "{name}" is a name inside job.dump_folder; use one without "/", as "tb"'

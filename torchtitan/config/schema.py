@@ -368,6 +368,15 @@ class Comm(Section):
     train_timeout_seconds: PositiveInt = 100
     """Longest wait for a collective after the first step."""
 
+    trace_buf_size: Annotated[int, Field(ge=0)] = 20000
+    """Last collectives of each rank that NCCL writes down when one times out; 0: none. Nothing on a CPU."""
+
+    save_traces_folder: str = "comm_traces"
+    """Where, inside the run folder."""
+
+    save_traces_file_prefix: Annotated[str, Field(pattern="^[^/]*$")] = "rank_"
+    """Begin of the files' names; the rank follows."""
+
 
 class Validation(Section):
     """Loss on held-out data, at an interval."""
