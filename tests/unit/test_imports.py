@@ -25,7 +25,7 @@ TOP = ("torchtitan.generate", "torchtitan.compare", "torchtitan.__main__", "benc
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "tyro", "tomli", "tomli_w"}
-ALWAYS_THERE = LIGHT | {"torch", "numpy", "rich"}
+ALWAYS_THERE = LIGHT | {"torch", "numpy", "rich", "fsspec"}
 
 
 @dataclass(frozen=True)
