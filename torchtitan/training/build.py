@@ -1,5 +1,7 @@
 """From a configuration to the parts of a run: the only place where they are constructed."""
 
+from collections.abc import Callable
+
 import torch
 
 from torchtitan.config.layout import BatchPlan
@@ -78,7 +80,13 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
 
 
 def build_training_loader(
-    config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, seed: int, device: torch.device
+    config: Config,
+    plan: BatchPlan,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    seed: int,
+    device: torch.device,
+    agree: Callable[[bool], bool] = all_agree,
 ) -> Loader:
     """The training data; it ends on all ranks at once, at the last batch that every rank can fill."""
     training = config.training
@@ -95,7 +103,7 @@ def build_training_loader(
         epochs=training.epochs,
         shuffle=training.shuffle,
         block_causal=config.model.attn_mask_type == "block_causal",
-        agree=all_agree,
+        agree=agree,
         pin_memory=device.type == "cuda",
     )
 
