@@ -64,7 +64,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "trace_buf_size": 20000,
         "save_traces_folder": "comm_traces",
         "save_traces_file_prefix": "rank_",
-        "mode": "default",
     },
     "memory_estimation": {"enable": False, "disable_fake_mode": _OFF_WITH_SECTION},
     "fault_tolerance": {
