@@ -35,7 +35,9 @@ from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.observe.profiling import profile
 from torchtitan.observe.run_folder import open_run_folder, start_record
+from torchtitan.observe.watch import PeerError, Watch
 from torchtitan.parallel import collectives
+from torchtitan.parallel.float8 import update_float8_scales
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
 from torchtitan.training.dry_run import dry_run
@@ -66,8 +68,10 @@ def main(config: Config, place: Place) -> None:
     # The mesh
     dims = plan_layout(config.parallelism, place.world_size)
     plan = plan_batch(training, dims.dp)
+    os.environ |= collectives.flight_recorder(config.comm, run_folder)
     collectives.start_process_group(device, place.rank, place.world_size, config.comm.init_timeout_seconds)
     mesh = build_mesh(dims, device.type)
+    watch = Watch(run_folder, config.comm.init_timeout_seconds, mesh.groups)
     seed = collectives.from_rank_0(secrets.randbits(31) if config.debug.seed is None else config.debug.seed)
     peak = hardware.find_peak(device, getattr(torch, training.mixed_precision_param))
     logger.info(f"{config.job.description}: {place.world_size} x {hardware.describe_device(device)}, mesh {dims}")
@@ -101,6 +105,7 @@ def main(config: Config, place: Place) -> None:
         if config.job.print_config:
             print(to_toml(resolved))
         writer = MetricsWriter(config, run_folder, 0, training.steps, f"{peak.origin} peak")
+    collectives.make_trace_folder(config.comm, run_folder, device)
     reporter = Reporter(
         training,
         optimizer.defaults["fused"],
@@ -119,7 +124,7 @@ def main(config: Config, place: Place) -> None:
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     step, learning_rate = 0, 0.0
-    with profile(config.profiling, run_folder, place.rank, step, device) as profiler:
+    with profile(config.profiling, run_folder, place.rank, step, device) as profiler, watch:
         while step < training.steps:
             asked = time.perf_counter()
             batch = loader.next()
@@ -128,13 +133,14 @@ def main(config: Config, place: Place) -> None:
                 break
             data_seconds = time.perf_counter() - asked
 
-            step += 1
+            watch.step = step = step + 1
             learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)
             loss = forward_backward(batch.to(device))
             gradient_norm = collectives.clip_gradients(
                 model.parameters(), training.max_norm, mesh.stage_group, model.copy()
             )
             apply_update(optimizer, learning_rate, gradient_norm)
+            update_float8_scales(model.stages.values(), config.float8)
 
             reporter.add(batch.origin, loss, gradient_norm, data_seconds)
             if step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:
@@ -144,6 +150,7 @@ def main(config: Config, place: Place) -> None:
                     validate(step)
             if step == 1:
                 collectives.set_timeout(config.comm.train_timeout_seconds, mesh.groups)
+                watch.timeout_seconds = config.comm.train_timeout_seconds
             if step % training.gc_freq == 0:
                 gc.collect(1)
             profiler.step()
@@ -166,7 +173,7 @@ if __name__ == "__main__":
     start_logging(place.rank, wants_color(config.metrics.disable_color_printing))
     try:
         main(config, place)
-    except (ValueError, NotFiniteError) as error:
+    except (ValueError, NotFiniteError, PeerError) as error:
         if not is_refusal(error):
             raise
-        leave(error)
+        leave(error, shown=isinstance(error, PeerError))

@@ -35,11 +35,12 @@ BASE = {
 def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) -> Config:
     """The base run with some keys changed; `__` stands for the dot."""
     FLAVORS["llama3"] |= {"tiny": TINY, "tiny-tied": TINY_TIED, "tiny-deep": replace(TINY, n_layers=8)}
+    FLAVORS["llama3"]["tiny-deep-tied"] = replace(TINY_TIED, n_layers=8)
     values = BASE | {"job.dump_folder": str(dump_folder)} | {k.replace("__", "."): v for k, v in overrides.items()}
     argv: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
-            section, key = name.split(".")
+            section, _, key = name.rpartition(".")
             argv.append(f"--{section}.{key}" if value else f"--{section}.no_{key}")
         else:
             argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

@@ -14,11 +14,25 @@ def main(argv: list[str]) -> None:
 
     verbs.add_parser("schema", help="bring train_configs/schema.json and docs/configuration.md up to date")
 
+    compare = verbs.add_parser("compare", help="train two configurations from one seed and compare their losses")
+    compare.add_argument("a", metavar="A.toml", help="a configuration")
+    compare.add_argument("b", metavar="B.toml", help="another, which should train alike")
+    compare.add_argument("--out", default="outputs/compare", help="folder for result and runs (default: %(default)s)")
+    compare.add_argument("--steps", type=int, help="only the first steps of both, on the same learning rate curve")
+    compare.add_argument("--world_size_a", type=int, help="ranks of A (default: the product of its degrees)")
+    compare.add_argument("--world_size_b", type=int, help="ranks of B (default: the product of its degrees)")
+    bound = "largest relative difference of %s that is alike (default: %%(default)s)"
+    compare.add_argument("--loss_bound", type=float, default=1e-5, help=bound % "loss")
+    compare.add_argument("--norm_bound", type=float, default=1e-4, help=bound % "gradient norm")
+    compare.epilog = "After --: options of train.py, for both."
+
     from torchtitan.data import prepare
 
     prepare.add_arguments(verbs.add_parser("prepare", help="tokenise text once, to train from at memory speed"))
 
-    args = parser.parse_args(argv)
+    # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
+    end = argv.index("--") if argv[:1] == ["compare"] and "--" in argv else len(argv)
+    args = parser.parse_args(argv[:end])
     if args.verb == "check":
         from torchtitan.config.load import load_config_or_exit
 
@@ -32,6 +46,10 @@ def main(argv: list[str]) -> None:
             prepare.run(args)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
+    elif args.verb == "compare":
+        from torchtitan.compare import run
+
+        raise SystemExit(run(args, options=argv[end + 1 :]))
 
 
 if __name__ == "__main__":

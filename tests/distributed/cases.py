@@ -1,18 +1,33 @@
 """What the ranks run; each function is called on every rank as `function(rank, world_size, ...)`."""
 
 import math
+import os
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from tests.tiny_runs import tiny_config, train_here
+from tests.tiny_runs import TINY, tiny_config, train_here
 from torchtitan.config.layout import plan_batch, plan_layout
+from torchtitan.config.schema import Float8
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
+from torchtitan.models.llama.model import TransformerBlock, rope_table
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.parallel import collectives
+from torchtitan.parallel.float8 import apply_float8, float8_plan, update_float8_scales
 from torchtitan.parallel.mesh import build_mesh
+from torchtitan.parallel.tensor import overlap_communication
 from torchtitan.training import build
 from torchtitan.training.loss import build_loss, cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer
@@ -21,6 +36,83 @@ from torchtitan.training.step import ForwardBackward
 
 def train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> list[dict[str, Any]]:
     return train_here(tiny_config(folder, world_size, **overrides), Place(rank, rank, world_size))
+
+
+def precomputed_scales(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> tuple[list[float], ...]:
+    """The scales that float8 weights carry for their next gather, and those of their whole tensors."""
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    config = tiny_config(folder, world_size, **overrides)
+    device = torch.device("cpu")
+    collectives.start_process_group(device, rank, world_size, 60)
+    mesh = build_mesh(plan_layout(config.parallelism, world_size), "cpu")
+    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
+    model = build.build_model(config, args, mesh, device, 0)
+    update_float8_scales(model.stages.values(), config.float8)
+    carried, expected = [], []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        if isinstance(local := parameter._local_tensor, WeightWithDynamicFloat8CastTensor):
+            carried.append(float(local._precomputed_scale))
+            largest = torch.tensor(float(local._tensor.abs().max()))
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            expected.append(float(torch.finfo(torch.float8_e4m3fn).max / largest))
+    return carried, expected
+
+
+def float8_block(rank: int, world_size: int) -> tuple[list[str], torch.Size, list[str]]:
+    """A block split by torchao's styles, over a group that only pretends: gloo carries no float8.
+
+    The kinds of its styles, the shape of its output, and the parameters that got no finite gradient.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    axis = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    args = replace(TINY, vocab_size=64)
+    block = TransformerBlock(args)
+    apply_float8(block, Float8(emulate=True, filter_fqns=["feed_forward.w3"]), compiled=False)
+    whole, sequence = Replicate(), Shard(1)
+    plan: dict[str, ParallelStyle] = {
+        "attention": PrepareModuleInput(
+            input_layouts=(sequence, None, None, None), desired_input_layouts=(whole, None, None, None)
+        ),
+        **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+        "attention.wo": RowwiseParallel(output_layouts=sequence),
+        "feed_forward": PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
+        **{f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")},
+        "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
+    }
+    plan = float8_plan(block, plan)
+    parallelize_module(block, axis, plan)
+    out = block(torch.randn(2, 8, args.dim), *rope_table(torch.arange(16), args), None)
+    out.sum().backward()
+    without = [name for name, p in block.named_parameters() if p.grad is None]
+    return [type(style).__name__ for style in plan.values()], out.shape, without
+
+
+def overlapped(rank: int, world_size: int) -> tuple[bool, bool]:
+    """What the compiler's pass looks at: its switch, and whether the axis's group shares memory."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+    collectives.start_process_group(torch.device("cpu"), rank, world_size, 60)
+    axis = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    with config.patch(_micro_pipeline_tp=False):
+        overlap_communication(axis)
+        return config._micro_pipeline_tp, is_symm_mem_enabled_for_group(axis.get_group().group_name)
+
+
+def train_with_compiled_code_from(
+    rank: int, world_size: int, folder: str, overrides: dict[str, Any], cache: str
+) -> list[dict[str, Any]]:
+    """Trains as a new process would: nothing compiled is there but what the folder holds."""
+    torch._dynamo.reset()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    try:
+        return train(rank, world_size, folder, overrides)
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def train_with_a_bad_batch(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-NUM_RANKS = 4
+NUM_RANKS = 8
+START_SECONDS = 200  # importing torch in all of them
 TEST_SECONDS = 100
 
 
@@ -20,6 +21,7 @@ def _serve(rank: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    pipe.send("ready")
     while True:
         job = pipe.recv()
         if job is None:
@@ -51,6 +53,8 @@ class Ranks:
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
+        for pipe in self._pipes:
+            assert pipe.poll(START_SECONDS) and pipe.recv() == "ready"
 
     def __call__(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         with socket.socket() as s:

@@ -1,6 +1,6 @@
 """Any layout trains as one process does: same batches, loss, gradient norm, parameters."""
 
-import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,33 +11,94 @@ from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.tiny_runs import read_records, tiny_config, train_here
 
+# 8 layers, for pipelines. At the other models' rate rounding grows to 1e-4 of the gradient norm within 10 steps.
+DEEP = {"model__flavor": "tiny-deep", "optimizer__lr": 3e-3}
+
+
+def layout(local_batch_size: int = 8, **degrees: Any) -> dict[str, Any]:
+    """Keys of [parallelism], shortened: pp=2, tp=2, replicate=2, schedule="GPipe"."""
+    long = {
+        "replicate": "data_parallel_replicate_degree",
+        "tp": "tensor_parallel_degree",
+        "cp": "context_parallel_degree",
+        "pp": "pipeline_parallel_degree",
+        "schedule": "pipeline_parallel_schedule",
+        "layer_counts": "pipeline_parallel_layer_counts",
+        "microbatch_size": "pipeline_parallel_microbatch_size",
+    }
+    keys = {f"parallelism__{long.get(key, key)}": value for key, value in degrees.items()}
+    return {"training__local_batch_size": local_batch_size} | keys | (DEEP if "pp" in degrees else {})
+
+
+COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "FSDP on 2": (2, {"training__local_batch_size": 4}),
-    "FSDP on 4": (4, {"training__local_batch_size": 2}),
-    "FSDP on 4, parameters kept after forward": (
-        4, {"training__local_batch_size": 2, "parallelism__fsdp_reshard_after_forward": "never"}),
-    "HSDP 2 x 2": (4, {"training__local_batch_size": 2, "parallelism__data_parallel_replicate_degree": 2}),
-    "plain data parallelism on 2": (
-        2, {"training__local_batch_size": 4, "parallelism__data_parallel_replicate_degree": 2}),
-    "FSDP on 2, accumulating 4": (2, {"training__local_batch_size": 1}),
-    "FSDP on 2, recomputing": (
-        2, {"training__local_batch_size": 4, "activation_checkpoint__mode": "selective",
-            "activation_checkpoint__selective_ac_option": "op"}),
-    "TP 2": (2, {"parallelism__tensor_parallel_degree": 2}),
-    "TP 4": (4, {"parallelism__tensor_parallel_degree": 4}),
-    "TP 2, logits gathered": (
-        2, {"parallelism__tensor_parallel_degree": 2, "parallelism__disable_loss_parallel": True}),
-    "TP 2, accumulating 4": (2, {"parallelism__tensor_parallel_degree": 2, "training__local_batch_size": 2}),
-    "CP 2": (2, {"parallelism__context_parallel_degree": 2}),
-    "CP 4": (4, {"parallelism__context_parallel_degree": 4}),
-    "FSDP 2 x TP 2": (4, {"parallelism__tensor_parallel_degree": 2, "training__local_batch_size": 4}),
-    "FSDP 2 x CP 2": (4, {"parallelism__context_parallel_degree": 2, "training__local_batch_size": 4}),
-    "HSDP 2 x TP 2": (
-        4, {"training__local_batch_size": 4, "parallelism__data_parallel_replicate_degree": 2,
-            "parallelism__tensor_parallel_degree": 2}),
-    "CP 2 x TP 2": (4, {"parallelism__context_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}),
-    "FSDP on 2, fewer streams than slots": (2, {"training__local_batch_size": 4, "training__num_streams": 8}),
+    "FSDP 2": (2, layout(4)),
+    "FSDP 4": (4, layout(2)),
+    "FSDP 8": (8, layout(1)),
+    "FSDP 4, parameters kept after forward": (4, layout(2, fsdp_reshard_after_forward="never")),
+    "FSDP 2, fewer streams than slots": (2, layout(4) | {"training__num_streams": 8}),
+    "HSDP 2 x 2": (4, layout(2, replicate=2)),
+    "plain data parallelism 2": (2, layout(4, replicate=2)),
+    "TP 2": (2, layout(tp=2)),
+    "TP 4": (4, layout(tp=4)),
+    "TP 2, logits gathered": (2, layout(tp=2, disable_loss_parallel=True)),
+    "TP 4, logits gathered": (4, layout(tp=4, disable_loss_parallel=True)),
+    "CP 2": (2, layout(cp=2)),
+    "CP 4": (4, layout(cp=4)),
+    **{f"PP 2, {schedule}": (2, layout(pp=2, schedule=schedule)) for schedule in SCHEDULES},
+    **{f"PP 4, {schedule}": (4, layout(pp=4, schedule=schedule)) for schedule in SCHEDULES},
+    "PP 4, stages of 3+1+2+2 layers": (4, layout(pp=4, layer_counts=[3, 1, 2, 2])),
+    "PP 2, microbatches of 2": (2, layout(pp=2, microbatch_size=2)),
+    "FSDP 2 x TP 2": (4, layout(4, tp=2)),
+    "FSDP 2 x CP 2": (4, layout(4, cp=2)),
+    "CP 2 x TP 2": (4, layout(cp=2, tp=2)),
+    "HSDP 2 x 1 x TP 2": (4, layout(4, replicate=2, tp=2)),
+    "PP 2 x FSDP 2": (4, layout(4, pp=2)),
+    "PP 2 x FSDP 2, parameters freed after forward": (4, layout(4, pp=2, fsdp_reshard_after_forward="always")),
+    "PP 2 x TP 2": (4, layout(pp=2, tp=2)),
+    "PP 2 x CP 2": (4, layout(pp=2, cp=2)),
+    "PP 2 x FSDP 2 x TP 2, 1F1B": (8, layout(4, pp=2, tp=2)),
+    "PP 2 x FSDP 2 x TP 2, Interleaved1F1B": (8, layout(4, pp=2, tp=2, schedule="Interleaved1F1B")),
+    "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble": (8, layout(4, pp=2, tp=2, schedule="ZBVZeroBubble")),
+    "PP 2 x CP 2 x TP 2": (8, layout(pp=2, cp=2, tp=2)),
+    "HSDP 2 x 1 x TP 2 x PP 2": (8, layout(4, replicate=2, tp=2, pp=2)),
+}
+
+# What a run may have besides a layout; the exact ones are held as closely as without.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tied embeddings": {"tied": True},
+    # Ranks then count different numbers of labels.
+    "documents kept apart": {"model__attn_mask_type": "block_causal"},
+    "recompute by operation": {
+        "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
+    "recompute every second block": {"activation_checkpoint__mode": "selective"},
+    "compiled": COMPILED,
+    "compiled, tied embeddings, recompute by operation": {
+        "tied": True, "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+        | COMPILED,
+    "compiled with a memory budget": {
+        "compile__enable": True, "compile__backend": "aot_eager_decomp_partition",
+        "activation_checkpoint__mode": "memory_budget"},
+    "bfloat16": {"training__mixed_precision_param": "bfloat16"},
+    "tied embeddings, accumulating, recomputing": {
+        "tied": True, "training__global_batch_size": 16, "activation_checkpoint__mode": "full"},
 }  # fmt: skip
+COVERED = [
+    *(("tied embeddings, accumulating, recomputing", name) for name in LAYOUTS),
+    *(("tied embeddings", name) for name in ("FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2")),
+    *(("documents kept apart", name) for name in ("FSDP 4", "CP 2 x TP 2", "FSDP 2 x CP 2", "PP 2 x CP 2 x TP 2")),
+    *(("recompute by operation", name) for name in ("CP 2 x TP 2", "PP 2 x TP 2")),
+    *(("recompute every second block", name) for name in ("FSDP 2", "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble")),
+    *(("compiled", name) for name in (
+        "FSDP 4", "FSDP 2 x CP 2", "TP 2", "TP 2, logits gathered", "CP 2 x TP 2", "PP 2 x FSDP 2",
+        "PP 2 x FSDP 2 x TP 2, 1F1B", "PP 2 x FSDP 2 x TP 2, Interleaved1F1B")),
+    ("compiled, tied embeddings, recompute by operation", "FSDP 2 x TP 2"),
+    ("compiled, tied embeddings, recompute by operation", "PP 2 x TP 2"),
+    ("compiled with a memory budget", "TP 2"),
+    *(("bfloat16", name) for name in (
+        "FSDP 4", "TP 2", "CP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2 x FSDP 2", "PP 2 x FSDP 2 x TP 2, 1F1B")),
+]  # fmt: skip
 
 
 def differences(ours: list[dict[str, Any]], reference: list[dict[str, Any]], key: str) -> float:
@@ -45,70 +106,77 @@ def differences(ours: list[dict[str, Any]], reference: list[dict[str, Any]], key
     return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(ours, reference, strict=True))
 
 
+def of_one_process(overrides: dict[str, Any]) -> dict[str, Any]:
+    """What of a run's keys is no matter of layout."""
+    return {
+        key: value
+        for key, value in overrides.items()
+        if not key.startswith(("parallelism", "compile", "activation")) and key != "training__local_batch_size"
+    }
+
+
+def with_option(overrides: dict[str, Any], option: str) -> dict[str, Any]:
+    both = overrides | OPTIONS[option]
+    if both.pop("tied", False):
+        both["model__flavor"] = f"{both.get('model__flavor', 'tiny')}-tied"
+    return both
+
+
+Reference = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return train_here(tiny_config(tmp_path_factory.mktemp("one")))
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The records of one process with the same model, data and steps."""
+    trained: dict[str, list[dict[str, Any]]] = {}
+
+    def train_once(overrides: dict[str, Any]) -> list[dict[str, Any]]:
+        keys = of_one_process(overrides)
+        if str(keys) not in trained:
+            trained[str(keys)] = train_here(tiny_config(tmp_path_factory.mktemp("one"), **keys))
+        return trained[str(keys)]
+
+    return train_once
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_trains_as_one_process_does(
-    ranks: Ranks, one_process: list[dict[str, Any]], tmp_path: Path, layout: str
-) -> None:
-    world_size, overrides = LAYOUTS[layout]
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_as_one_process_does(ranks: Ranks, one_process: Reference, tmp_path: Path, name: str) -> None:
+    world_size, overrides = LAYOUTS[name]
     records = ranks(cases.train, world_size, str(tmp_path), overrides)[0]
-    assert differences(records, one_process, "loss") <= 1e-5
-    assert differences(records, one_process, "grad_norm") <= 1e-4
+    reference = one_process(overrides)
+    assert differences(records, reference, "loss") <= 1e-5
+    assert differences(records, reference, "grad_norm") <= 1e-4
     assert records[-1]["loss"] < records[0]["loss"] - 0.1
-    assert [r["tokens_seen"] for r in records] == [r["tokens_seen"] for r in one_process]
+    assert [r["tokens_seen"] for r in records] == [r["tokens_seen"] for r in reference]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "tied embeddings": {"model__flavor": "tiny-tied"},
-    # Ranks then count different numbers of labels.
-    "documents kept apart": {"model__attn_mask_type": "block_causal"},
-    "recompute by operation": {
-        "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
-    "compiled": {"compile__enable": True, "compile__backend": "aot_eager"},
-    "bfloat16": {"training__mixed_precision_param": "bfloat16"},
-}  # fmt: skip
-MIXED: dict[str, dict[str, Any]] = {
-    "FSDP 4": {"training__local_batch_size": 2},
-    "FSDP 2 x TP 2": {"training__local_batch_size": 4, "parallelism__tensor_parallel_degree": 2},
-    "CP 2 x TP 2": {"parallelism__context_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2},
-    "FSDP 2 x CP 2": {"training__local_batch_size": 4, "parallelism__context_parallel_degree": 2},
-}
-COVERED = [("tied embeddings", 0), ("tied embeddings", 1), ("documents kept apart", 0), ("documents kept apart", 2),
-           ("documents kept apart", 3), ("recompute by operation", 2), ("compiled", 0), ("compiled", 3),
-           ("bfloat16", 0), ("bfloat16", 2)]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def one_process_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    @functools.cache
-    def train_with(option: str) -> list[dict[str, Any]]:
-        return train_here(tiny_config(tmp_path_factory.mktemp("one"), **OPTIONS[option]))
-
-    return train_with
-
-
-@pytest.mark.parametrize(("option", "number"), COVERED, ids=[f"{o}, {list(MIXED)[n]}" for o, n in COVERED])
+@pytest.mark.parametrize(("option", "name"), COVERED, ids=[f"{option}, {name}" for option, name in COVERED])
 def test_an_option_trains_alike_on_a_layout(
-    ranks: Ranks,
-    one_process: list[dict[str, Any]],
-    one_process_with: Callable[[str], list[dict[str, Any]]],
-    tmp_path: Path,
-    option: str,
-    number: int,
+    ranks: Ranks, one_process: Reference, tmp_path: Path, option: str, name: str
 ) -> None:
-    layout = list(MIXED.values())[number]
-    records = ranks(cases.train, 4, str(tmp_path), OPTIONS[option] | layout)[0]
-    reference = one_process_with(option)
+    world_size, overrides = LAYOUTS[name]
+    overrides = with_option(overrides, option) | {"training__steps": 4}
+    records = ranks(cases.train, world_size, str(tmp_path), overrides)[0]
+    reference = one_process(overrides)
     if option == "bfloat16":
-        assert 0 < differences(reference, one_process, "loss") < 5e-3  # bfloat16 it is, and close to float32
+        exact = one_process(overrides | {"training__mixed_precision_param": "float32"})
+        assert 0 < differences(reference, exact, "loss") < 5e-3  # bfloat16 it is, and close to float32
         assert differences(records, reference, "loss") <= 3e-3
         return
     assert differences(records, reference, "loss") <= 1e-5
     assert differences(records, reference, "grad_norm") <= 1e-4
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")
+def test_a_rank_does_not_take_up_what_another_compiled(ranks: Ranks, one_process: Reference, tmp_path: Path) -> None:
+    overrides = layout(tp=2) | {
+        "compile__enable": True,
+        "compile__components": ["loss"],  # its code holds the rank's part of the vocabulary
+    }
+    for run in ("cold", "from the cache"):
+        folder, cache = str(tmp_path / run), str(tmp_path / "cache")
+        records = ranks(cases.train_with_compiled_code_from, 2, folder, overrides, cache)[0]
+        assert differences(records, one_process(overrides), "loss") <= 1e-5, run
 
 
 def test_initial_and_trained_parameters_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
@@ -126,6 +194,60 @@ def test_initial_and_trained_parameters_do_not_depend_on_the_layout(ranks: Ranks
             # Replicas hold the same shard: ranks 0 and 2, 1 and 3.
             for rank in (0, 1):
                 assert on_four[rank][1][name].equal(on_four[rank + 2][1][name]), (name, steps)
+
+
+def test_both_copies_of_a_tied_weight_stay_the_same_on_the_first_and_the_last_stage(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for world_size, overrides in [(4, layout(4, pp=2)), (2, layout(pp=2, schedule="ZBVZeroBubble"))]:
+        overrides = with_option(overrides, "tied embeddings")
+        for steps in (0, 3):
+            held: dict[str, Any] = {}
+            for whole, _ in ranks(cases.parameters_after, world_size, str(tmp_path), steps, overrides):
+                held |= whole
+            assert held["output.weight"].equal(held["tok_embeddings.weight"])
+
+
+def test_a_schedule_of_ones_own_trains_as_one_process_does(
+    ranks: Ranks, one_process: Reference, tmp_path: Path
+) -> None:
+    file = tmp_path / "schedule.csv"  # GPipe with backward in the other order
+    microbatches = range(8)
+    file.write_text(
+        "\n".join(
+            ",".join([f"{s}F{m}" for m in microbatches] + [f"{s}B{m}" for m in reversed(microbatches)]) for s in (0, 1)
+        )
+    )
+    overrides = layout(pp=2, pipeline_parallel_schedule_csv=str(file))
+    for records in ranks(cases.train, 2, str(tmp_path), overrides):
+        if records:
+            assert differences(records, one_process(overrides), "loss") <= 1e-5
+            assert differences(records, one_process(overrides), "grad_norm") <= 1e-4
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_a_pipeline_validates_between_steps_and_changes_no_step(
+    ranks: Ranks, one_process: Reference, tmp_path: Path, schedule: str
+) -> None:
+    corpus = tmp_path / "held_out.jsonl"
+    corpus.write_text("".join(f'{{"text": "{"some words here " * (9 + 70 * i)}"}}\n' for i in range(5)))
+    validating = {
+        "validation__enable": True,
+        "validation__dataset_path": str(corpus),
+        "validation__seq_len": 96,
+        "validation__freq": 2,
+    }
+    overrides = layout(4, pp=2, schedule=schedule) | {"training__steps": 4}
+    plain = one_process(overrides)
+    train_here(tiny_config(tmp_path / "one", **of_one_process(overrides), **validating))
+    validating["validation__local_batch_size"] = 4
+    records = ranks(cases.train, 4, str(tmp_path / "four"), overrides | validating)[0]
+    assert differences(records, plain, "loss") <= 1e-5
+    ours, reference = (read_records(tmp_path / name, "validation.jsonl") for name in ("four", "one"))
+    assert [r["step"] for r in ours] == [2, 4]
+    for one, other in zip(ours, reference, strict=True):
+        assert one["validation_tokens"] == other["validation_tokens"] > 1500
+        assert one["validation_loss"] == pytest.approx(other["validation_loss"], rel=1e-5)
 
 
 def test_validation_counts_every_token_once_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:

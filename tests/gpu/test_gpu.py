@@ -46,6 +46,29 @@ def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, monkeyp
     assert counts[1] - counts[0] == 2
 
 
+def test_parameters_kept_on_the_host_train_as_those_on_the_gpu_do(tmp_path: Path) -> None:
+    """From the same initial values; the update is computed on the CPU, so it may round otherwise."""
+    on_gpu = train_here(tiny_config(tmp_path / "gpu"))
+    on_host = train_here(tiny_config(tmp_path / "host", training__enable_cpu_offload=True))
+    for ours, reference in zip(on_host, on_gpu, strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_trains_as_its_emulation_does(tmp_path: Path, recipe: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not multiply in float8")
+    options = {
+        "model__converters": "quantize.linear.float8",
+        "quantize__linear__float8__recipe_name": recipe,
+        "training__mixed_precision_param": "bfloat16",
+    }
+    real = train_here(tiny_config(tmp_path / "real", **options))
+    emulated = train_here(tiny_config(tmp_path / "emulated", **options, quantize__linear__float8__emulate=True))
+    for ours, reference in zip(real, emulated, strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=5e-3)
+
+
 def test_memory_snapshots_are_written(tmp_path: Path) -> None:
     options = {"profiling__enable_memory_snapshot": True, "profiling__profile_freq": 4}
     train_here(tiny_config(tmp_path, training__steps=4, **options))

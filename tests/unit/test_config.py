@@ -12,6 +12,7 @@ import tomli
 from torchtitan.config import export, not_yet
 from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
 from torchtitan.config.load import (
+    IN_THE_FILE_ONLY,
     ConfigError,
     key_names,
     load_config,
@@ -19,7 +20,7 @@ from torchtitan.config.load import (
     sections,
     to_toml,
 )
-from torchtitan.config.schema import Config, Parallelism, Training
+from torchtitan.config.schema import Config, Float8, Parallelism, Training
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -92,6 +93,11 @@ dataset = "c4_validation"
 freq = 500
 steps = -1
 """
+
+
+FLOAT8 = '[model]\nconverters = ["quantize.linear.float8"]\n[quantize.linear.float8]\n'
+PRECOMPUTED = "enable_fsdp_float8_all_gather = true\nprecompute_float8_dynamic_scale_for_fsdp = true\n"
+MODEL_1B = '[model]\nflavor = "1B"'
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -233,13 +239,31 @@ components = ["model", "los"]
          'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.implementation = "foreach"'),
         ('[training]\ndataset_path = "x"\nsources = [{dataset = "c4"}]',
          "training.dataset_path and [[training.sources]] both say where the data is"),
-        ("[compile]\nenable = true\n[parallelism]\ntensor_parallel_degree = 2",
-         "compile.enable = true with tensor_parallel_degree = 2 trains wrongly"),
+        ('[model]\nconverters = ["quantize.linear.mx"]',
+         'model.converters[0] = "quantize.linear.mx": input should be \'quantize.linear.float8\''),
+        (f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp = true",
+         "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp = true serves the float8 all-gather: set "
+         "enable_fsdp_float8_all_gather = true, too"),
+        (f'{FLOAT8}enable_fsdp_float8_all_gather = true\nrecipe_name = "rowwise"',
+         "quantize.linear.float8.enable_fsdp_float8_all_gather = true needs one scale a tensor"),
+        (f'{FLOAT8}{PRECOMPUTED}[training]\nenable_cpu_offload = true',
+         "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp = true with training.enable_cpu_offload"),
+        (f'{FLOAT8.replace("[model]", MODEL_1B)}enable_fsdp_float8_all_gather = true',
+         "quantize.linear.float8.enable_fsdp_float8_all_gather = true would part llama3 1B's output layer from"),
+        (f'{FLOAT8}filter_fqns = ["auto_filter_small_kn"]\nrecipe_name = "rowwise_with_gw_hp"',
+         'quantize.linear.float8.filter_fqns = ["auto_filter_small_kn"] knows no sizes for recipe_name'),
+        ("[parallelism]\nenable_async_tensor_parallel = true",
+         "parallelism.enable_async_tensor_parallel = true with tensor_parallel_degree = 1 has nothing to overlap"),
+        ("[parallelism]\nenable_async_tensor_parallel = true\ntensor_parallel_degree = 2",
+         'parallelism.enable_async_tensor_parallel = true is carried out by the compiler; set compile.enable = true'),
         ("[compile]\nenable = true\ncomponents = []", "compile.components = [] compiles nothing; name"),
         ('[metrics]\nsave_tb_folder = "/a/tb"', 'metrics.save_tb_folder = "/a/tb" is a name inside job.dump_folder'),
         ('[metrics]\nsave_tb_folder = ".."', 'metrics.save_tb_folder = ".." is a name inside job.dump_folder'),
         ('[metrics]\nsave_tb_folder = ""', 'metrics.save_tb_folder = "" is a name inside job.dump_folder'),
         ('[profiling]\nsave_traces_folder = "tb"', 'profiling.save_traces_folder = "tb" is used for something else'),
+        ('[metrics]\nsave_tb_folder = "comm_traces"', 'comm.save_traces_folder = "comm_traces" is used for something'),
+        ('[comm]\nsave_traces_folder = "hang"', 'comm.save_traces_folder = "hang" is used for something else'),
+        ('[comm]\nsave_traces_file_prefix = "a/b"', 'comm.save_traces_file_prefix = "a/b": string should match'),
         ("[profiling]\nenable_profiling = true\nprofile_freq = 2", "profiling.profile_freq = 2 is shorter than"),
         ("[parallelism]\nexpert_parallel_degree = 8",
          "parallelism.expert_parallel_degree = 8: torchtitan v0.2.2 has this key, this version does not yet; remove "
@@ -270,12 +294,42 @@ def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhe
 
 
 def test_a_misspelt_key_of_a_section_not_had_is_named(tmp_path: Path) -> None:
-    text = '[checkpoint]\nfolderr = "x"\n[quantize.linear.float8]\nemulte = true\n'
+    text = '[checkpoint]\nfolderr = "x"\n[quantize.linear.mx]\nrecipe_nam = "x"\n'
     text += '[[training.sources]]\ndataset = "c4"\nwieght = 2\n'
     assert mistakes_of(tmp_path, text) == [
         'checkpoint.folderr = "x": unknown key; did you mean checkpoint.folder?',
-        "quantize.linear.float8.emulte = true: unknown key; did you mean quantize.linear.float8.emulate?",
+        'quantize.linear.mx.recipe_nam = "x": unknown key; did you mean quantize.linear.mx.recipe_name?',
         "training.sources[0].wieght = 2: unknown key; did you mean training.sources[0].weight?",
+    ]
+
+
+def test_a_section_within_sections_is_read_from_file_and_command_line(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        '[quantize.linear.float8]\nrecipe_name = "rowwise"\nfilter_fqns = ["output"]\n[quantize.linear.mx]\n'
+        'recipe_name = "mxfp8_cublas"\n',
+    )
+    options = ["--quantize.linear.float8.recipe_name", "tensorwise", "--quantize.linear.float8.emulate"]
+    config = load_config(["--job.config_file", path, *options, "--quantize.linear.mx.filter_fqns", "x"])
+    assert config.quantize.linear.float8 == Float8(recipe_name="tensorwise", filter_fqns=["output"], emulate=True)
+    resolved = written(tmp_path, to_toml(config))
+    assert load_config(["--job.config_file", resolved]).quantize == config.quantize
+
+
+def test_a_mistake_in_a_section_within_sections_is_named_and_leaves_the_rest_to_be_checked(tmp_path: Path) -> None:
+    assert mistakes_of(
+        tmp_path, FLOAT8 + 'emulte = true\nemulate = true\nrecipe_name = "x"\n[compile]\nenable = true'
+    ) == [
+        "quantize.linear.float8.recipe_name = \"x\": input should be 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'",
+        "quantize.linear.float8.emulte = true: unknown key; did you mean quantize.linear.float8.emulate?",
+        "quantize.linear.float8.emulate = true computes as plain operations, which a compiled model cannot: set "
+        'it to false, or remove "model" from compile.components',
+    ]
+    assert mistakes_of(tmp_path, "[quantize.linear.flot8]\nemulate = true") == [
+        "[quantize.linear.flot8]: unknown section; did you mean quantize.linear.float8?"
+    ]
+    assert mistakes_of(tmp_path, "[quantize]\nlinear = 3") == [
+        "quantize.linear = 3: this is a section; write [quantize.linear] and its keys below"
     ]
 
 
@@ -355,7 +409,7 @@ def test_help_lists_every_key_with_its_doc_within_seconds() -> None:
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
     for name, section in sections().items():
         for key, field in section.model_fields.items():
-            if key != "sources":
+            if key not in IN_THE_FILE_ONLY:
                 assert f"--{name}.{key}" in shown
                 assert str(field.description).split(";")[0].split("(")[0].strip()[:40] in shown
     assert "(default: 100)" in shown  # the file's value, not the schema's
@@ -413,6 +467,17 @@ def test_degrees_that_do_not_fit_the_ranks_are_refused(tmp_path: Path, degrees: 
          "training.seq_len = 2044 does not divide into the pieces of context_parallel_degree 4 and "
          "tensor_parallel_degree 1; use a multiple of 8, as 2048"),
         ("tensor_parallel_degree = 8\n[validation]\nenable = true\nseq_len = 100", "validation.seq_len = 100 does not"),
+        ("pipeline_parallel_degree = 8", "= 8 with 1F1B makes 8 stages, but the model has only 6 layers; use fewer"),
+        ("pipeline_parallel_degree = 2\n[training]\nlocal_batch_size = 1",
+         "training.local_batch_size = 1 makes 1 microbatches of 1, but the schedule 1F1B needs at least one for each"),
+        ("pipeline_parallel_degree = 2\n[validation]\nenable = true\nlocal_batch_size = 4",
+         "validation.local_batch_size = 4 goes through the training's pipeline schedule, made for"),
+        ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "ZBVZeroBubble"\n[compile]\nenable = true',
+         "runs backward in two parts, which a compiled block cannot do; leave model out of compile.components, or use"),
+        ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "DualPipeV"\n[activation_checkpoint]\n'
+         'selective_ac_option = "op"', "runs backward in two parts, which recomputing by operation cannot do; use a n"),
+        ('pipeline_parallel_degree = 2\npipeline_parallel_schedule = "InterleavedZeroBubble"\n'
+         'fsdp_reshard_after_forward = "always"', "two parts, which needs the parameters that forward used; set fsdp"),
     ],
 )  # fmt: skip
 def test_what_a_model_or_sequence_cannot_be_split_into_is_refused(tmp_path: Path, line: str, message: str) -> None:

@@ -17,14 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.config.load import key_names, load_config, sections
-from torchtitan.config.schema import Section
+from torchtitan.config.schema import Config, Parallelism, Section
 from torchtitan.observe.health import NotFiniteError
+from torchtitan.training.build import check_environment
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
     "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "tflops", "mfu", "memory_gib",
     "step_seconds", "data_seconds",
 ]  # fmt: skip
+
+
+FLOAT8: dict[str, Any] = {"model__converters": "quantize.linear.float8", "quantize__linear__float8__emulate": True}
 
 
 def losses(records: list[dict[str, Any]]) -> list[float]:
@@ -194,8 +198,9 @@ def test_validation_is_the_same_each_time_and_leaves_training_alone(tmp_path: Pa
             "activation_checkpoint__memory_budget": 0.3,
         },
         {"optimizer__implementation": "foreach"},
+        {"training__enable_cpu_offload": True},
     ],
-    ids=["bfloat16 throughout", "full recompute", "compiled", "compiled with a memory budget", "foreach"],
+    ids=["bfloat16 throughout", "full recompute", "compiled", "compiled with a memory budget", "foreach", "offload"],
 )
 def test_an_option_trains_as_the_plain_run_does(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = losses(train_here(tiny_config(tmp_path / "plain", training__steps=4)))
@@ -244,6 +249,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tiny_config(tmp_path / "1", **common, activation_checkpoint__mode="selective", lr_scheduler__decay_ratio=0.5),
         tiny_config(tmp_path / "2", **common, activation_checkpoint__mode="memory_budget"),
     ]
+    runs.append(tiny_config(tmp_path / "3", **FLOAT8))
     # Memory snapshots need a GPU: what is read of them here is that they are off.
     read.add("profiling.save_memory_snapshot_folder")
     with monkeypatch.context() as watching:
@@ -261,15 +267,54 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"model__vocab_size": 100}, "the tokenizer has 2048 ids, model.vocab_size only 100 rows"),
         ({"training__dataset": "pydoc"}, "did you mean 'pydocs'"),
         ({"compile__enable": True, "compile__backend": "indcutor"}, 'compile.backend = "indcutor" is no backend'),
+        (
+            {
+                "world_size": 2,
+                "parallelism__tensor_parallel_degree": 2,
+                "compile__enable": True,
+                "activation_checkpoint__mode": "selective",
+            },
+            "tensor_parallel_degree = 2 cannot recompute whole blocks on a CPU",
+        ),
         ({"profiling__enable_memory_snapshot": True}, "enable_memory_snapshot = true needs a GPU"),
+        ({"model__converters": "quantize.linear.float8"}, "quantize.linear.float8 needs a GPU that multiplies"),
+        (FLOAT8 | {"quantize__linear__float8__filter_fqns": ["layers", "output"]}, "leaves no layer of this model"),
+        (
+            FLOAT8 | {"quantize__linear__float8__filter_fqns": ["auto_filter_small_kn", "output"]},
+            "leaves no layer of this model",
+        ),
     ],
-    ids=["no tokenizer", "small vocabulary", "unknown dataset", "unknown compiler", "memory snapshot on a CPU"],
+    ids=[
+        "no tokenizer",
+        "small vocabulary",
+        "unknown dataset",
+        "unknown compiler",
+        "whole blocks recomputed",
+        "memory snapshot on a CPU",
+        "float8 on a CPU",
+        "float8 of no layer",
+        "float8 of no layer that is large enough",
+    ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train_here(tiny_config(tmp_path, **options))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def test_float8_without_its_package_is_refused_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ValueError, match="needs the package torchao .*; pip install 'torchao>=0.18'"):
+        train_here(tiny_config(tmp_path, **FLOAT8))
+
+
+def test_asynchronous_tensor_parallelism_is_refused_on_a_cpu() -> None:
+    config = Config(parallelism=Parallelism(enable_async_tensor_parallel=True, tensor_parallel_degree=2))
+    with pytest.raises(ValueError, match="enable_async_tensor_parallel = true needs GPUs"):
+        check_environment(config, torch.device("cpu"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

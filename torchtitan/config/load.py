@@ -6,7 +6,7 @@ import difflib
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from torchtitan.config import not_yet
 from torchtitan.config.rules import find_conflicts
 from torchtitan.config.schema import Config, DataSource, Section
 
-_IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part"}  # too deep for a command line
+IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part"}  # too deep for a command line
 _HELP = "Train a Llama. Every key of the TOML file is an option here and overrides it."
 
 
@@ -39,8 +39,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
     data = _read_toml(Path(path)) if path else {}
     # tyro needs defaults of the right type: the file's where they are right.
     given = _parse(options, _validate(not_yet.take_out(data)[0])[0], prog, quiet=rank != 0)
-    for section, values in [*asked_in_vain.items(), *given.items()]:
-        data[section] = {**data[section], **values} if isinstance(data.get(section), dict) else values
+    data = _merge(_merge(data, asked_in_vain), given)
 
     known, mistakes = not_yet.take_out(data)
     config, wrong, broken = _validate(known)
@@ -73,9 +72,27 @@ def key_names() -> list[str]:
     return [f"{section}.{key}" for section, keys in sections().items() for key in keys.model_fields]
 
 
+@functools.cache
 def sections() -> dict[str, type[Section]]:
-    """The sections of the schema, in order."""
-    return {name: type(default) for name, default in Config()}
+    """The sections of the schema that hold keys, by their dotted names, in order."""
+    return dict(_sections_below(Config(), ""))
+
+
+def _sections_below(section: Section, prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    for name, value in section:
+        if any(isinstance(inner, Section) for _, inner in value):
+            yield from _sections_below(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, type(value)
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """The tables of both, key by key; where both have one, `above` wins."""
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(name), dict)
+        merged[name] = _merge(below[name], value) if both else value
+    return merged
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -92,19 +109,26 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _validate(data: dict[str, Any]) -> tuple[Config, list[str], set[str]]:
     """The configuration without its wrong values, what is wrong with them, and their names."""
-    data = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in data.items()}
+    data = copy.deepcopy(data)
     try:
         return Config.model_validate(data), [], set()
     except ValidationError as error:
         problems = error.errors()
-    for problem in problems:  # a wrong key is taken out whole, so that the rest can still be checked
-        section = data.get(str(problem["loc"][0]))
-        if len(problem["loc"]) > 1 and isinstance(section, dict):
-            section.pop(str(problem["loc"][1]), None)
-        else:
-            data.pop(str(problem["loc"][0]), None)
-    broken = {".".join(str(part) for part in problem["loc"][:2]) for problem in problems}
+    names = [_key_of(problem["loc"]) for problem in problems]
+    for *path, key in names:  # a wrong key is taken out whole, so that the rest can still be checked
+        table = functools.reduce(lambda table, part: table.get(part, {}), path, data)
+        table.pop(key, None)
+    broken = {".".join(name) for name in names}
     return Config.model_validate(data), [_describe(problem) for problem in problems], broken
+
+
+def _key_of(loc: tuple[int | str, ...]) -> list[str]:
+    """Section and key that a problem lies in, or as much of them as there is."""
+    parts = [str(part) for part in loc]
+    for end in range(1, len(parts)):
+        if ".".join(parts[:end]) in sections():
+            return parts[: end + 1]
+    return parts
 
 
 def _config_file(argv: Sequence[str]) -> str | None:
@@ -144,31 +168,47 @@ def _take_out_not_yet(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[st
     return rest, taken
 
 
-def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dict[str, dict[str, Any]]:
+def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dict[str, Any]:
     """What the command line sets. tyro checks types; values are left to the schema, as those of the file are."""
-    fields = []
-    for name, section in sections().items():
-        current = getattr(defaults, name)
-        keys = [
-            (key, Annotated[field.annotation, tyro.conf.arg(help=field.description)], getattr(current, key))
-            for key, field in section.model_fields.items()
-            if key not in _IN_THE_FILE_ONLY
-        ]
-        options = dataclasses.make_dataclass(
-            section.__name__,
-            [(key, kind, dataclasses.field(default_factory=functools.partial(copy.copy, v))) for key, kind, v in keys],
-        )
-        options.__doc__ = section.__doc__
-        fields.append((name, options, dataclasses.field(default_factory=options)))
-    parser = dataclasses.make_dataclass("Options", fields)
     parsed: Any = tyro.cli(
-        parser, args=list(argv), prog=prog, description=_HELP, use_underscores=True, console_outputs=not quiet
+        _options(defaults),
+        args=list(argv),
+        prog=prog,
+        description=_HELP,
+        use_underscores=True,
+        console_outputs=not quiet,
     )
-    given: dict[str, dict[str, Any]] = {}
-    for name, values in dataclasses.asdict(parsed).items():
+    return _changed(dataclasses.asdict(parsed), defaults)
+
+
+def _options(section: Section) -> Any:
+    """A dataclass like the section, with its values as defaults, for tyro to fill."""
+    fields: list[tuple[str, Any, Any]] = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            options = _options(value)
+            fields.append((name, options, dataclasses.field(default_factory=options)))
+        elif name not in IN_THE_FILE_ONLY:
+            kind: Any = Annotated[field.annotation, tyro.conf.arg(help=field.description)]
+            fields.append((name, kind, dataclasses.field(default_factory=functools.partial(copy.copy, value))))
+    options = dataclasses.make_dataclass(type(section).__name__, fields)
+    options.__doc__ = type(section).__doc__
+    return options
+
+
+def _changed(values: dict[str, Any], defaults: Section) -> dict[str, Any]:
+    """Those of the values that are not the default, as nested tables; a section without any is left out."""
+    changed = {}
+    for name, value in values.items():
         default = getattr(defaults, name)
-        given[name] = {key: value for key, value in values.items() if value != getattr(default, key)}
-    return {name: values for name, values in given.items() if values}
+        if isinstance(default, Section):
+            value = _changed(value, default)
+            if value:
+                changed[name] = value
+        elif value != default:
+            changed[name] = value
+    return changed
 
 
 def _describe(problem: Any) -> str:
@@ -195,7 +235,7 @@ def _nearest(name: str, section: bool) -> str:
     """`; did you mean X?`: the same key in another section, else the name that is spelt most alike."""
     place, _, leaf = name.rpartition(".")
     if section:
-        return not_yet.did_you_mean(difflib.get_close_matches(name, Config.model_fields, n=1))
+        return not_yet.did_you_mean(difflib.get_close_matches(name, sections(), n=1))
     known = key_names()
     if place.startswith("training.sources["):
         known = [f"{place}.{key}" for key in DataSource.model_fields]

@@ -16,9 +16,9 @@ _OFF_WITH_SECTION = object()  # any value is idle while the section's switch is 
 KEYS: dict[str, dict[str, Any]] = {
     "job": {"save_config_file": None, "custom_config_module": ""},
     "metrics": {"save_for_all_ranks": False},
-    "model": {"tokenizer_path": None, "converters": [], "print_after_conversion": False},
+    "model": {"tokenizer_path": None, "print_after_conversion": False},
     "optimizer": {"early_step_in_backward": False},
-    "training": {"enable_cpu_offload": False, "gc_debug": False},
+    "training": {"gc_debug": False},
     "training.dataloader": {
         "num_workers": 0,
         "persistent_workers": False,
@@ -26,7 +26,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "prefetch_factor": None,
     },
     "parallelism": {
-        "enable_async_tensor_parallel": False,
         "pipeline_parallel_expert_parallel_overlap": True,
         "context_parallel_load_balancer": "headtail",
         "context_parallel_rotate_method": "allgather",
@@ -49,22 +48,12 @@ KEYS: dict[str, dict[str, Any]] = {
         "visualize_memory_budget_pareto": False,
         "debug": False,
     },
-    # Without "quantize..." among model.converters these sections do nothing in torchtitan either.
-    "quantize.linear.float8": dict.fromkeys(
-        "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name filter_fqns "
-        "emulate".split(),
-        _OFF_WITH_SECTION,
-    ),
+    # model.converters cannot name these sections, and without that they do nothing in torchtitan either.
     "quantize.linear.mx": dict.fromkeys(
         "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns".split(), _OFF_WITH_SECTION
     ),
     "quantize.grouped_mm.float8": dict.fromkeys(["fqns"], _OFF_WITH_SECTION),
     "quantize.grouped_mm.mx": dict.fromkeys(["recipe_name", "fqns"], _OFF_WITH_SECTION),
-    "comm": {
-        "trace_buf_size": 20000,
-        "save_traces_folder": "comm_traces",
-        "save_traces_file_prefix": "rank_",
-    },
     "memory_estimation": {"enable": False, "disable_fake_mode": _OFF_WITH_SECTION},
     "fault_tolerance": {
         "enable": False,

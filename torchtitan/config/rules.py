@@ -26,6 +26,7 @@ def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
     findings = [*_zeros(config), *_model(config), *_schedule(config), *_compile(config), *_data(config)]
     findings += [*_folders(config), *_splits(config), *_pipeline(config)]
+    findings += [*_float8(config), *_async_tensor_parallel(config)]
     if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
         findings.append(
             (
@@ -101,18 +102,11 @@ def _compile(config: Config) -> Iterator[Finding]:
             ("activation_checkpoint.selective_ac_option",),
             f'activation_checkpoint.selective_ac_option = "{option}" is neither "op" nor a number of blocks, as "2"',
         )
-    if recompute.mode == "memory_budget" and not (config.compile.enable and "model" in config.compile.components):
+    if recompute.mode == "memory_budget" and not config.compile.model:
         yield (
             ("activation_checkpoint.mode", "compile.enable", "compile.components"),
             'activation_checkpoint.mode = "memory_budget" is carried out by the compiler; set compile.enable = true '
             'with "model" among compile.components, or use "selective"',
-        )
-
-    if config.compile.enable and config.parallelism.tensor_parallel_degree > 1:
-        yield (
-            ("compile.enable", "parallelism.tensor_parallel_degree"),
-            f"compile.enable = true with tensor_parallel_degree = {config.parallelism.tensor_parallel_degree} trains "
-            f"wrongly (docs/log.md), so it is not had yet; set compile.enable = false, or use another parallelism",
         )
     if config.compile.enable and not config.compile.components:
         yield (
@@ -200,14 +194,79 @@ def _pipeline(config: Config) -> Iterator[Finding]:
             )
 
 
+def _float8(config: Config) -> Iterator[Finding]:
+    name, float8 = "quantize.linear.float8", config.float8
+    if float8 is None:
+        return
+    gather, precompute = f"{name}.enable_fsdp_float8_all_gather", f"{name}.precompute_float8_dynamic_scale_for_fsdp"
+    filters, recipe, emulate = f"{name}.filter_fqns", f"{name}.recipe_name", f"{name}.emulate"
+    if float8.emulate and config.compile.model:
+        yield (
+            (emulate, "compile.enable", "compile.components"),
+            f"{emulate} = true computes as plain operations, which a compiled model cannot: set it to false, or remove "
+            f'"model" from compile.components',
+        )
+    if "auto_filter_small_kn" in float8.filter_fqns and float8.recipe_name == "rowwise_with_gw_hp":
+        yield (
+            (filters, recipe),
+            f'{filters} = ["auto_filter_small_kn"] knows no sizes for recipe_name = "rowwise_with_gw_hp"; name the '
+            f'layers to leave out, as ["output"], or use recipe "rowwise"',
+        )
+    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
+        yield (
+            (precompute, gather),
+            f"{precompute} = true serves the float8 all-gather: set enable_fsdp_float8_all_gather = true, too, or it "
+            f"to false",
+        )
+    if float8.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
+        yield (
+            (precompute, "training.enable_cpu_offload"),
+            f"{precompute} = true with training.enable_cpu_offload = true computes scales for nothing: they are lost "
+            f"when a weight is copied to the GPU; set one of them to false",
+        )
+    if not float8.enable_fsdp_float8_all_gather:
+        return
+    if float8.recipe_name not in (None, "tensorwise"):
+        yield (
+            (gather, recipe),
+            f'{gather} = true needs one scale a tensor, recipe_name = "{float8.recipe_name}" has one a row; use '
+            f'"tensorwise", or set it to false',
+        )
+    args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
+    if args is not None and args.tied_embeddings and not any(part in "output" for part in float8.filter_fqns):
+        yield (
+            (gather, filters, "model.name", "model.flavor"),
+            f"{gather} = true would part {config.model.name} {config.model.flavor}'s output layer from the embedding "
+            f'it shares its weight with; set filter_fqns = ["output"]',
+        )
+
+
+def _async_tensor_parallel(config: Config) -> Iterator[Finding]:
+    name, degree = "parallelism.enable_async_tensor_parallel", config.parallelism.tensor_parallel_degree
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    if degree == 1:
+        yield (
+            (name, "parallelism.tensor_parallel_degree"),
+            f"{name} = true with tensor_parallel_degree = 1 has nothing to overlap; set it to false, or split tensors",
+        )
+    elif not (config.compile.model and config.compile.backend == "inductor"):
+        yield (
+            (name, "compile.enable", "compile.components", "compile.backend"),
+            f"{name} = true is carried out by the compiler; set compile.enable = true with "
+            f'"model" among compile.components and compile.backend = "inductor", or set it to false',
+        )
+
+
 def _folders(config: Config) -> Iterator[Finding]:
     """Folders inside the run folder: moved aside with it, so they must be its own."""
     names = {
         "metrics.save_tb_folder": config.metrics.save_tb_folder,
         "profiling.save_traces_folder": config.profiling.save_traces_folder,
         "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
+        "comm.save_traces_folder": config.comm.save_traces_folder,
     }
-    taken = {"config.toml", "metrics.jsonl", "validation.jsonl", "earlier", "wandb"}
+    taken = {"config.toml", "metrics.jsonl", "validation.jsonl", "earlier", "wandb", "hang"}
     for key, name in names.items():
         if PurePath(name).parts != (name,) or name == "..":
             yield (key,), f'{key} = "{name}" is a name inside job.dump_folder; use one without "/", as "tb"'

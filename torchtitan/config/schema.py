@@ -103,6 +103,9 @@ class Model(Section):
     attn_mask_type: Literal["causal", "block_causal"] = "causal"
     """What a token may attend to: all before it in the sequence, or only what belongs to its own document."""
 
+    converters: list[Literal["quantize.linear.float8"]] = []
+    """Sections that change the model's layers; none: the plain model."""
+
 
 class Optimizer(Section):
     """AdamW and its hyperparameters."""
@@ -218,6 +221,9 @@ class Training(Section):
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type gradients are reduced in."""
 
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer states in host memory; the update runs on the CPU."""
+
     gc_freq: PositiveInt = 50
     """Steps between Python garbage collections, which are held off otherwise."""
 
@@ -245,6 +251,9 @@ class Parallelism(Section):
 
     disable_loss_parallel: bool = False
     """With tensor parallelism, gather the logits of all the vocabulary before the loss."""
+
+    enable_async_tensor_parallel: bool = False
+    """Let the compiler overlap tensor parallelism's communication with matrix products (GPUs only)."""
 
     context_parallel_degree: PositiveInt = 1
     """Devices each sequence is split over; 1: none."""
@@ -313,6 +322,42 @@ class Compile(Section):
     backend: str = "inductor"
     """torch.compile backend."""
 
+    @property
+    def model(self) -> bool:
+        """Whether the transformer blocks are compiled."""
+        return self.enable and "model" in self.components
+
+
+class Float8(Section):
+    """Linear layers computed in float8 by torchao, if `model.converters` names this section."""
+
+    enable_fsdp_float8_all_gather: bool = False
+    """Cast weights to float8 before FSDP gathers them; scaled by tensor only."""
+
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """With that, compute the scales of all weights at once after the update, instead of each before its gather."""
+
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """One scale a tensor (None: this), one a row, or one a row with the weights' gradients in high precision."""
+
+    filter_fqns: list[str] = []
+    """Layers left as they are: whose name contains one of these; "auto_filter_small_kn": those too small to gain."""
+
+    emulate: bool = False
+    """Compute as if in float8, on any device and slowly: for tests. Not together with a compiled model."""
+
+
+class QuantizeLinear(Section):
+    """Ways to compute linear layers in low precision."""
+
+    float8: Float8 = Float8()
+
+
+class Quantize(Section):
+    """Low precision."""
+
+    linear: QuantizeLinear = QuantizeLinear()
+
 
 class Comm(Section):
     """Process groups."""
@@ -325,6 +370,15 @@ class Comm(Section):
 
     train_timeout_seconds: PositiveInt = 100
     """Longest wait for a collective after the first step."""
+
+    trace_buf_size: Annotated[int, Field(ge=0)] = 20000
+    """Last collectives of each rank that NCCL writes down when one times out; 0: none. Nothing on a CPU."""
+
+    save_traces_folder: str = "comm_traces"
+    """Where, inside the run folder."""
+
+    save_traces_file_prefix: Annotated[str, Field(pattern="^[^/]*$")] = "rank_"
+    """Begin of the files' names; the rank follows."""
 
 
 class Validation(Section):
@@ -381,6 +435,12 @@ class Config(Section):
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    quantize: Quantize = Quantize()
     comm: Comm = Comm()
     validation: Validation = Validation()
     debug: Debug = Debug()
+
+    @property
+    def float8(self) -> Float8 | None:
+        """How to compute in float8, where `model.converters` asks for it."""
+        return self.quantize.linear.float8 if "quantize.linear.float8" in self.model.converters else None

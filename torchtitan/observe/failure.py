@@ -15,8 +15,8 @@ def is_refusal(error: BaseException) -> bool:
     return Path(place.filename).is_relative_to(_PACKAGE) and (place.line or "").startswith("raise ")
 
 
-def leave(error: BaseException) -> NoReturn:
+def leave(error: BaseException, shown: bool = False) -> NoReturn:
     """End this process with the message; torchrun's summary of failed ranks gets it, too. Call where it was caught."""
     error.__traceback__ = None
     get_error_handler().record_exception(error)
-    raise SystemExit(f"error: {error}")
+    raise SystemExit(1 if shown else f"error: {error}")

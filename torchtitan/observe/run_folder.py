@@ -44,7 +44,9 @@ def _names(config: Config) -> list[str]:
         "metrics.jsonl",
         "validation.jsonl",
         "wandb",
+        "hang",
         config.metrics.save_tb_folder,
         config.profiling.save_traces_folder,
         config.profiling.save_memory_snapshot_folder,
+        config.comm.save_traces_folder,
     ]

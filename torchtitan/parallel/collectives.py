@@ -3,12 +3,15 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
+
+from torchtitan.config.schema import Comm
 
 
 def start_process_group(device: torch.device, rank: int, world_size: int, timeout_seconds: int) -> None:
@@ -21,6 +24,22 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
     dist.init_process_group(
         backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds), **alone
     )
+
+
+def flight_recorder(comm: Comm, run_folder: Path) -> dict[str, str]:
+    """The environment that has NCCL write a rank's last collectives to the run folder when one times out."""
+    return {
+        "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(comm.trace_buf_size > 0)),
+        "TORCH_FR_DUMP_TEMP_FILE": str(run_folder.absolute() / comm.save_traces_folder / comm.save_traces_file_prefix),
+    }
+
+
+def make_trace_folder(comm: Comm, run_folder: Path, device: torch.device) -> None:
+    """NCCL makes none. On all ranks, after rank 0 has moved an earlier run's folder aside."""
+    if device.type == "cuda" and comm.trace_buf_size:
+        all_agree(True)
+        (run_folder / comm.save_traces_folder).mkdir(parents=True, exist_ok=True)
 
 
 def set_timeout(seconds: int, groups: list[dist.ProcessGroup]) -> None:

@@ -1,12 +1,13 @@
 """Data parallelism by FSDP2's fully_shard, the one path for it: on one rank, on many, and with replicas (HSDP)."""
 
+import functools
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
@@ -18,11 +19,12 @@ def apply_fsdp(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard: Literal["default", "always", "never"],
+    offload: bool,
 ) -> None:
     """Shard each unit, and what is left over with the model itself; gradients are summed over ranks, not averaged.
 
     `reshard` says which units are freed after forward. By default all but what ends the forward pass: it is needed
-    first in backward, and freeing it would only gather it again.
+    first in backward, and freeing it would only gather it again. With `offload`, what is sharded stays on the host.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
@@ -30,10 +32,13 @@ def apply_fsdp(
         # Activations already have param_dtype; the float32 rotary table must keep its own.
         cast_forward_inputs=False,
     )
+    # Pinned memory is copied to a GPU while it computes; a CPU has nothing to copy to.
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place)
     for unit in units:
         free = reshard == "always" or (reshard == "default" and unit is not units[-1])
-        fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh, mp_policy=policy, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "always")
+        shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=free)
+    shard(model, reshard_after_forward=reshard == "always")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global number of tokens. SUM, because gloo has no scaled sum.

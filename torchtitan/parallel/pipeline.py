@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FULL_BACKWARD,
+    REDUCE_GRAD,
     PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
@@ -101,7 +107,7 @@ class Pipeline:
             positions = torch.arange(seq_len, device=inputs.device)
         training = divisor is not None
         key = batch_size, seq_len, training
-        schedule = self._schedules.get(key) or self._schedules.setdefault(key, self._build(batch_size, seq_len))
+        schedule = self._schedules.get(key) or self._schedules.setdefault(key, self._build(*key))
         self._divisor, self._total = divisor, torch.zeros((), device=inputs.device)
         (schedule.step if training else schedule.eval)(
             *((inputs,) if 0 in self.parts.stages else ()),
@@ -117,7 +123,7 @@ class Pipeline:
         self._total += summed.detach()
         return summed if self._divisor is None else summed / self._divisor
 
-    def _build(self, batch_size: int, seq_len: int) -> Any:
+    def _build(self, batch_size: int, seq_len: int, training: bool) -> Any:
         """A schedule for batches of this shape; shapes are told, so that no stage has to try itself out first."""
         num_stages = len(self.parts.ranks)
         tokens = torch.empty(self.microbatch_size, seq_len, dtype=torch.long, device="meta")
@@ -135,10 +141,20 @@ class Pipeline:
             )
             for number, module in self.parts.stages.items()
         ]
-        single = issubclass(self.schedule_class, PipelineScheduleSingle)
-        schedule = self.schedule_class(
+        schedule_class, single = self.schedule_class, issubclass(self.schedule_class, PipelineScheduleSingle)
+        if schedule_class is ScheduleDualPipeV and not training:
+            schedule_class = ScheduleZBVZeroBubble  # the same stages, without the joint forward and backward
+        schedule = schedule_class(
             stages[0] if single else stages, batch_size // self.microbatch_size, self._loss, scale_grads=False
         )
         if self.csv:
             schedule._load_csv(self.csv)
+        if not training and not single:
+            # eval() leaves backward to the stages, which fail where two neighbours are on one rank.
+            for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD):
+                schedule.register_custom_function(kind, _no_backward)
         return schedule
+
+
+def _no_backward(action: Any, context: Any) -> None:
+    context.schedule_ref.bwd_recv_ops.pop((action.stage_index, action.microbatch_index), None)

@@ -18,6 +18,7 @@ _SAVED_OPERATIONS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.aten.max.default,  # a scale of float8
 }
 
 
@@ -26,7 +27,11 @@ def apply_recompute(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None
     if config.mode == "none":
         return
     if config.mode == "memory_budget":
-        torch._functorch.config.activation_memory_budget = config.memory_budget
+        settings = torch._functorch.config
+        settings.activation_memory_budget = config.memory_budget
+        if hasattr(settings, "unsafe_treat_script_objects_as_zero_size"):
+            # Tensor parallelism has the compiler save meshes as well, which torch 2.13 does not put a size to.
+            settings.unsafe_treat_script_objects_as_zero_size = True
         return
     every = int(config.selective_ac_option) if config.mode == "selective" and config.selective_ac_option != "op" else 1
     by_operation = config.mode == "selective" and config.selective_ac_option == "op"

@@ -1,8 +1,12 @@
 """Tensor parallelism: a plan of which module is split how, and a loss on logits split over the vocabulary."""
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -14,6 +18,40 @@ def apply_tensor_parallel(module: nn.Module, axis: DeviceMesh, plan: dict[str, P
         parallelize_module(module, axis, plan)
 
 
+def overlap_communication(axis: DeviceMesh) -> None:
+    """Let inductor cut the axis's gathers and scatters into pieces that run beside matrix products (GPUs only)."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # torch 2.13 calls this deprecated and unneeded, but its compiler pass skips groups without it.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(axis.get_group().group_name)
+
+
 def split_logits(axis: DeviceMesh, disabled: bool) -> AbstractContextManager:
     """Where loss and backward run, if logits stay split over the vocabulary."""
     return nullcontext() if disabled or axis.size() == 1 else loss_parallel()
+
+
+class _Wait(torch.autograd.Function):
+    """The plain tensor of a collective under way."""
+
+    @staticmethod
+    def forward(_: Any, pending: AsyncCollectiveTensor) -> Tensor:
+        return pending.wait()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def wait_for_output(module: nn.Module) -> None:
+    """Make the module's output a plain tensor where its style leaves a collective under way.
+
+    A compiled region takes a pending tensor for one without gradient (https://github.com/pytorch/pytorch/pull/191113).
+    """
+    module.register_forward_hook(
+        lambda _module, _inputs, output: _Wait.apply(output) if isinstance(output, AsyncCollectiveTensor) else output
+    )

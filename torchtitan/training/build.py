@@ -13,6 +13,7 @@ from torchtitan.models.llama.stages import plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import import_wandb
 from torchtitan.parallel.collectives import all_agree, any_agrees
+from torchtitan.parallel.float8 import apply_float8, check_float8
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
 
@@ -28,6 +29,21 @@ def check_environment(config: Config, device: torch.device) -> None:
                 f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
                 f"use one of {', '.join(backends)}"
             )
+        degree, recompute = config.parallelism.tensor_parallel_degree, config.activation_checkpoint
+        whole = recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option != "op")
+        if degree > 1 and whole and "model" in config.compile.components and device.type == "cpu":
+            # The random state that a CPU's attention is recomputed with trades places with the mesh (docs/log.md).
+            raise ValueError(
+                f"compile.enable = true with tensor_parallel_degree = {degree} cannot recompute whole blocks on a CPU: "
+                f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
+                f'"selective", or mode = "none"'
+            )
+    if config.float8 is not None:
+        check_float8(config.float8, device)
+    if config.parallelism.enable_async_tensor_parallel and device.type != "cuda":
+        raise ValueError(
+            "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory; set it to false"
+        )
     if config.profiling.enable_memory_snapshot and device.type != "cuda":
         raise ValueError(
             "profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false"
@@ -44,7 +60,7 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
     """This rank's part of the model, with its initial weights."""
     model = lay_out_model(config, args, mesh)
     for stage in model.stages.values():
-        init_weights(stage, mesh, device, seed)
+        init_weights(stage, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
     return model
 
 
@@ -57,6 +73,8 @@ def lay_out_model(config: Config, args: LlamaArgs, mesh: Mesh) -> ModelParts:
     for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
         with torch.device("meta"):
             stage = Transformer(args).to(getattr(torch, config.training.dtype))
+        if config.float8 is not None:
+            apply_float8(stage, config.float8, compiled=config.compile.model)
         keep_modules(stage, plan.modules[number])
         apply_parallelism(
             stage, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile

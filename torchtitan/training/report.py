@@ -111,7 +111,8 @@ class Reporter:
         shares, own = torch.stack(self._shares).double(), torch.stack(self._own).double()
         largest = max_over(own.clone(), self.loss_group)
         losses = sum_over(shares, self.loss_group)
-        return torch.stack([losses, largest, own, torch.stack(self._norms).double()]).tolist()
+        norms = torch.stack(self._norms).double().to(losses.device)  # those of offloaded gradients are on the host
+        return torch.stack([losses, largest, own, norms]).tolist()
 
     def _record(
         self,

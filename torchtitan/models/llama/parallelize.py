@@ -18,10 +18,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan.models.llama.model import Transformer, fill_initial
 from torchtitan.parallel.context import GatheredAttention
+from torchtitan.parallel.float8 import float8_plan
 from torchtitan.parallel.fsdp import apply_fsdp, copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import apply_recompute
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.parallel.tensor import apply_tensor_parallel, overlap_communication, wait_for_output
 
 
 def keep_modules(model: Transformer, names: Sequence[str]) -> None:
@@ -44,11 +45,17 @@ def apply_parallelism(
 ) -> None:
     """Turn a model on the meta device into this rank's part of it: TP, CP, recompute, compile each block, shard."""
     _split_tensors(model, mesh.devices["tp"], parallelism.disable_loss_parallel)
+    if parallelism.enable_async_tensor_parallel:
+        overlap_communication(mesh.devices["tp"])
     if mesh.dims.cp > 1:
         for layer in model.layers.values():
             layer.attention.core = GatheredAttention(mesh.devices["cp"])
     apply_recompute(model.layers, recompute)
-    if compile_.enable and "model" in compile_.components:
+    if compile_.enable and mesh.dims.tp > 1:
+        # What split tensors compile to depends on the rank, but the key it is cached under does not, and with another
+        # rank's code a second run would train wrongly: https://github.com/pytorch/pytorch/issues/188390
+        torch.compiler.config.cache_key_tag = f"rank {mesh.devices.get_rank()}"
+    if compile_.model:
         for layer in model.layers.values():
             layer.compile(backend=compile_.backend, fullgraph=True)
     reshard = parallelism.fsdp_reshard_after_forward
@@ -61,6 +68,7 @@ def apply_parallelism(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         reshard=reshard,
+        offload=training.enable_cpu_offload,
     )
 
 
@@ -84,7 +92,8 @@ def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: 
         "feed_forward.w3": ColwiseParallel(),
     }
     for layer in model.layers.values():
-        apply_tensor_parallel(layer, axis, block)
+        # gloo carries no float8: on CPUs activations travel in their own type
+        apply_tensor_parallel(layer, axis, block if axis.device_type == "cpu" else float8_plan(layer, block))
     ends: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
         "norm": SequenceParallel(),
@@ -97,6 +106,9 @@ def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: 
     apply_tensor_parallel(
         model, axis, {name: style for name, style in ends.items() if getattr(model, name) is not None}
     )
+    for end in (model.tok_embeddings, model.output):
+        if end is not None:
+            wait_for_output(end)
     if _is_tied(model):
         model.output.weight = model.tok_embeddings.weight  # both were split alike, by rows, but each on its own
 
@@ -116,13 +128,14 @@ def _is_tied(model: Transformer) -> bool:
     return model.args.tied_embeddings and model.tok_embeddings is not None and model.output is not None
 
 
-def init_weights(model: Transformer, mesh: Mesh, device: torch.device, seed: int) -> None:
-    """Allocate this rank's part on the device and fill it with values that depend on seed and name, not on the layout.
+def init_weights(model: Transformer, mesh: Mesh, device: torch.device, seed: int, offloaded: bool) -> None:
+    """Allocate this rank's part and fill it with values that depend on seed and name, not on the layout.
 
     Each rank draws every whole parameter it has a part of, one at a time, and keeps its part. Kinds of devices have
-    generators of their own, so another kind gives other values.
+    generators of their own, so another kind gives other values; values are drawn on the device also where the
+    parameters are kept on the host.
     """
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if offloaded else device)
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "")
         if model.args.tied_embeddings and name == "output.weight":  # on a stage of its own

@@ -192,10 +192,9 @@ def _check_modules(modules: list[list[str]], num_layers: int) -> None:
     if not all(modules):
         raise ValueError(f"{name} has an empty stage; every stage needs a module")
     missing, unknown = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
-    reason = (
-        f"leaves out {', '.join(missing)}" if missing else f"names {unknown[0]}, which the model has not" if unknown else
-        "names a module twice or out of order"
-    )  # fmt: skip
+    reason = "names a module twice or out of order"
+    if missing or unknown:
+        reason = f"leaves out {', '.join(missing)}" if missing else f"names {unknown[0]}, which the model has not"
     raise ValueError(
         f"{name} {reason}; use each of tok_embeddings, layers.0 to {num_layers - 1}, norm, output in order"
     )

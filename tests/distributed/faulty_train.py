@@ -1,0 +1,39 @@
+"""train.py where one rank fails at one step: `FAULT="KIND RANK STEP" python -m tests.distributed.faulty_train ...`.
+
+KIND is `raise`, `sleep` or the name of a signal that the rank sends itself.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.tiny_runs import TINY
+from torchtitan.models.llama.args import FLAVORS
+from torchtitan.training.step import ForwardBackward
+
+kind, faulty_rank, faulty_step = os.environ["FAULT"].split()
+healthy_step = ForwardBackward.__call__
+calls = 0
+
+
+def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
+    global calls
+    calls += 1
+    if (os.environ["RANK"], str(calls)) == (faulty_rank, faulty_step):
+        print(f"fault at {time.time()}", flush=True)
+        if kind == "raise":
+            raise OSError("the disk is gone")
+        if kind == "sleep":
+            time.sleep(1000)
+        os.kill(os.getpid(), getattr(signal, kind))
+    return healthy_step(self, batch)
+
+
+FLAVORS["llama3"]["tiny"] = TINY
+ForwardBackward.__call__ = step_with_a_fault  # type: ignore[method-assign]
+sys.argv[0] = str(Path(__file__).parents[2] / "train.py")
+runpy.run_path(sys.argv[0], run_name="__main__")

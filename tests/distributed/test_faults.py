@@ -1,0 +1,108 @@
+"""One rank raises, dies, stops or sleeps: the console says so once, each rank leaves its stacks, and all end soon."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_runs import BASE
+
+ROOT = Path(__file__).parents[2]
+MODULE = ["-m", "tests.distributed.faulty_train"]
+
+
+class Run:
+    """A run with a fault, to its end."""
+
+    def __init__(self, folder: Path, fault: str, num_ranks: int, torchrun: bool, **overrides: object) -> None:
+        kind, self.faulty_rank, _ = fault.split()
+        self.folder, self.console = folder / "run", ""
+        values = BASE | {"job.dump_folder": self.folder, "training.local_batch_size": 2}
+        values |= {"training.global_batch_size": 2 * num_ranks} | {
+            k.replace("__", "."): v for k, v in overrides.items()
+        }
+        options = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+        with socket.socket() as s:
+            s.bind(("localhost", 0))
+            port = str(s.getsockname()[1])
+        environment = os.environ | {"FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        ranks: list[dict[str, str]] = [{}]
+        command = [sys.executable, *MODULE, *options]
+        if torchrun:
+            launcher = f"-m torch.distributed.run --nproc_per_node {num_ranks} --master_port {port}".split()
+            command = [sys.executable, *launcher, *MODULE, *options]
+        else:
+            shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+        with open(folder / "console", "w+") as console:
+            processes = [
+                subprocess.Popen(
+                    command, cwd=ROOT, env=environment | rank, stdout=console, stderr=console, start_new_session=True
+                )
+                for rank in ranks
+            ]
+            try:
+                for rank, process in enumerate(processes):
+                    if kind != "SIGSTOP" or str(rank) != self.faulty_rank:
+                        process.wait(90)
+                ended = time.time()
+            finally:
+                for process in processes:
+                    try:
+                        os.killpg(process.pid, signal.SIGKILL)
+                    except ProcessLookupError:
+                        pass
+                    process.wait()
+        self.codes = [process.returncode for process in processes]
+        self.console = (folder / "console").read_text()
+        fault_at = re.search(r"fault at (\S+)", self.console)
+        assert fault_at, self.console
+        self.seconds = ended - float(fault_at[1])
+
+
+@pytest.mark.parametrize("torchrun", [True, False], ids=["torchrun", "bare processes"])
+def test_a_rank_that_sleeps_is_named_and_all_leave_their_stacks_and_end(tmp_path: Path, torchrun: bool) -> None:
+    run = Run(tmp_path, "sleep 1 3", 3, torchrun, comm__train_timeout_seconds=6)
+    assert run.seconds < 25 and all(run.codes)
+    assert run.console.count("\n  rank 1 is process ") == 1, run.console
+    message = run.console[run.console.index("no progress for") :]
+    assert re.match(
+        r"no progress for \d s at step 3: rank 1 lags \(in no collective\), others wait in all_reduce\n"
+        r".*  rank 1 is process \d+ on \S+\n"
+        r".*  rank 1: step 3, tests/distributed/faulty_train.py:\d+ \(step_with_a_fault\)\n"
+        r".*  ranks 0, 2: step 3, in all_reduce, called from torchtitan/parallel/collectives.py:\d+ \(sum_over\)\n",
+        message,
+    ), message
+    stacks = [(run.folder / "hang" / f"rank_{rank}.txt").read_text() for rank in range(3)]
+    assert "time.sleep(1000)" in stacks[1] and "thread loader" in stacks[1]
+    assert "dist.all_reduce(tensor, group=group)" in stacks[0] and "dist.all_reduce" in stacks[2]
+    assert "Timed out" not in run.console  # the other ranks' own errors say nothing more
+
+
+@pytest.mark.parametrize(("torchrun", "faulty_rank"), [(True, 1), (False, 0)], ids=["torchrun", "bare processes"])
+def test_the_error_of_one_rank_is_the_only_one_that_is_shown(tmp_path: Path, torchrun: bool, faulty_rank: int) -> None:
+    run = Run(tmp_path, f"raise {faulty_rank} 3", 2, torchrun)
+    assert run.seconds < 25 and all(run.codes)
+    errors = re.findall(r"\w+Error: .*", run.console)
+    assert errors[0] == "OSError: the disk is gone", run.console
+    assert all("the disk is gone" in error or error == "ChildFailedError: " for error in errors), run.console
+    assert "onnection" not in run.console, run.console
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, "SIGKILL 1 3", 2, torchrun=False)
+    assert run.seconds < 25 and all(run.codes)
+    assert "rank 1 lags (no answer)" in run.console and "Traceback" not in run.console
+
+
+def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, "SIGSTOP 1 3", 2, torchrun=False, comm__train_timeout_seconds=4)
+    assert run.seconds < 25 and all(run.codes)
+    assert run.console.count("rank 1 lags (no answer), others wait in all_reduce") == 1, run.console
+    assert [path.name for path in (run.folder / "hang").iterdir()] == ["rank_0.txt"]

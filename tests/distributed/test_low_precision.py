@@ -1,0 +1,105 @@
+"""Float8, emulated, on several ranks and on one; asynchronous tensor parallelism; parameters kept on the host."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.conftest import Ranks
+from tests.distributed.test_layouts import differences
+from tests.tiny_runs import tiny_config, train_here
+
+Records = list[dict[str, Any]]
+TWO: dict[str, Any] = {"training__local_batch_size": 4}
+TENSOR_PARALLEL: dict[str, Any] = {"parallelism__tensor_parallel_degree": 2}
+GATHERED = {"enable_fsdp_float8_all_gather": True}
+PRECOMPUTED = GATHERED | {"precompute_float8_dynamic_scale_for_fsdp": True}
+
+
+def float8(recipe: str = "tensorwise", **keys: Any) -> dict[str, Any]:
+    keys |= {"emulate": True, "recipe_name": recipe}
+    section = {f"quantize__linear__float8__{key}": value for key, value in keys.items()}
+    return {"model__converters": "quantize.linear.float8"} | section
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Records]:
+    seen: dict[str, Records] = {}
+
+    def train_with(overrides: dict[str, Any]) -> Records:
+        if str(overrides) not in seen:
+            seen[str(overrides)] = train_here(tiny_config(tmp_path_factory.mktemp("one"), **overrides))
+        return seen[str(overrides)]
+
+    return train_with
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_is_close_to_float32_but_not_the_same(one_process: Callable[..., Records], recipe: str) -> None:
+    assert 1e-5 < differences(one_process(float8(recipe)), one_process({}), "loss") < 3e-3
+
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "FSDP on 2": (2, "tensorwise", TWO),
+    "TP 2": (2, "tensorwise", TENSOR_PARALLEL),
+    "CP 2": (2, "tensorwise", {"parallelism__context_parallel_degree": 2}),
+    "FSDP on 2, by row": (2, "rowwise", TWO),
+    "TP 2, by row": (2, "rowwise", TENSOR_PARALLEL),
+    "HSDP 2 x 2, gathered in float8": (
+        4, "tensorwise",
+        float8(**GATHERED) | {"training__local_batch_size": 2, "parallelism__data_parallel_replicate_degree": 2}),
+    # torchao's scales are then of a tensor-parallel rank's part of a weight, and precomputed ones of all of it.
+    "FSDP 2 x TP 2, gathered in float8": (4, "tensorwise", float8(**GATHERED) | TWO | TENSOR_PARALLEL),
+    "FSDP 2 x TP 2, precomputed": (4, "tensorwise", float8(**PRECOMPUTED) | TWO | TENSOR_PARALLEL),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float8_on_a_layout_is_close_to_one_process(
+    ranks: Ranks, one_process: Callable[..., Records], tmp_path: Path, layout: str
+) -> None:
+    """Not closer: a scale is taken over what a rank holds, and one rounding more moves all that follows."""
+    world_size, recipe, overrides = LAYOUTS[layout]
+    records = ranks(cases.train, world_size, str(tmp_path), float8(recipe) | overrides)[0]
+    assert differences(records, one_process(float8(recipe)), "loss") <= 2e-3
+
+
+def test_gathering_weights_in_float8_changes_no_number(ranks: Ranks, tmp_path: Path) -> None:
+    plain, gathered, precomputed = (
+        ranks(cases.train, 2, str(tmp_path / str(i)), float8(**keys) | TWO)[0]
+        for i, keys in enumerate([{}, GATHERED, PRECOMPUTED])
+    )
+    for other in (gathered, precomputed):
+        assert differences(other, plain, "loss") <= 1e-6
+        assert differences(other, plain, "grad_norm") <= 1e-5
+
+
+def test_precomputed_scales_are_those_of_the_whole_weights(ranks: Ranks, tmp_path: Path) -> None:
+    for carried, expected in ranks(cases.precomputed_scales, 2, str(tmp_path), float8(**PRECOMPUTED) | TWO):
+        assert len(carried) == 4 * 7 + 1
+        assert carried == pytest.approx(expected, rel=1e-6)
+
+
+def test_tensor_parallel_styles_communicate_in_float8_where_all_takers_of_an_input_can(ranks: Ranks) -> None:
+    ((styles, shape, without),) = ranks(cases.float8_block, 1)
+    assert styles == [
+        *("PrepareFloat8ModuleInput", *["Float8ColwiseParallel"] * 3, "Float8RowwiseParallel"),
+        *("PrepareModuleInput", "Float8ColwiseParallel", "ColwiseParallel", "Float8RowwiseParallel"),
+    ]
+    assert shape == (2, 8, 64) and without == []
+
+
+def test_asynchronous_tensor_parallelism_prepares_what_the_compiler_looks_for(ranks: Ranks) -> None:
+    assert ranks(cases.overlapped, 2) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("layout", [TWO, TWO | TENSOR_PARALLEL], ids=["FSDP 2", "FSDP 2 x TP 2"])
+def test_parameters_kept_on_the_host_change_no_number(ranks: Ranks, tmp_path: Path, layout: dict[str, Any]) -> None:
+    world_size = 2 * layout.get("parallelism__tensor_parallel_degree", 1)
+    plain, offloaded = (
+        ranks(cases.train, world_size, str(tmp_path / str(on)), {"training__enable_cpu_offload": on} | layout)[0]
+        for on in (False, True)
+    )
+    assert differences(offloaded, plain, "loss") == differences(offloaded, plain, "grad_norm") == 0

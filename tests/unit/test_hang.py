@@ -1,0 +1,88 @@
+"""Who lags: read off stacks, decided from them, and said in one message; and what NCCL is told to write down."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchtitan.config.schema import Comm
+from torchtitan.observe.hang import Whereabouts, describe, find_laggards, locate, ranges
+from torchtitan.parallel.collectives import flight_recorder
+
+
+def at(step: int, collective: str = "all_reduce", place: str = "train.py:1 (main)", error: str = "") -> Whereabouts:
+    return Whereabouts(step, collective, place, error)
+
+
+@pytest.mark.parametrize(
+    ("known", "world_size", "laggards", "sign"),
+    [
+        ({0: at(5), 1: at(5, ""), 2: at(5)}, 3, [1], "in no collective"),
+        ({0: at(5), 2: at(5, "")}, 3, [1], "no answer"),
+        ({0: at(5), 1: at(5), 2: at(4)}, 3, [2], "at an earlier step"),
+        ({0: at(5), 1: at(5, "barrier"), 2: at(5)}, 3, [1], "not in the collective of most"),
+        ({0: at(5), 1: at(5), 2: at(5, place="train.py:2 (main)")}, 3, [2], "not in the collective of most"),
+        ({0: at(5), 1: at(5, "barrier")}, 2, [], ""),
+        ({0: at(5), 1: at(5)}, 2, [], ""),
+    ],
+)
+def test_who_lags_is_told_by_the_surest_sign(
+    known: dict[int, Whereabouts], world_size: int, laggards: list[int], sign: str
+) -> None:
+    assert find_laggards(known, world_size) == (laggards, sign)
+
+
+def test_the_message_names_the_laggard_first_and_ranks_in_the_same_place_once() -> None:
+    known = {rank: at(7, error=f"Connection closed by peer {rank}") for rank in range(1000)}
+    del known[3]
+    message = describe(known, {rank: f"process {rank} on node" for rank in range(1000)}, 70.4, Path("out/hang"))
+    assert message.splitlines() == [
+        "no progress for 70 s at step 7: rank 3 lags (no answer), others wait in all_reduce",
+        "  rank 3 is process 3 on node",
+        "  ranks 0-2, 4-999: step 7, in all_reduce, called from train.py:1 (main): Connection closed by peer 0",
+        "  a process that gives no answer is gone, stopped, or in a call that keeps Python's lock",
+        "  each rank's stacks: out/hang/rank_N.txt; what to do: docs/debugging.md",
+    ]
+    many = describe(
+        {0: at(7)} | {rank: at(7, "") for rank in range(1, 9)}, dict.fromkeys(range(9), "p"), 9, Path("hang")
+    )
+    assert "ranks 1-8 lags" in many and "  rank 4 is" in many and "  rank 5 is" not in many
+    assert "no rank lags, all wait for each other in all_reduce" in describe({0: at(7)}, {0: "p"}, 9, Path("hang"))
+
+
+def test_ranks_are_written_as_ranges() -> None:
+    assert [ranges(ranks) for ranks in ([4], [0, 1], [5, 0, 2, 1])] == ["rank 4", "ranks 0-1", "ranks 0-2, 5"]
+
+
+def test_a_stack_is_read_from_the_inside_up_to_the_first_line_of_this_project() -> None:
+    def stack() -> Whereabouts:
+        return locate(3, traceback.walk_stack(sys._getframe()))
+
+    def called_in(file: str) -> Whereabouts:
+        scope: dict[str, Callable[..., Whereabouts]] = {}
+        code = "def all_reduce():\n    return locate(3, traceback.walk_stack(sys._getframe()))"
+        exec(compile(code, file, "exec"), {"locate": locate, "traceback": traceback, "sys": sys}, scope)
+        return scope["all_reduce"]()
+
+    assert stack().place.startswith("tests/unit/test_hang.py:") and stack().place.endswith(" (stack)")
+    assert stack().collective == ""
+    where = called_in("/somewhere/torch/distributed/distributed_c10d.py")
+    assert where.collective == "all_reduce" and where.place.endswith(" (called_in)")
+    assert str(where).startswith("step 3, in all_reduce, called from tests/unit/test_hang.py:")
+    assert called_in("/somewhere/torch/nn/functional.py").collective == ""
+    assert locate(3, []).place == "code outside this project"
+
+
+def test_nccl_is_told_to_write_its_last_collectives_to_the_run_folder(tmp_path: Path) -> None:
+    comm = Comm(trace_buf_size=99, save_traces_folder="nccl", save_traces_file_prefix="r")
+    assert flight_recorder(comm, tmp_path) == {
+        "TORCH_FR_BUFFER_SIZE": "99",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl/r",
+    }
+    assert (
+        flight_recorder(Comm(), Path("outputs"))["TORCH_FR_DUMP_TEMP_FILE"] == f"{Path.cwd()}/outputs/comm_traces/rank_"
+    )
+    assert flight_recorder(Comm(trace_buf_size=0), tmp_path)["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"

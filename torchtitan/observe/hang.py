@@ -1,0 +1,91 @@
+"""Where each rank is, read off its stack, which of them the others wait for, and the words for it."""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+_PROJECT = Path(__file__).parents[2]
+# Python code that waits for other ranks.
+_WAITS = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+)
+_MOST_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where a rank is."""
+
+    step: int
+    collective: str  # the call it waits for other ranks in; empty where it does not
+    place: str  # the innermost line of this project
+    error: str = ""  # what the collective failed with
+
+    def __str__(self) -> str:
+        return f"step {self.step}, " + (f"in {self.collective}, called from " if self.collective else "") + self.place
+
+
+def locate(step: int, stack: Iterable[tuple[FrameType, int]], error: str = "") -> Whereabouts:
+    """Read a stack, innermost frame first."""
+    collective = place = ""
+    for frame, line in stack:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if not collective and file.endswith(_WAITS):
+            collective = function
+        if Path(file).is_relative_to(_PROJECT) and Path(file).name != "watch.py":
+            place = f"{Path(file).relative_to(_PROJECT)}:{line} ({function})"
+            break
+    return Whereabouts(step, collective, place or "code outside this project", error)
+
+
+def find_laggards(known: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
+    """The ranks that the others wait for, and what tells them."""
+    silent = [rank for rank in range(world_size) if rank not in known]
+    if silent:
+        return silent, "no answer"
+    outside = [rank for rank, where in known.items() if not where.collective]
+    if outside:
+        return outside, "in no collective"
+    newest = max(where.step for where in known.values())
+    behind = [rank for rank, where in known.items() if where.step < newest]
+    if behind:
+        return behind, "at an earlier step"
+    calls = {rank: (where.collective, where.place) for rank, where in known.items()}
+    usual, count = Counter(calls.values()).most_common(1)[0]
+    elsewhere = [rank for rank, call in calls.items() if call != usual]
+    return (elsewhere, "not in the collective of most") if elsewhere and 2 * count > world_size else ([], "")
+
+
+def describe(known: Mapping[int, Whereabouts], processes: Mapping[int, str], seconds: float, folder: Path) -> str:
+    """The one message: who lags, where each rank is, and what to look at."""
+    laggards, sign = find_laggards(known, len(processes))
+    waits = Counter(where.collective for rank, where in known.items() if rank not in laggards and where.collective)
+    step = max(where.step for where in known.values())
+    blamed = f"{ranges(laggards)} lags ({sign}), others wait" if laggards else "no rank lags, all wait for each other"
+    lines = [f"no progress for {seconds:.0f} s at step {step}: {blamed} in {' and '.join(waits) or 'no collective'}"]
+    lines += [f"  rank {rank} is {processes[rank]}" for rank in laggards[:_MOST_SHOWN]]
+    together = defaultdict(list)
+    for rank in sorted(known, key=lambda rank: (rank not in laggards, rank)):
+        together[str(known[rank])].append(rank)
+    for where, ranks in together.items():
+        error = known[ranks[0]].error
+        lines.append(f"  {ranges(ranks)}: {where}" + (f": {error}" if error else ""))
+    if len(known) < len(processes):
+        lines.append("  a process that gives no answer is gone, stopped, or in a call that keeps Python's lock")
+    return "\n".join([*lines, f"  each rank's stacks: {folder}/rank_N.txt; what to do: docs/debugging.md"])
+
+
+def ranges(ranks: Collection[int]) -> str:
+    """`ranks 0-2, 5` for 0, 1, 2, 5."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join("-".join(map(str, part)) for part in parts)

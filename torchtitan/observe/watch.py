@@ -1,0 +1,189 @@
+"""When a rank lags or fails: every rank's stacks in the run folder, one message that names the rank, and an end to all.
+
+A thread beside the training loop looks, without any collective, at a board that all ranks share (the store they met in)
+for an alarm. It raises the alarm itself once this rank has waited in a collective for most of the timeout.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.observe.failure import is_refusal
+from torchtitan.observe.hang import Whereabouts, describe, locate
+from torchtitan.observe.log import logger
+
+_SECONDS_AFTER_THE_FIRST = 3
+
+
+class PeerError(RuntimeError):
+    """This rank ends because another one lags, failed or is gone; what there is to say has been shown."""
+
+
+class Watch:
+    """Put the training loop inside; set `step` at each step, and `timeout_seconds` when it changes.
+
+    An error inside ends all ranks. One that another rank has caused becomes a PeerError.
+    """
+
+    def __init__(self, run_folder: Path, timeout_seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
+        self.step, self.timeout_seconds = 0, timeout_seconds
+        self._folder, self._rank, self._world_size = run_folder / "hang", dist.get_rank(), dist.get_world_size()
+        self._loop = threading.get_ident()
+        self._wake, self._answered, self._left = threading.Event(), threading.Event(), threading.Event()
+        self._thrown: tuple[Whereabouts, BaseException] | None = None  # where a collective failed in the loop
+        self._last_words = ""  # why this rank leaves, for the others
+        self._verdict, self._follows = "", False  # why all leave, and whether another left first
+        if self._world_size > 1:
+            every = {dist.group.WORLD, *groups}
+            self._backends = [group._get_backend(device) for group in every for device in group._device_types]
+            # A client of its own: a call that waits in another thread must not hold up this one's.
+            self._board = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store().clone())
+            self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+            self._thread.start()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._world_size == 1:
+            return
+        if isinstance(error, Exception):
+            shown = str(error).partition("\n")[0]
+            where = locate(self.step, reversed(list(traceback.walk_tb(trace))), shown)
+            failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+            if where.collective and failed and not is_refusal(error):
+                self._thrown = where, error
+                self._wake.set()
+                self._answered.wait(3 * self._grace + _SECONDS_AFTER_THE_FIRST)
+            first = f"rank {self._rank} failed first, at {where}: {type(error).__name__}: {error}"
+            self._last_words = "" if self._follows else self._verdict or first
+        self._left.set()
+        self._wake.set()
+        self._thread.join(self._grace)
+        if self._thrown and self._verdict:
+            raise PeerError(self._verdict.partition("\n")[0]) from None
+
+    @property
+    def _interval(self) -> float:
+        return min(2.0, self.timeout_seconds / 20)
+
+    @property
+    def _grace(self) -> float:
+        """Longest wait for the others to see what is on the board."""
+        return 2 * self._interval + 1
+
+    def _look(self) -> None:
+        try:
+            self._board.set(f"process/{self._rank}", f"process {os.getpid()} on {socket.gethostname()}")
+            self._look_until_left()
+            if self._last_words:
+                self._board.compare_set("end", "", self._last_words)
+        except RuntimeError:  # the board is gone, and with it rank 0 or the launcher
+            self._answered.set()
+            before = self._progress()
+            if not self._left.wait(self.timeout_seconds) and self._progress() == before:
+                os._exit(1)
+        finally:
+            self._answered.set()
+
+    def _look_until_left(self) -> None:
+        mark, since, alarm, told = self._progress(), time.monotonic(), 0, False
+        while not self._left.is_set():
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            if mark != (now := self._progress()):
+                mark, since, alarm, told = now, time.monotonic(), alarm + told, False
+            seconds = time.monotonic() - since
+            if self._board.check(["end"]):
+                self._follow(told)
+            elif not told:
+                if self._thrown or self._waits_long(seconds):
+                    self._board.set(f"{alarm}/alarm", "")
+                if self._board.check([f"{alarm}/alarm"]):
+                    self._verdict, told = self._answer(f"{alarm}/", seconds), True
+                    self._answered.set()
+
+    def _progress(self) -> tuple[int, ...]:
+        """Changes with each step and each collective, in any group."""
+        return self.step, *(backend._get_sequence_number_for_group() for backend in self._backends)
+
+    def _waits_long(self, seconds: float) -> bool:
+        """Whether torch is about to give up, which may end the process at once."""
+        patience = self.timeout_seconds - min(30.0, self.timeout_seconds / 3)
+        return seconds > patience and bool(self._where().collective)
+
+    def _where(self) -> Whereabouts:
+        if self._thrown:
+            return self._thrown[0]
+        frames = sys._current_frames()
+        where = locate(self.step, traceback.walk_stack(frames[self._loop]))
+        if not where.collective and where.place.startswith("torchtitan/training/report.py"):
+            where = replace(where, collective="what is queued on the device")  # it reads numbers from there
+        for frame in frames.values():  # on a GPU, backward and its collectives run in threads of autograd
+            other = locate(self.step, traceback.walk_stack(frame))
+            where = where if where.collective else replace(where, collective=other.collective)
+        return where
+
+    def _answer(self, alarm: str, seconds: float) -> str:
+        """Say where this rank is. Rank 0 tells the console about all; if it does not, the first to find that out."""
+        where = self._where()
+        answers = {rank: f"{alarm}rank/{rank}" for rank in range(self._world_size)}
+        self._board.set(answers[self._rank], json.dumps(asdict(where)))
+        self._write_stacks(where)
+        verdict = f"{alarm}verdict"
+        self._comes([*answers.values()] if self._rank == 0 else [verdict])
+        if not self._board.check([verdict]) and self._board.add(f"{alarm}speakers", 1) == 1:
+            given = [rank for rank, key in answers.items() if self._board.check([key])]
+            known = {rank: Whereabouts(**json.loads(self._board.get(answers[rank]))) for rank in given}
+            processes = {rank: self._board.get(f"process/{rank}").decode() for rank in answers}
+            message = describe(known, processes, seconds, self._folder)
+            logger.error(message)
+            self._board.set(verdict, message)
+        return self._board.get(verdict).decode()
+
+    def _comes(self, keys: list[str]) -> None:
+        end = time.monotonic() + self._grace
+        while not self._board.check(keys) and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _follow(self, told: bool) -> None:
+        """Another rank has left: this one's loop is thrown out of its collective, or is ended here."""
+        message = self._board.get("end").decode()
+        end = time.monotonic() + 2 * self._grace
+        while not (self._thrown or self._left.is_set()) and time.monotonic() < end:
+            time.sleep(0.05)
+        if self._left.is_set():
+            return
+        if self._rank == 0 and not told:
+            logger.error(message)
+        if not self._thrown:
+            os._exit(1)
+        time.sleep(_SECONDS_AFTER_THE_FIRST)  # the launcher shows the error of the process that ends first
+        self._verdict, self._follows = message, True
+        self._answered.set()
+        self._left.wait()
+
+    def _write_stacks(self, where: Whereabouts) -> None:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = [f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}, {time.ctime()}: {where}\n"]
+        for thread, frame in sys._current_frames().items():
+            if thread != threading.get_ident():
+                stacks += [f"\nthread {names.get(thread, thread)}\n", *traceback.format_stack(frame)]
+        if self._thrown:
+            stacks += ["\n", *traceback.format_exception(self._thrown[1])]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"rank_{self._rank}.txt").write_text("".join(stacks), encoding="utf-8")
+        except OSError as error:
+            logger.warning(f"the stacks could not be written to {self._folder}: {error.strerror}")
