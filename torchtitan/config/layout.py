@@ -23,10 +23,6 @@ class ParallelDims:
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
-    def world_size(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
     def dp(self) -> int:
         """Ranks that see different data."""
         return self.dp_replicate * self.dp_shard

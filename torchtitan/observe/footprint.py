@@ -1,6 +1,6 @@
 """What runs inside, in bytes: of live tensors by what they are for, and of what each collective is given.
 
-Real tensors and fake ones are counted alike. What a kernel allocates for itself is not seen.
+Of fake tensors, so it costs nothing. What a kernel allocates for itself is not seen.
 """
 
 import weakref
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
@@ -31,8 +31,8 @@ Event = tuple[int, int]  # which storage, and by how many bytes it grew
 class Footprint(TorchDispatchMode):
     """Notes every storage that appears, is resized or goes, and every collective."""
 
-    def __init__(self, fake: FakeTensorMode | None = None) -> None:
-        """`fake`: the mode whose tensors are counted, if not real ones are."""
+    def __init__(self, fake: FakeTensorMode) -> None:
+        """`fake`: the mode whose tensors are counted."""
         super().__init__()
         self._fake = fake
         self.events: list[Event] = []
@@ -63,7 +63,7 @@ class Footprint(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a DTensor comes again as what it does to its local tensors
         result = func(*args, **(kwargs or {}))
-        if self._infers_shapes(result):
+        if len(self._fake.enter_stack) > 1:  # DTensor only asks for a shape, with fake tensors as large as the whole
             return result
         for tensor in _tensors(result):
             self.number(tensor)
@@ -78,21 +78,19 @@ class Footprint(TorchDispatchMode):
                 self.moved[collective] += max(tensor.nbytes for tensor in tensors)
         return result
 
-    def _infers_shapes(self, result: Any) -> bool:
-        """Whether DTensor is only asking for the shape of a result, with fake tensors as large as the whole."""
-        if self._fake is not None:
-            return len(self._fake.enter_stack) > 1
-        return any(isinstance(tensor, FakeTensor) for tensor in _tensors(result))
-
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what these are for; whoever is first to say so is right."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            self._kinds.setdefault(self.number(local), kind)
+            self._kinds.setdefault(self.number(tensor), kind)
+
+    def end_of(self, tensor: Tensor) -> Event:
+        """What it will be when the tensor goes."""
+        number = self.number(tensor)
+        return number, -self._sizes[number]
 
     def number(self, tensor: Tensor) -> int:
         """The number of the tensor's storage in events."""
-        storage = tensor.untyped_storage()
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
         known = self._live.get(id(storage))
         if known is not None:
             return known[0]

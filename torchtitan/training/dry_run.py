@@ -6,6 +6,7 @@ One process plays one rank of each pipeline stage in turn, the one that holds mo
 run: attention stores no scores, and what the driver, the allocator and libraries take on top is not counted.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
+from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config, Parallelism
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizer import build_tokenizer
@@ -47,7 +48,6 @@ class Estimate:
 
     rank: int
     parameters: int  # of its pipeline stages, all shards of them together
-    held: int  # of these, on this rank
     peak: dict[str, int]  # bytes by kind, at the moment when they are most together
     moved: dict[str, int]  # bytes of one step by collective
 
@@ -58,53 +58,74 @@ class Estimate:
 
 def dry_run(config: Config, place: Place) -> list[Estimate]:
     """Estimate and print every pipeline rank; raises ValueError where one does not fit this machine's GPU."""
-    if place.rank:
-        raise ValueError(
-            f'comm.mode = "fake_backend" with RANK={place.rank}: one process plays all ranks; start it without '
-            f"torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
-        )
-    build.check_environment(config, torch.device("cuda"))
+    _check(config, place)
     known = config.model.vocab_size or FLAVORS[config.model.name][config.model.flavor].vocab_size
     args = build.build_model_args(config, None if known else build_tokenizer(config.model.hf_assets_path))
     dims = plan_layout(config.parallelism, place.world_size)
-    plan = plan_batch(config.training, dims.dp)
+    global_batch_size = plan_batch(config.training, dims.dp).global_batch_size
     logger.info(
         f"dry run of {config.job.description}: {count_parameters(args):,} parameters on {place.world_size} ranks, "
-        f"mesh {dims}, global batch {plan.global_batch_size} x {config.training.seq_len} tokens"
+        f"mesh {dims}, global batch {global_batch_size} x {config.training.seq_len} tokens"
     )
     if config.compile.enable:
-        logger.info("compile.enable = true is left out: a compiled step holds no more than what is said here")
-        config = config.model_copy(update={"compile": config.compile.model_copy(update={"enable": False})})
+        logger.info("compile.enable = true is left out: this is the step as it is written, not what a compiler makes")
+        config = config.model_copy(
+            update={
+                "compile": config.compile.model_copy(update={"enable": False}),
+                "parallelism": config.parallelism.model_copy(update={"enable_async_tensor_parallel": False}),
+            }
+        )
+    if not _can_replay(config.parallelism):
+        logger.info("a schedule with backward in two parts: all blocks run, not one of each sort, which takes long")
     capacity = gpu_memory_bytes()
-    print("GiB held at the peak, and GiB moved in a step:")
-    print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
     estimates = []
     for stage in range(dims.pp):
-        estimates.append(estimate(config, args, dims, plan, rank=stage * place.world_size // dims.pp))
+        estimates.append(estimate(config, args, stage * place.world_size // dims.pp, place.world_size))
+        if stage == 0:
+            print("GiB held at the peak, and GiB moved in a step:")
+            print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
         print(describe(estimates[-1], capacity), flush=True)
     print(verdict(estimates, capacity))
     return estimates
 
 
-def estimate(
-    config: Config, args: LlamaArgs, dims: ParallelDims, plan: BatchPlan, rank: int, replay: bool = True
-) -> Estimate:
+def _check(config: Config, place: Place) -> None:
+    """Refuse what a process without GPU, kernels and compiler cannot know."""
+    if place.rank:
+        raise ValueError(
+            f'comm.mode = "fake_backend" with RANK={place.rank}: one process plays all ranks; start it without '
+            f"torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
+        )
+    offload, mode = config.training.enable_cpu_offload, config.activation_checkpoint.mode
+    for found, name, reason, fix in (
+        (offload, "training.enable_cpu_offload = true", "the host's memory apart from a GPU's", "set it to false"),
+        (config.float8, 'model.converters = ["quantize.linear.float8"]', "what float8 kernels hold", "leave it out"),
+        (mode == "memory_budget", f'activation_checkpoint.mode = "{mode}"', "what a compiler keeps", 'use "selective"'),
+    ):
+        if found:
+            raise ValueError(f'comm.mode = "fake_backend" does not know {reason}, which {name} is about; {fix}')
+
+
+def estimate(config: Config, args: LlamaArgs, rank: int, world_size: int, replay: bool = True) -> Estimate:
     """One optimizer step of a rank, with all its microbatches; of blocks that are alike one runs, unless told not to."""
+    dims = plan_layout(config.parallelism, world_size)
     with ExitStack() as stack:
-        stack.enter_context(_process_group(rank, dims.world_size))
+        stack.enter_context(_process_group(rank, world_size))
         mesh = build_mesh(dims, _DEVICE.type)
         model = build.lay_out_model(config, args, mesh)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
         stack.enter_context(_gpu_attention())
+        stack.enter_context(warnings.catch_warnings())
+        # Only a fake collective is done at once and leaves a view of it; nothing is written to it in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         footprint = stack.enter_context(Footprint(fake))
 
         for part in model.stages.values():
             part.to_empty(device=_DEVICE)
         footprint.mark(model.parameters(), "parameters")
-        if replay and (dims.pp == 1 or _runs_backward_in_one_part(config.parallelism)):
-            blocks = [block for part in model.stages.values() for block in part.layers.values()]
-            Replay(footprint, accumulates=dims.pp > 1).apply(blocks)
+        if replay and _can_replay(config.parallelism):
+            Replay(footprint).apply(block for part in model.stages.values() for block in part.layers.values())
         forward_backward = ForwardBackward(
             model, build_loss(config.compile), mesh, config.training, config.parallelism, _DEVICE
         )
@@ -112,17 +133,12 @@ def estimate(
         _fill_optimizer(optimizer, footprint)
         footprint.moved.clear()
 
-        forward_backward(_batch(config, plan.global_batch_size // dims.dp))
+        forward_backward(blank_batch(config, dims.dp))
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
         norm = clip_gradients(model.parameters(), config.training.max_norm, mesh.stage_group, model.copy())
         apply_update(optimizer, config.optimizer.lr, norm)
-        return Estimate(
-            rank,
-            parameters=sum(p.numel() for p in model.parameters()),
-            held=sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)),
-            peak=footprint.peak(),
-            moved=dict(footprint.moved),
-        )
+        parameters = sum(p.numel() for p in model.parameters())
+        return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved))
 
 
 def _fill_optimizer(optimizer: torch.optim.Optimizer, footprint: Footprint) -> None:
@@ -135,21 +151,18 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, footprint: Footprint) -> N
     footprint.mark((value for value in states if isinstance(value, Tensor)), "optimizer")
 
 
-def _batch(config: Config, num_sequences: int) -> Batch:
-    """What the loader gives one rank, without content."""
-    size = num_sequences, config.training.seq_len
+def blank_batch(config: Config, dp: int) -> Batch:
+    """What the loader gives one rank for a step, without content."""
+    size = plan_batch(config.training, dp).global_batch_size // dp, config.training.seq_len
     documents = torch.zeros(size, dtype=torch.int32) if config.model.attn_mask_type == "block_causal" else None
-    return Batch(
-        inputs=torch.zeros(size, dtype=torch.int64),
-        labels=torch.zeros(size, dtype=torch.int64),
-        document_ids=documents,
-        origin=Origin([], [], []),
-    )
+    tokens = torch.zeros(size, dtype=torch.int64)
+    return Batch(tokens, tokens.clone(), documents, Origin([], [], []))
 
 
-def _runs_backward_in_one_part(parallelism: Parallelism) -> bool:
+def _can_replay(parallelism: Parallelism) -> bool:
+    """Whether backward of a block is one piece."""
     schedule, csv = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_schedule_csv
-    return schedule in _BACKWARD_IN_ONE_PART and not csv
+    return parallelism.pipeline_parallel_degree == 1 or (schedule in _BACKWARD_IN_ONE_PART and not csv)
 
 
 @contextmanager
@@ -195,12 +208,13 @@ def describe(estimate: Estimate, capacity: int | None) -> str:
         str(estimate.rank),
         f"{estimate.parameters:,}",
         [f"{value / 2**30:.3f}" for value in values],
-        "passes" if passes else "too large",
+        "  passes" if passes else "  too large",
     )
 
 
 def _row(rank: str, parameters: str, values: list[str], last: str) -> str:
-    return f"{rank:>6} {parameters:>15} " + " ".join(f"{value:>14}" for value in values) + f"  {last}"
+    columns = zip([*KINDS, "peak", *COLLECTIVES], values, strict=True)
+    return f"{rank:>5} {parameters:>15} " + " ".join(f"{value:>{max(8, len(name))}}" for name, value in columns) + last
 
 
 def verdict(estimates: list[Estimate], capacity: int | None) -> str:
@@ -208,7 +222,7 @@ def verdict(estimates: list[Estimate], capacity: int | None) -> str:
     largest = max(estimates, key=lambda estimate: estimate.peak_bytes)
     need = f"rank {largest.rank} holds {largest.peak_bytes / 2**30:.2f} GiB at its peak"
     if capacity is None:
-        return f"every pipeline rank passes; {need}, no device here to compare with"
+        return f"every pipeline rank passes; {need}, this machine has no GPU to compare with"
     if largest.peak_bytes > capacity:
         raise ValueError(
             f"{need}, but this machine's GPU has {capacity / 2**30:.2f}; use more ranks, a smaller "

@@ -18,120 +18,95 @@ from torchtitan.observe.footprint import Event, Footprint
 
 
 @dataclass(frozen=True)
-class Shape:
-    """All there is to a fake tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    wrap: Callable[[Tensor], Tensor]  # into a DTensor, if it was one
-
-    def make(self, device: torch.device) -> Tensor:
-        return self.wrap(torch.empty(self.shape, dtype=self.dtype, device=device))
-
-
-@dataclass(frozen=True)
 class Record:
-    """What one block's forward and backward did."""
+    """What one block's forward and backward did, and how to make what they gave."""
 
     forward: list[Event]
     backward: list[Event]
     moved: tuple[Counter[str], Counter[str]]
-    # Results, and what it takes to book them off again: they are made anew each time.
-    output: Shape
-    gradients: list[Shape]
-    output_off: Event
-    gradients_off: list[Event]
+    output: Callable[[], Tensor]
+    gradients: list[Callable[[], Tensor]]
 
 
 class Replay:
     """Exchanges the forward of blocks; the first of each sort runs when it is first called."""
 
-    def __init__(self, footprint: Footprint, accumulates: bool) -> None:
-        """`accumulates`: gradients are kept from one microbatch to the next, where they cost memory once."""
-        self.footprint, self.accumulates = footprint, accumulates
+    def __init__(self, footprint: Footprint) -> None:
+        self.footprint = footprint
         self.records: dict[tuple, Record] = {}
 
     def apply(self, blocks: Iterable[nn.Module]) -> None:
         for block in blocks:
-            block.forward = _Replayed(self, block)  # type: ignore[method-assign, assignment]
+            block.forward = self._replayed(block, block.forward)  # type: ignore[method-assign, assignment]
 
-    def record(self, forward: Callable[..., Tensor], x: Tensor, rest: tuple, parameters: list[Tensor]) -> Record:
+    def _replayed(self, block: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(x: Tensor, *rest: Any) -> Tensor:
+            parameters = list(block.parameters())
+            key = type(block), x.shape, x.dtype
+            if key not in self.records:
+                self.records[key] = self._record(forward, x, rest, parameters)
+            return _Booked.apply(self.footprint, self.records[key], rest, x, *parameters)
+
+        return call
+
+    def _record(self, forward: Callable[..., Tensor], x: Tensor, rest: tuple, parameters: list[Tensor]) -> Record:
         """Run a block once, forward and backward, and take it out of the books again."""
         footprint = self.footprint
         events, moved = footprint.events, footprint.moved
         x = x.detach().requires_grad_()
-        arriving = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         footprint.events, footprint.moved = [], Counter()
         output = forward(x, *rest)
-        middle, moved_forward = len(footprint.events), footprint.moved
-        footprint.moved = Counter()
-        gradients = list(torch.autograd.grad(output, [x, *parameters], arriving))
-        forward_events, backward_events = footprint.events[:middle], footprint.events[middle:]
-        moved_backward = footprint.moved
-        locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        footprint.mark(locals_[1:], "gradients")
+        forward_events, moved_forward = footprint.events, footprint.moved
+        forward_events.append(footprint.end_of(output))
+        footprint.events, footprint.moved = [], Counter()
+        # The product's gradient is autograd's alone, so that it may add to it in place, as it may in a run.
+        gradients = list(torch.autograd.grad((output * 0).sum(), [x, *parameters]))
+        backward_events, moved_backward = footprint.events, footprint.moved
+        footprint.mark(gradients[1:], "gradients")
+        backward_events += [footprint.end_of(gradient) for gradient in gradients]
         record = Record(
-            forward_events,
-            backward_events,
+            forward_events.copy(),
+            backward_events.copy(),
             (moved_forward, moved_backward),
-            _shape_of(output),
-            [_shape_of(gradient) for gradient in gradients],
-            (footprint.number(output), -output.untyped_storage().nbytes()),
-            [(footprint.number(g), -g.untyped_storage().nbytes()) for g in locals_],
+            _maker(output),
+            [_maker(gradient) for gradient in gradients],
         )
-        del output, gradients, locals_, arriving, x
+        del output, gradients, x
         gc.collect()
         footprint.events, footprint.moved = events, moved
         return record
-
-
-class _Replayed:
-    def __init__(self, replay: Replay, block: nn.Module) -> None:
-        self.replay, self.block, self.forward = replay, block, block.forward
-        self.has_gradients = False
-
-    def __call__(self, x: Tensor, *rest: Any) -> Tensor:
-        parameters = list(self.block.parameters())
-        key = type(self.block), x.shape, x.dtype
-        record = self.replay.records.get(key)
-        if record is None:
-            record = self.replay.records[key] = self.replay.record(self.forward, x, rest, parameters)
-        return _Booked.apply(self, record, rest, x, *parameters)
 
 
 class _Booked(torch.autograd.Function):
     """Stands for a block between the same neighbours: takes and gives the same tensors."""
 
     @staticmethod
-    def forward(ctx: Any, block: _Replayed, record: Record, rest: tuple, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.block, ctx.record = block, record
+    def forward(ctx: Any, footprint: Footprint, record: Record, rest: tuple, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.footprint, ctx.record = footprint, record
         ctx.save_for_backward(x, *(value for value in rest if isinstance(value, Tensor)))
-        footprint = block.replay.footprint
-        footprint.events += [*record.forward, record.output_off]
+        footprint.events += record.forward
         footprint.moved += record.moved[0]
-        return record.output.make(x.device)
+        return record.output()
 
     @staticmethod
     def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
-        block, record = ctx.block, ctx.record
-        footprint = block.replay.footprint
-        footprint.events += [*record.backward, *record.gradients_off]
+        footprint, record = ctx.footprint, ctx.record
+        number, size = footprint.end_of(arriving)  # the record has its own
+        footprint.events += [(number, size), *record.backward, (number, -size)]
         footprint.moved += record.moved[1]
-        if block.has_gradients and block.replay.accumulates:
-            gradients: list[Tensor | None] = [record.gradients[0].make(arriving.device)]
-            gradients += [None] * (len(record.gradients) - 1)
-        else:
-            gradients = [shape.make(arriving.device) for shape in record.gradients]
-        block.has_gradients = True
-        return None, None, None, *gradients
+        return None, None, None, *(make() for make in record.gradients)
 
 
-def _shape_of(tensor: Tensor) -> Shape:
+def _maker(tensor: Tensor) -> Callable[[], Tensor]:
+    """Makes a fake tensor like this one, which it does not keep."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    size, dtype, device = local.shape, local.dtype, local.device
     if not isinstance(tensor, DTensor):
-        return Shape(tensor.shape, tensor.dtype, lambda local: local)
+        return lambda: torch.empty(size, dtype=dtype, device=device)
     mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
 
-    def wrap(local: Tensor) -> Tensor:
+    def make() -> Tensor:
+        local = torch.empty(size, dtype=dtype, device=device)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    return Shape(tensor.to_local().shape, tensor.dtype, wrap)
+    return make
