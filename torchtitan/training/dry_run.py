@@ -3,7 +3,7 @@
     WORLD_SIZE=512 python train.py --job.config_file train_configs/llama3_405b.toml --comm.mode fake_backend
 
 One process plays one rank of each pipeline stage in turn, the one that holds most. Memory is that of the tensors of a GPU's
-run: attention stores no scores, and what the driver, the allocator and libraries take on top is not counted.
+run; what the driver, the allocator and libraries take on top is not counted.
 """
 
 import warnings
@@ -106,8 +106,13 @@ def _check(config: Config, place: Place) -> None:
             raise ValueError(f'comm.mode = "fake_backend" does not know {reason}, which {name} is about; {fix}')
 
 
-def estimate(config: Config, args: LlamaArgs, rank: int, world_size: int, replay: bool = True) -> Estimate:
-    """One optimizer step of a rank, with all its microbatches; of blocks that are alike one runs, unless told not to."""
+def estimate(
+    config: Config, args: LlamaArgs, rank: int, world_size: int, *, gpu: bool = True, replay: bool = True
+) -> Estimate:
+    """One optimizer step of a rank, with all its microbatches, on a GPU or on a CPU.
+
+    Of blocks that are alike one runs, unless told not to.
+    """
     dims = plan_layout(config.parallelism, world_size)
     with ExitStack() as stack:
         stack.enter_context(_process_group(rank, world_size))
@@ -115,7 +120,8 @@ def estimate(config: Config, args: LlamaArgs, rank: int, world_size: int, replay
         model = build.lay_out_model(config, args, mesh)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
-        stack.enter_context(_gpu_attention())
+        if gpu:
+            stack.enter_context(_gpu_kernels())
         stack.enter_context(warnings.catch_warnings())
         # Only a fake collective is done at once and leaves a view of it; nothing is written to it in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -185,15 +191,30 @@ class _AllAgree(TorchDispatchMode):
         return 1 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
 
 
+class _FusedNorm(torch.autograd.Function):
+    """A GPU's kernel keeps its input and a number a row; what a CPU does keeps its intermediate results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: Any, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, torch.empty_like(weight), None
+
+
 @contextmanager
-def _gpu_attention() -> Iterator[None]:
-    """The causal bias of context parallelism as GPUs have it: known to their kernels, where a CPU needs all scores."""
+def _gpu_kernels() -> Iterator[None]:
+    """Norms, and the causal bias of context parallelism, as GPUs have them: without all values in between."""
 
     def make(*sizes: int) -> CausalBias:
         with _disable_current_modes():  # it cannot be made of a tensor that a mode has seen
             return causal_lower_right(*sizes)
 
     with (
+        mock.patch("torch.nn.functional.rms_norm", _FusedNorm.apply),
         mock.patch("torch.nn.attention.bias.can_use_flash_attention", lambda parameters: True),
         mock.patch("torchtitan.parallel.context.causal_lower_right", make),
     ):
