@@ -3,7 +3,7 @@
 import math
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torchtitan.observe.health import NotFiniteError
 from torchtitan.parallel import collectives
 from torchtitan.parallel.float8 import apply_float8, float8_plan, update_float8_scales
 from torchtitan.parallel.mesh import build_mesh
+from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.parallel.tensor import overlap_communication
 from torchtitan.training import build
 from torchtitan.training.loss import build_loss, cross_entropy_sum
@@ -36,6 +37,37 @@ from torchtitan.training.step import ForwardBackward
 
 def train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> list[dict[str, Any]]:
     return train_here(tiny_config(folder, world_size, **overrides), Place(rank, rank, world_size))
+
+
+class Piece(NamedTuple):
+    """What one rank holds of a parameter, and where in the whole it begins."""
+
+    begin: tuple[int, ...]
+    value: torch.Tensor
+
+
+def train_and_keep(
+    rank: int, world_size: int, folder: str, overrides: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Piece]]:
+    """Trains; the records, and this rank's pieces of the trained parameters."""
+    import train as recipe
+
+    def build_and_keep(*args: Any) -> ModelParts:
+        kept.append(build_model(*args))
+        return kept[-1]
+
+    kept: list[ModelParts] = []
+    build_model = recipe.build.build_model
+    recipe.build.build_model = build_and_keep
+    try:
+        records = train(rank, world_size, folder, overrides)
+    finally:
+        recipe.build.build_model = build_model
+    pieces = {}
+    for name, parameter in kept[0].named_parameters():
+        (chunk,) = parameter.__create_chunk_list__()
+        pieces[name] = Piece(tuple(chunk.offsets), parameter.detach().to_local().clone())
+    return records, pieces
 
 
 def precomputed_scales(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> tuple[list[float], ...]:

@@ -1,5 +1,7 @@
 """Ranks that are started once and serve all the tests of this folder: importing torch costs more than most tests."""
 
+import functools
+import gc
 import multiprocessing
 import os
 import socket
@@ -18,7 +20,6 @@ TEST_SECONDS = 100
 def _serve(rank: int, pipe: Connection) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "LOCAL_RANK": str(rank), "RANK": str(rank)}
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     pipe.send("ready")
@@ -33,9 +34,28 @@ def _serve(rank: int, pipe: Connection) -> None:
         except BaseException:
             answer = None, traceback.format_exc()
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            _forget()
         pipe.send(answer)
+
+
+def _forget() -> None:
+    """End what a test has started. gloo polls with a thread a group, and torch's caches know groups long gone."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
+    gc.enable()  # a run turns it off
+    for cache in gc.get_objects():
+        if isinstance(cache, functools._lru_cache_wrapper) and str(cache.__module__).startswith("torch.distributed"):
+            cache.cache_clear()
+    torch._dynamo.reset()
+    gc.collect()
 
 
 class Ranks:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
@@ -122,30 +123,57 @@ def with_option(overrides: dict[str, Any], option: str) -> dict[str, Any]:
     return both
 
 
+def parameter_difference(of_ranks: list[dict[str, cases.Piece]], whole: dict[str, cases.Piece]) -> float:
+    """The largest; ranks that hold the same piece must hold the same bits, and together the whole."""
+    largest = 0.0
+    for name, (_, value) in whole.items():
+        held: dict[tuple[int, ...], torch.Tensor] = {}
+        for pieces in of_ranks:
+            begin, piece = pieces.get(name, ((), torch.empty(0)))
+            if piece.numel():
+                assert piece.equal(held.setdefault(begin, piece)), name
+        assert sum(piece.numel() for piece in held.values()) == value.numel(), name
+        for begin, piece in held.items():
+            region = tuple(slice(b, b + size) for b, size in zip(begin, piece.shape, strict=True))
+            largest = max(largest, (piece - value[region]).abs().max().item())
+    return largest
+
+
+Trained = tuple[list[dict[str, Any]], dict[str, cases.Piece]]
 Reference = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The records of one process with the same model, data and steps."""
-    trained: dict[str, list[dict[str, Any]]] = {}
+def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Trained]:
+    """The records and parameters of one process with the same model, data and steps."""
+    trained: dict[str, Trained] = {}
 
-    def train_once(overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    def train_once(overrides: dict[str, Any]) -> Trained:
         keys = of_one_process(overrides)
         if str(keys) not in trained:
-            trained[str(keys)] = train_here(tiny_config(tmp_path_factory.mktemp("one"), **keys))
+            trained[str(keys)] = cases.train_and_keep(0, 1, str(tmp_path_factory.mktemp("one")), keys)
         return trained[str(keys)]
 
     return train_once
 
 
+@pytest.fixture(scope="module")
+def one_process(trained_alone: Callable[[dict[str, Any]], Trained]) -> Reference:
+    """Its records."""
+    return lambda overrides: trained_alone(overrides)[0]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_trains_as_one_process_does(ranks: Ranks, one_process: Reference, tmp_path: Path, name: str) -> None:
+def test_a_layout_trains_as_one_process_does(
+    ranks: Ranks, trained_alone: Callable[[dict[str, Any]], Trained], tmp_path: Path, name: str
+) -> None:
     world_size, overrides = LAYOUTS[name]
-    records = ranks(cases.train, world_size, str(tmp_path), overrides)[0]
-    reference = one_process(overrides)
+    answers = ranks(cases.train_and_keep, world_size, str(tmp_path), overrides)
+    records = answers[0][0]
+    reference, parameters = trained_alone(overrides)
     assert differences(records, reference, "loss") <= 1e-5
     assert differences(records, reference, "grad_norm") <= 1e-4
+    assert parameter_difference([pieces for _, pieces in answers], parameters) <= 1e-4
     assert records[-1]["loss"] < records[0]["loss"] - 0.1
     assert [r["tokens_seen"] for r in records] == [r["tokens_seen"] for r in reference]
 

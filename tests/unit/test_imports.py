@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("torchtitan/**/*.py"), *ROOT.glob("benchmarks/**/*.py"), ROOT / "train.py"])
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES}
 
-LEVEL_1 = ("torchtitan.config", "torchtitan.hardware", "torchtitan.models.llama.args")
+LEVEL_1 = ("torchtitan.config", "torchtitan.hardware", "torchtitan.models.llama.args", "torchtitan.models.llama.stages")
 PURE_TRAINING = ("torchtitan.training.loss", "torchtitan.training.optimizer", "torchtitan.training.lr_schedule")
 ROOMS = ("torchtitan.parallel", "torchtitan.data", "torchtitan.checkpoint", "torchtitan.observe")
 LLAMA = "torchtitan.models.llama"
@@ -25,7 +25,7 @@ TOP = ("torchtitan.generate", "torchtitan.compare", "torchtitan.__main__", "benc
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "tyro", "tomli", "tomli_w"}
-ALWAYS_THERE = LIGHT | {"torch", "numpy", "rich"}
+ALWAYS_THERE = LIGHT | {"torch", "numpy", "rich", "fsspec"}
 
 
 @dataclass(frozen=True)

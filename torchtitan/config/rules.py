@@ -1,32 +1,18 @@
 """What makes a configuration impossible although every single value is fine: pure, no torch, all findings at once."""
 
-import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import PurePath
 
-from torchtitan.config.layout import plan_batch, plan_layout
+from torchtitan.config.layout_rules import Finding, find_layout_conflicts
 from torchtitan.config.schema import Config
 from torchtitan.models.llama.args import FLAVORS
-from torchtitan.models.llama.stages import plan_microbatches, plan_stages
-
-_DEGREES = (
-    "data_parallel_replicate",
-    "data_parallel_shard",
-    "tensor_parallel",
-    "context_parallel",
-    "pipeline_parallel",
-)
-_BACKWARD_IN_TWO_PARTS = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the message
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
     findings = [*_zeros(config), *_model(config), *_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_splits(config), *_pipeline(config)]
-    findings += [*_float8(config), *_async_tensor_parallel(config)]
+    findings += [*_folders(config), *_float8(config)]
     if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
         findings.append(
             (
@@ -35,9 +21,7 @@ def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
                 f'optimizer.implementation = "{config.optimizer.implementation}" cannot; use "fused"',
             )
         )
-    if world_size is not None:
-        findings += _ranks(config, world_size)
-    return findings
+    return [*findings, *find_layout_conflicts(config, world_size)]
 
 
 def _zeros(config: Config) -> Iterator[Finding]:
@@ -115,85 +99,6 @@ def _compile(config: Config) -> Iterator[Finding]:
         )
 
 
-def _splits(config: Config) -> Iterator[Finding]:
-    """What a model of this shape and sequences of this length can be split into."""
-    tp, cp = config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree
-    args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
-    if args is None:
-        return
-    name = "parallelism.tensor_parallel_degree"
-    for what, count in [("heads", args.n_heads), ("KV heads", args.n_kv_heads), ("hidden units", args.hidden_dim)]:
-        if count % tp:
-            fitting = ", ".join(str(d) for d in range(1, args.n_kv_heads + 1) if args.n_kv_heads % d == 0)
-            yield (
-                (name, "model.name", "model.flavor"),
-                f"{name} = {tp} does not divide the model's {count} {what}; use one of {fitting}",
-            )
-            return
-    pieces = 2 * cp if cp > 1 else 1  # a head and a tail piece each, see parallel/context.py
-    unit = math.lcm(pieces, cp * tp)
-    lengths = {"training.seq_len": config.training.seq_len}
-    if config.validation.enable:
-        lengths["validation.seq_len"] = config.validation.seq_len
-    for key, seq_len in lengths.items():
-        if seq_len % unit:
-            yield (
-                (key, name, "parallelism.context_parallel_degree"),
-                f"{key} = {seq_len} does not divide into the pieces of context_parallel_degree {cp} and "
-                f"tensor_parallel_degree {tp}; use a multiple of {unit}, as {-(-seq_len // unit) * unit}",
-            )
-
-
-def _pipeline(config: Config) -> Iterator[Finding]:
-    """Whether the layers can be cut into stages, and whether the schedule can run on them."""
-    parallelism, training = config.parallelism, config.training
-    args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
-    if args is None or parallelism.pipeline_parallel_degree == 1:
-        return
-    keys = tuple(f"parallelism.{key}" for key in type(parallelism).model_fields if key.startswith("pipeline_"))
-    vocab_size = config.model.vocab_size or args.vocab_size or 1  # the cut may depend on it, not whether there is one
-    try:
-        plan = plan_stages(replace(args, vocab_size=vocab_size), parallelism, training.seq_len)
-        plan_microbatches(parallelism, plan, training.local_batch_size)
-    except ValueError as error:
-        yield (*keys, "model.name", "model.flavor", "training.local_batch_size"), str(error)
-    if config.validation.enable and config.validation.local_batch_size != training.local_batch_size:
-        yield (
-            ("validation.local_batch_size", "training.local_batch_size", "parallelism.pipeline_parallel_degree"),
-            f"validation.local_batch_size = {config.validation.local_batch_size} goes through the training's pipeline "
-            f"schedule, made for training.local_batch_size; use {training.local_batch_size}",
-        )
-    if (
-        parallelism.pipeline_parallel_schedule not in _BACKWARD_IN_TWO_PARTS
-        and not parallelism.pipeline_parallel_schedule_csv
-    ):
-        return
-    recompute = config.activation_checkpoint
-    for cannot, keys, fix in (
-        (
-            config.compile.enable and "model" in config.compile.components,
-            ("compile.enable", "compile.components"),
-            "a compiled block cannot do; leave model out of compile.components",
-        ),
-        (
-            recompute.mode == "selective" and recompute.selective_ac_option == "op",
-            ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
-            'recomputing by operation cannot do; use a number as activation_checkpoint.selective_ac_option, or "full"',
-        ),
-        (
-            parallelism.fsdp_reshard_after_forward == "always",
-            ("parallelism.fsdp_reshard_after_forward",),
-            'needs the parameters that forward used; set fsdp_reshard_after_forward = "default"',
-        ),
-    ):
-        if cannot:
-            yield (
-                (*keys, "parallelism.pipeline_parallel_schedule"),
-                f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}" runs backward in '
-                f"two parts, which {fix}, or use Interleaved1F1B",
-            )
-
-
 def _float8(config: Config) -> Iterator[Finding]:
     name, float8 = "quantize.linear.float8", config.float8
     if float8 is None:
@@ -241,23 +146,6 @@ def _float8(config: Config) -> Iterator[Finding]:
         )
 
 
-def _async_tensor_parallel(config: Config) -> Iterator[Finding]:
-    name, degree = "parallelism.enable_async_tensor_parallel", config.parallelism.tensor_parallel_degree
-    if not config.parallelism.enable_async_tensor_parallel:
-        return
-    if degree == 1:
-        yield (
-            (name, "parallelism.tensor_parallel_degree"),
-            f"{name} = true with tensor_parallel_degree = 1 has nothing to overlap; set it to false, or split tensors",
-        )
-    elif not (config.compile.model and config.compile.backend == "inductor"):
-        yield (
-            (name, "compile.enable", "compile.components", "compile.backend"),
-            f"{name} = true is carried out by the compiler; set compile.enable = true with "
-            f'"model" among compile.components and compile.backend = "inductor", or set it to false',
-        )
-
-
 def _folders(config: Config) -> Iterator[Finding]:
     """Folders inside the run folder: moved aside with it, so they must be its own."""
     names = {
@@ -288,18 +176,3 @@ def _data(config: Config) -> Iterator[Finding]:
             f"profiling.profile_freq = {config.profiling.profile_freq} is shorter than profiler_warmup + "
             f"profiler_active = {cycle} steps; use {cycle} or more",
         )
-
-
-def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
-    degrees = tuple(f"parallelism.{key}_degree" for key in _DEGREES)
-    try:
-        dims = plan_layout(config.parallelism, world_size)
-    except ValueError as error:
-        yield degrees, str(error)
-        return
-    if config.training.global_batch_size and config.training.num_streams:  # zeros have their own message
-        try:
-            plan_batch(config.training, dims.dp)
-        except ValueError as error:
-            batch = ("training.global_batch_size", "training.local_batch_size", "training.num_streams")
-            yield (*degrees, *batch), str(error)

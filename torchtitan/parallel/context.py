@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import CausalBias, causal_lower_right
+
+try:
+    from torch.distributed._functional_collectives import all_gather_single_autograd
+except ImportError:  # its name before torch 2.13
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd as all_gather_single_autograd
 
 
 def own_positions(seq_len: int, axis: DeviceMesh, device: torch.device) -> Tensor | None:
@@ -74,7 +78,7 @@ class GatheredAttention(nn.Module):
 
     def _gather(self, kv: Tensor) -> Tensor:
         """All ranks' pieces [2, B, S, H, D] in the order of the sequence; backward sums the gradients over ranks."""
-        pieces = all_gather_tensor_autograd(kv.contiguous(), 2, self.group).chunk(2 * self.size, dim=2)
+        pieces = all_gather_single_autograd(kv.contiguous(), 2, self.group).chunk(2 * self.size, dim=2)
         return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)
 
 

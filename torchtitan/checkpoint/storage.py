@@ -1,0 +1,186 @@
+"""Where checkpoints lie, on a disk or at an fsspec URL: which are complete, and reading them without trust.
+
+A checkpoint is a folder `step-N` of torch.distributed.checkpoint with a manifest of its files' sizes and checksums. The
+manifest is written last, and on a disk the folder gets its name last: what has none is not there.
+"""
+
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+_MANIFEST = "manifest.json"
+_CHUNK = 1 << 24
+
+
+class IncompleteError(ValueError):
+    """What is there is no complete checkpoint; the message says why."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint says of itself."""
+
+    step: int
+    files: dict[str, tuple[int, int]]  # name -> bytes, CRC-32
+    config: dict[str, Any]
+    layout: str
+    versions: dict[str, str]
+    run: dict[str, Any]  # token counts, losses: small things of the run, its tensors being in the files
+
+
+class Storage:
+    """The folder of a run's checkpoints."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.fs, self.root = url_to_fs(self.url)
+        self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a folder, complete or not, newest first."""
+        if not self.fs.exists(self.root):
+            return []
+        self.fs.invalidate_cache()
+        names = (path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(self.root, detail=False))
+        return sorted((int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name)), reverse=True)
+
+    def folder(self, step: int) -> str:
+        return f"{self.root}/step-{step}"
+
+    def being_written(self, step: int) -> str:
+        """Where a save writes: an object store has no names to change, its manifest alone says that all is there."""
+        return f"{self.root}/step-{step}.writing" if self.is_local else self.folder(step)
+
+    def describe(self, folder: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """Bytes and checksum of files, as they are read back."""
+        return {name: self._checksum(f"{folder}/{name}") for name in names}
+
+    def names(self, folder: str) -> list[str]:
+        return sorted(path.rpartition("/")[2] for path in self.fs.ls(folder, detail=False))
+
+    def complete(self, manifest: Manifest) -> None:
+        """Write the manifest, give the folder its name: from here on the checkpoint is there."""
+        folder = self.being_written(manifest.step)
+        with self.fs.open(f"{folder}/{_MANIFEST}", "wb") as file:
+            file.write(json.dumps(asdict(manifest), indent=1).encode())
+        if self.is_local:
+            _sync(Path(folder) / _MANIFEST)
+            _sync(Path(folder))
+            self.remove(self.folder(manifest.step))  # of this step, but not complete: else nobody would save it again
+            Path(folder).rename(self.folder(manifest.step))
+            _sync(Path(self.root))
+
+    def manifest(self, step: int) -> Manifest:
+        """What a checkpoint says of itself, its files being as long as it says."""
+        try:
+            with self.fs.open(f"{self.folder(step)}/{_MANIFEST}", "rb") as file:
+                read = json.load(file)
+            manifest = Manifest(**read | {"files": {name: tuple(about) for name, about in read["files"].items()}})
+        except FileNotFoundError:
+            raise IncompleteError("it has no manifest: it was never finished") from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise IncompleteError(f"its manifest cannot be read ({error})") from None
+        for name, (size, _) in manifest.files.items():
+            try:
+                found = self.fs.size(f"{self.folder(step)}/{name}")
+            except FileNotFoundError:
+                raise IncompleteError(f"{name} is missing") from None
+            if found != size:
+                raise IncompleteError(f"{name} has {found} bytes, the manifest says {size}")
+        return manifest
+
+    def faults(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
+        """Of these files, what is not as the manifest says."""
+        found = self.describe(self.folder(manifest.step), names)
+        return [f"the checksum of {name} differs" for name, about in found.items() if about != manifest.files[name]]
+
+    def remove(self, folder: str) -> None:
+        """The manifest first: what is left if this is cut short is no checkpoint."""
+        if self.fs.exists(f"{folder}/{_MANIFEST}"):
+            self.fs.rm_file(f"{folder}/{_MANIFEST}")
+        if self.fs.exists(folder):
+            self.fs.rm(folder, recursive=True)
+
+    def sweep(self) -> list[str]:
+        """Remove what saves that were cut short have left; their names."""
+        left = [path for path in self.fs.ls(self.root, detail=False) if path.endswith(".writing")] if (
+            self.fs.exists(self.root)) else []  # fmt: skip
+        for path in left:
+            self.fs.rm(path, recursive=True)
+        return [path.rpartition("/")[2] for path in left]
+
+    def writer(self, step: int) -> FileSystemWriter:
+        if self.is_local:
+            return FileSystemWriter(self.being_written(step))
+        return FsspecWriter(self.fs.unstrip_protocol(self.being_written(step)))
+
+    def reader(self, step: int) -> FileSystemReader:
+        return Reader(self.folder(step)) if self.is_local else RemoteReader(self.fs.unstrip_protocol(self.folder(step)))
+
+    def _checksum(self, path: str) -> tuple[int, int]:
+        size, checksum = 0, 0
+        with self.fs.open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+        return size, checksum
+
+
+class _WithoutTrust:
+    """torch reads a checkpoint's index as a pickle, which may run anything; here only what an index is made of."""
+
+    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
+            metadata = _IndexUnpickler(io.BytesIO(file.read())).load()
+        for name, kind in metadata.state_dict_metadata.items():
+            if not isinstance(kind, TensorStorageMetadata):  # torch would read it as a pickle
+                raise ValueError(f"{self.path}: {name} is no tensor; it is not read, for it could run anything")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Reader(_WithoutTrust, FileSystemReader):
+    """From a disk."""
+
+
+class RemoteReader(_WithoutTrust, FsspecReader):
+    """From an fsspec URL."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    _ALLOWED = {
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch": {"Size", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool", "strided"},
+        "torch.serialization": {"_get_layout"},
+        "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in self._ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"a checkpoint's index has no use for {module}.{name}; it is not read")
+        return super().find_class(module, name)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what was written."""
+    import os
+
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
