@@ -42,6 +42,7 @@ from torchtitan.parallel.float8 import update_float8_scales
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
 from torchtitan.training.checkpoints import Checkpoints
+from torchtitan.training.dry_run import dry_run
 from torchtitan.training.loss import build_loss
 from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import apply_update, build_optimizer
@@ -52,6 +53,10 @@ from torchtitan.training.validate import Validator
 
 @record  # under torchrun, the first rank's error is the one that is shown
 def main(config: Config, place: Place) -> None:
+    if config.comm.mode == "fake_backend":
+        dry_run(config, place)
+        return
+
     # What can be refused is refused here, before any process waits for another.
     training = config.training
     device = hardware.pick_device(place.local_rank)

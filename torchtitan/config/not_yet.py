@@ -45,7 +45,6 @@ KEYS: dict[str, dict[str, Any]] = {
     ),
     "quantize.grouped_mm.float8": dict.fromkeys(["fqns"], _OFF_WITH_SECTION),
     "quantize.grouped_mm.mx": dict.fromkeys(["recipe_name", "fqns"], _OFF_WITH_SECTION),
-    "comm": {"mode": "default"},
     "memory_estimation": {"enable": False, "disable_fake_mode": _OFF_WITH_SECTION},
     "fault_tolerance": {
         "enable": False,

@@ -420,6 +420,9 @@ class Quantize(Section):
 class Comm(Section):
     """Process groups."""
 
+    mode: Literal["default", "fake_backend"] = "default"
+    """fake_backend: no training but a dry run of WORLD_SIZE ranks in one process: memory and traffic of each stage."""
+
     init_timeout_seconds: PositiveInt = 300
     """Longest wait for a collective during start and the first step."""
 
