@@ -155,17 +155,18 @@ def main(config: Config, place: Place) -> None:
             update_float8_scales(model.stages.values(), config.float8)
 
             reporter.add(batch.origin, loss, gradient_norm, data_seconds)
-            if step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:
+            saving = checkpoints.due(step, late)  # what is saved has been judged
+            if saving or step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:
                 reporter.flush(step, learning_rate)
             if stopping := asked_to_stop and step < training.steps:
                 break
-            if checkpoints.due(step, late):
+            if saving:
                 with reporter.paused():
                     checkpoints.save(step)
             if validate is not None and step % config.validation.freq == 0:
                 with reporter.paused():
                     validate(step)
-            if step == 1:
+            if watch.timeout_seconds != config.comm.train_timeout_seconds:  # the slow first step is over
                 collectives.set_timeout(config.comm.train_timeout_seconds, mesh.groups)
                 watch.timeout_seconds = config.comm.train_timeout_seconds
             if step % training.gc_freq == 0:

@@ -26,12 +26,20 @@ def main(argv: list[str]) -> None:
     compare.add_argument("--norm_bound", type=float, default=1e-4, help=bound % "gradient norm")
     compare.epilog = "After --: options of train.py, for both."
 
+    drill = verbs.add_parser("drill", help="break a run in many ways; it must end as if nothing had happened")
+    drill.add_argument("--faults", type=int, default=8, help="how many (default: %(default)s)")
+    drill.add_argument("--ranks", type=int, default=2, help="processes of the run (default: %(default)s)")
+    drill.add_argument("--seed", type=int, default=0, help="of which fault comes when (default: %(default)s)")
+    drill.add_argument("--minutes", type=float, default=60, help="longest time for all (default: %(default)s)")
+    drill.add_argument("--out", default="outputs/drill", help="folder, emptied first (default: %(default)s)")
+    drill.epilog = "After --: options of train.py."
+
     from torchtitan.data import prepare
 
     prepare.add_arguments(verbs.add_parser("prepare", help="tokenise text once, to train from at memory speed"))
 
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
-    end = argv.index("--") if argv[:1] == ["compare"] and "--" in argv else len(argv)
+    end = argv.index("--") if argv[:1] in (["compare"], ["drill"]) and "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
     if args.verb == "check":
         from torchtitan.config.load import load_config_or_exit
@@ -46,6 +54,10 @@ def main(argv: list[str]) -> None:
             prepare.run(args)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
+    elif args.verb == "drill":
+        from torchtitan import drill as fire_drill
+
+        raise SystemExit(fire_drill.run(args, options=argv[end + 1 :]))
     elif args.verb == "compare":
         from torchtitan.compare import run
 

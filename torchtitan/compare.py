@@ -238,7 +238,7 @@ def _plan_run(
     name: str, file: str, options: Sequence[str], seed: int, steps: int | None, world_size: int | None, out: Path
 ) -> Run:
     argv = ["--job.config_file", file, *options, "--debug.seed", str(seed), "--metrics.log_freq", "1"]
-    argv += ["--job.dump_folder", str(out / name.lower())]
+    argv += ["--job.dump_folder", str(out / name.lower()), "--checkpoint.no_enable"]
     given = load_config(argv)
     if steps is not None:
         schedule = given.lr_scheduler.total_steps or given.training.steps

@@ -184,7 +184,7 @@ def test_an_option_trains_alike_on_a_layout(
     ranks: Ranks, one_process: Reference, tmp_path: Path, option: str, name: str
 ) -> None:
     world_size, overrides = LAYOUTS[name]
-    overrides = with_option(overrides, option) | {"training__steps": 3}
+    overrides = with_option(overrides, option) | {"training__steps": 2}
     records = ranks(cases.train, world_size, str(tmp_path), overrides)[0]
     reference = one_process(overrides)
     if option == "bfloat16":
@@ -208,21 +208,20 @@ def test_a_rank_does_not_take_up_what_another_compiled(ranks: Ranks, one_process
         assert differences(records, one_process(overrides), "loss") <= 1e-5, run
 
 
-def test_initial_and_trained_parameters_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
+def test_initial_parameters_do_not_depend_on_the_layout(ranks: Ranks, tmp_path: Path) -> None:
     four, two = {"training__local_batch_size": 2}, {"training__local_batch_size": 4}
     hybrid = four | {"parallelism__data_parallel_replicate_degree": 2}
     split = two | {"parallelism__tensor_parallel_degree": 2}
-    for steps, tolerance in [(0, 0.0), (10, 1e-4)]:
-        one = ranks(cases.parameters_after, 1, str(tmp_path), steps, two)[0][0]
-        on_two = ranks(cases.parameters_after, 2, str(tmp_path), steps, two)[0][0]
-        on_four = ranks(cases.parameters_after, 4, str(tmp_path), steps, hybrid)
-        with_tp = ranks(cases.parameters_after, 4, str(tmp_path), steps, split)[0][0]
-        for name, value in one.items():
-            for other in (on_two[name], on_four[0][0][name], with_tp[name]):
-                assert (other - value).abs().max() <= tolerance, (name, steps)
-            # Replicas hold the same shard: ranks 0 and 2, 1 and 3.
-            for rank in (0, 1):
-                assert on_four[rank][1][name].equal(on_four[rank + 2][1][name]), (name, steps)
+    one = ranks(cases.parameters_after, 1, str(tmp_path), 0, two)[0][0]
+    on_two = ranks(cases.parameters_after, 2, str(tmp_path), 0, two)[0][0]
+    on_four = ranks(cases.parameters_after, 4, str(tmp_path), 0, hybrid)
+    with_tp = ranks(cases.parameters_after, 4, str(tmp_path), 0, split)[0][0]
+    for name, value in one.items():
+        for other in (on_two[name], on_four[0][0][name], with_tp[name]):
+            assert other.equal(value), name
+        # Replicas hold the same shard: ranks 0 and 2, 1 and 3.
+        for rank in (0, 1):
+            assert on_four[rank][1][name].equal(on_four[rank + 2][1][name]), name
 
 
 def test_both_copies_of_a_tied_weight_stay_the_same_on_the_first_and_the_last_stage(
