@@ -56,8 +56,8 @@ def build_model_args(config: Config, tokenizer: Tokenizer) -> LlamaArgs:
     return resolve_vocab_size(args, config.model.vocab_size, tokenizer.vocab_size)
 
 
-def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, seed: int) -> ModelParts:
-    """This rank's part of the model, with its initial weights."""
+def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, seed: int | None) -> ModelParts:
+    """This rank's part of the model, with its initial weights; without a seed they are left to be loaded."""
     plan = plan_stages(args, config.parallelism, config.training.seq_len)
     if mesh.dims.pp > 1:
         logger.info(f"pipeline: {plan}")
@@ -71,7 +71,10 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
         apply_parallelism(
             stage, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile
         )
-        init_weights(stage, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
+        if seed is None:
+            stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        else:
+            init_weights(stage, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
         stages[number] = stage.train()
     tied = ("tok_embeddings.weight", "output.weight") if args.tied_embeddings and mesh.dims.pp > 1 else None
     return ModelParts(stages, plan.ranks, mesh.devices["pp"], args.dim, tied)
