@@ -66,6 +66,8 @@ def build_model(source: Source, dtype: torch.dtype, place: hardware.Place) -> Tr
         axis = init_device_mesh(device.type, (degree,), mesh_dim_names=("tp",))
         split_tensors(model, axis, disable_loss_parallel=True, split_sequence=False)
     model.to_empty(device=device)
+    if args.tied_embeddings:
+        model.output.weight = model.tok_embeddings.weight  # to_empty gives both their own
     for name, parameter in model.named_parameters():
         source.weights.fill(name, parameter)
     return model.eval()

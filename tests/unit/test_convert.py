@@ -337,5 +337,4 @@ def test_a_conversion_holds_a_shard_and_not_the_model(tmp_path: Path) -> None:
     assert model_bytes > 5 * 40e6
     for way, forms in {"out": ("", "-hf"), "in": ("-hf", "-back")}.items():
         base, peak = (peak_bytes(tmp_path / f"{n}{forms[0]}", tmp_path / f"{n}{forms[1]}") for n in ("narrow", "wide"))
-        print(f"{way}: model {model_bytes / 1e6:.0f} MB, {(peak - base) / 1e6:.0f} MB over {base / 1e6:.0f} MB")
-        assert peak - base < 60e6
+        assert peak - base < 60e6, (f"{way}: model {model_bytes / 1e6:.0f} MB, {(peak - base) / 1e6:.0f} MB over {base / 1e6:.0f} MB")

@@ -159,9 +159,11 @@ def open_checkpoint(storage: Storage, step: int) -> Weights:
 def save_checkpoint(weights: Weights, storage: Storage, config: dict[str, Any], dtype: torch.dtype | None) -> None:
     """Write the model as the checkpoint of step 0, holding one tensor at a time."""
     outline = {_MODEL + name: like.to(dtype or like.dtype) for name, like in weights.outline.items()}
+    writer = storage.writer(0)
+    writer.single_file_per_rank = False  # a file a tensor: torch keeps what it has written until the file is closed
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what is wanted
-        dcp.save(outline, storage_writer=storage.writer(0), planner=_ReadingPlanner(weights, dtype), no_dist=True)
+        dcp.save(outline, storage_writer=writer, planner=_ReadingPlanner(weights, dtype), no_dist=True)
     files = storage.describe(storage.being_written(0), storage.names(storage.being_written(0)))
     storage.complete(Manifest(0, files, config, layout="1 rank", versions={"torch": torch.__version__}, run={}))
 
