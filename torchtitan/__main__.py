@@ -26,7 +26,9 @@ def main(argv: list[str]) -> None:
     compare.add_argument("--norm_bound", type=float, default=1e-4, help=bound % "gradient norm")
     compare.epilog = "After --: options of train.py, for both."
 
-    checkpoint = "a run folder (its newest checkpoint), a folder step-N, or a model downloaded from Hugging Face or Meta"
+    checkpoint = (
+        "a run folder (its newest checkpoint), a folder step-N, or a model downloaded from Hugging Face or Meta"
+    )
     dtypes = ("float32", "bfloat16", "float16")
     convert = verbs.add_parser("convert", help="weights from and to Hugging Face, and from Meta's files")
     convert.add_argument("source", metavar="FROM", help=checkpoint)
@@ -42,7 +44,9 @@ def main(argv: list[str]) -> None:
     generate.add_argument("--prompt", required=True, nargs="+", help="one text, shown as it grows, or several at once")
     generate.add_argument("--max_new_tokens", type=int, default=100, help="most tokens to add (default: %(default)s)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    generate.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all (default)")
+    generate.add_argument(
+        "--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all (default)"
+    )
     generate.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest that make up this share")
     generate.add_argument("--seed", type=int, help="draw the same again (default: a new one each time)")
     generate.add_argument("--dtype", choices=dtypes, help="what to compute in (default: as trained, or as downloaded)")

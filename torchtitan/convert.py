@@ -1,7 +1,7 @@
 """Weights from one form into another, never in memory as a whole.
 
-    python -m torchtitan convert outputs llama-hf            a run's newest checkpoint, for Hugging Face
-    python -m torchtitan convert Llama-3.2-1B imported       a Hugging Face folder or Meta's files, as a checkpoint
+python -m torchtitan convert outputs llama-hf            a run's newest checkpoint, for Hugging Face
+python -m torchtitan convert Llama-3.2-1B imported       a Hugging Face folder or Meta's files, as a checkpoint
 """
 
 import argparse

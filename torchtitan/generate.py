@@ -1,7 +1,7 @@
 """Text from stored weights: one pass over the prompt, then a token at a time with the keys and values kept.
 
-    python -m torchtitan generate --checkpoint outputs --prompt "The module"
-    torchrun --nproc_per_node 2 -m torchtitan generate ...        the same with tensor parallelism
+python -m torchtitan generate --checkpoint outputs --prompt "The module"
+torchrun --nproc_per_node 2 -m torchtitan generate ...        the same with tensor parallelism
 """
 
 import argparse

@@ -19,7 +19,7 @@ from tests.stored_models import SHAPES, VOCAB, hold, random_weights, store_run
 from tests.tiny_runs import TINY
 from torchtitan.__main__ import main
 from torchtitan.checkpoint.hf import Weights, load_hf, plan_shards, save_hf
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs, RopeScaling
+from torchtitan.models.llama.args import FLAVORS, LlamaArgs
 from torchtitan.models.llama.hf import from_hf_config, from_meta_params, to_hf_config, to_hf_name
 from torchtitan.models.llama.model import Transformer
 from torchtitan.training.weights import open_source
@@ -337,4 +337,6 @@ def test_a_conversion_holds_a_shard_and_not_the_model(tmp_path: Path) -> None:
     assert model_bytes > 5 * 40e6
     for way, forms in {"out": ("", "-hf"), "in": ("-hf", "-back")}.items():
         base, peak = (peak_bytes(tmp_path / f"{n}{forms[0]}", tmp_path / f"{n}{forms[1]}") for n in ("narrow", "wide"))
-        assert peak - base < 60e6, (f"{way}: model {model_bytes / 1e6:.0f} MB, {(peak - base) / 1e6:.0f} MB over {base / 1e6:.0f} MB")
+        assert peak - base < 60e6, (
+            f"{way}: model {model_bytes / 1e6:.0f} MB, {(peak - base) / 1e6:.0f} MB over {base / 1e6:.0f} MB"
+        )

@@ -76,7 +76,7 @@ def open_hf(folder: str | Path) -> Weights:
     outline, places = {}, {}
     for path in sorted(files):
         with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118, it is no dictionary
+            for name in file.keys():
                 if not name.endswith(".rotary_emb.inv_freq"):  # a constant, in files of 2023
                     part = file.get_slice(name)
                     outline[name] = torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype(), path), device="meta")
@@ -122,7 +122,7 @@ def save_hf(
     renamed = weights.renamed(names)
     outline = {name: like.to(dtype or like.dtype) for name, like in renamed.outline.items()}
     shards = plan_shards({name: like.nbytes for name, like in outline.items()}, shard_bytes)
-    places = {}
+    places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(writing / file, {name: outline[name] for name in shard}, renamed)
@@ -222,7 +222,7 @@ def _write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) ->
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, like in outline.items():
-            file.write(weights.read(name, like.dtype).view(torch.uint8).numpy())
+            file.write(weights.read(name, like.dtype).view(torch.uint8).numpy().data)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
