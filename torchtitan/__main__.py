@@ -26,9 +26,7 @@ def main(argv: list[str]) -> None:
     compare.add_argument("--norm_bound", type=float, default=1e-4, help=bound % "gradient norm")
     compare.epilog = "After --: options of train.py, for both."
 
-    checkpoint = (
-        "a run folder (its newest checkpoint), a folder step-N, or a model downloaded from Hugging Face or Meta"
-    )
+    checkpoint = "a run folder (its newest checkpoint), a folder step-N, or a download from Hugging Face or Meta"
     dtypes = ("float32", "bfloat16", "float16")
     convert = verbs.add_parser("convert", help="weights from and to Hugging Face, and from Meta's files")
     convert.add_argument("source", metavar="FROM", help=checkpoint)
@@ -44,9 +42,7 @@ def main(argv: list[str]) -> None:
     generate.add_argument("--prompt", required=True, nargs="+", help="one text, shown as it grows, or several at once")
     generate.add_argument("--max_new_tokens", type=int, default=100, help="most tokens to add (default: %(default)s)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    generate.add_argument(
-        "--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all (default)"
-    )
+    generate.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all (default)")
     generate.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest that make up this share")
     generate.add_argument("--seed", type=int, help="draw the same again (default: a new one each time)")
     generate.add_argument("--dtype", choices=dtypes, help="what to compute in (default: as trained, or as downloaded)")
@@ -62,7 +58,13 @@ def main(argv: list[str]) -> None:
 
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
     end = argv.index("--") if argv[:1] in (["compare"], ["eval"]) and "--" in argv else len(argv)
-    args = parser.parse_args(argv[:end])
+    try:
+        _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _run(args: argparse.Namespace, options: list[str]) -> None:
     if args.verb == "check":
         from torchtitan.config.load import load_config_or_exit
 
@@ -71,28 +73,26 @@ def main(argv: list[str]) -> None:
         from torchtitan.config import export
 
         export.write_all()
-    elif args.verb in ("prepare", "convert", "generate", "eval"):
-        try:
-            if args.verb == "prepare":
-                prepare.run(args)
-            elif args.verb == "convert":
-                from torchtitan import convert as converting
+    elif args.verb == "prepare":
+        from torchtitan.data import prepare
 
-                converting.run(args)
-            elif args.verb == "generate":
-                from torchtitan import generate as generating
-
-                generating.run(args)
-            else:
-                from torchtitan import evaluate as evaluating
-
-                evaluating.run(args, options=argv[end + 1 :])
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
+        prepare.run(args)
     elif args.verb == "compare":
-        from torchtitan.compare import run
+        from torchtitan import compare
 
-        raise SystemExit(run(args, options=argv[end + 1 :]))
+        raise SystemExit(compare.run(args, options))
+    elif args.verb == "convert":
+        from torchtitan import convert
+
+        convert.run(args)
+    elif args.verb == "generate":
+        from torchtitan import generate
+
+        generate.run(args)
+    elif args.verb == "eval":
+        from torchtitan import evaluate
+
+        evaluate.run(args, options)
 
 
 if __name__ == "__main__":

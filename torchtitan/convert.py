@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.checkpoint.hf import copy_assets, refuse_existing, save_checkpoint, save_hf
+from torchtitan.checkpoint.hf import SHARD_BYTES, copy_assets, refuse_existing, save_checkpoint, save_hf
 from torchtitan.checkpoint.storage import Storage
-from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import peak_memory_gib
 from torchtitan.models.llama.hf import to_hf_config, to_hf_name
-from torchtitan.training.weights import Source, config_of, open_source
+from torchtitan.training.weights import Source, build_tokenizer_for, config_of, open_source
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,9 +37,11 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def write_hf(source: Source, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+def write_hf(
+    source: Source, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
+) -> None:
     """A folder that transformers loads; also what `last_save_in_hf` asks for."""
-    tokenizer = build_tokenizer(assets)
+    tokenizer = build_tokenizer_for(source, assets)
     stored = dtype or source.weights.outline["norm.weight"].dtype
     config = to_hf_config(source.args, stored, tokenizer.bos_id, tokenizer.eos_id)
     save_hf(source.weights, folder, to_hf_name, config, assets, dtype, shard_bytes)
@@ -49,7 +50,7 @@ def write_hf(source: Source, folder: str, assets: Path, dtype: torch.dtype | Non
 def write_checkpoint(source: Source, folder: str, assets: Path, dtype: torch.dtype | None) -> None:
     """A run folder whose only checkpoint is the model, at step 0."""
     refuse_existing(folder)
-    build_tokenizer(assets)
+    build_tokenizer_for(source, assets)
     own_assets = Path(folder) / "tokenizer"
     config = config_of(source.args, folder, own_assets / assets.name if assets.is_file() else own_assets)
     copy_assets(assets, own_assets)

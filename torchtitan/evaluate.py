@@ -21,7 +21,7 @@ from torchtitan.training import build
 from torchtitan.training.loss import build_loss
 from torchtitan.training.step import ForwardBackward
 from torchtitan.training.validate import Validator
-from torchtitan.training.weights import Source, config_of, load_weights, open_source
+from torchtitan.training.weights import Source, check_shape, config_of, load_weights, open_source
 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> None:
@@ -55,10 +55,11 @@ def evaluate(source: Source, config: Config, place: hardware.Place) -> tuple[flo
     dims = plan_layout(config.parallelism, place.world_size)
     plan = plan_batch(config.training, dims.dp)
     args = build.build_model_args(config, tokenizer)
+    check_shape(source, args)
     collectives.start_process_group(device, place.rank, place.world_size, config.comm.init_timeout_seconds)
     mesh = build_mesh(dims, device.type)
     model = build.build_model(config, args, mesh, device, seed=None)
-    load_weights(source, model, args)
+    load_weights(source, model)
     loader = build.build_validation_loader(config, plan, tokenizer, mesh, device)
     assert loader is not None
     loss = build_loss(config.compile)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan import hardware
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama.model import Transformer
 from torchtitan.models.llama.parallelize import split_tensors
 from torchtitan.parallel import collectives
-from torchtitan.training.weights import Source, open_source
+from torchtitan.training.weights import Source, build_tokenizer_for, open_source
 
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
 
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise ValueError("--temperature and --top_k are 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
     source = open_source(args.checkpoint)
-    tokenizer = build_tokenizer(args.tokenizer or source.assets)
+    tokenizer = build_tokenizer_for(source, args.tokenizer or source.assets)
     model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, place)
     seed = secrets.randbits(31) if args.seed is None else args.seed
     sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)

@@ -42,7 +42,7 @@ def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str,
         tied = store.args.tied_embeddings
         load_hf(dict(model.named_parameters()), source, lambda name: to_hf_name(name, tied), store.weights.outline)
     else:
-        load_weights(store, model, store.args)
+        load_weights(store, model)
     pieces: list[tuple[str, tuple[int, ...], Tensor]] = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)

@@ -305,6 +305,16 @@ def test_a_checkpoint_of_a_flavor_that_is_gone_is_refused(tmp_path: Path) -> Non
     assert "is of llama3 tiny-scaled, which models/llama/args.py does not have" in refusal("convert", run, run / "hf")
 
 
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: Path) -> None:
+    weights = random_weights(TINY)
+    for name in ("tok_embeddings.weight", "output.weight"):
+        weights[name] = weights[name][:1000].clone()
+    run = store_run(tmp_path / "run", weights=weights, model__vocab_size=2048)
+    for verb in (["convert", run, tmp_path / "hf"], ["generate", "--checkpoint", run, "--prompt", "a"]):
+        assert "the tokenizer has 2048 ids, the flavor's vocabulary only 1000 rows" in refusal(*verb)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_shards_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
     assert plan_shards({"a": 3, "b": 3, "c": 11, "d": 4, "e": 6}, 10) == [["a", "b"], ["c"], ["d", "e"]]
 

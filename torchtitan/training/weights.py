@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from torchtitan.checkpoint.hf import Weights, copy_part, open_checkpoint, open_hf
 from torchtitan.checkpoint.storage import IncompleteError, Manifest, Storage
 from torchtitan.config.schema import Config, Job, Model
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
 from torchtitan.models.llama.hf import from_hf_config, from_meta_params, from_meta_parts, to_hf_name
 from torchtitan.models.llama.model import Transformer
 from torchtitan.parallel.pipeline import ModelParts
@@ -56,27 +57,34 @@ def open_source(path: str) -> Source:
     raise ValueError(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
 
 
+def build_tokenizer_for(source: Source, path: str | Path) -> Tokenizer:
+    """The tokenizer there, if the model has a row for each of its ids."""
+    tokenizer = build_tokenizer(path)
+    resolve_vocab_size(source.args, None, tokenizer.vocab_size)
+    return tokenizer
+
+
 def outline_of(args: LlamaArgs) -> dict[str, Tensor]:
     """All parameters, on the meta device."""
     with torch.device("meta"):
         return dict(Transformer(args).named_parameters())
 
 
-def load_weights(source: Source, model: ModelParts, args: LlamaArgs) -> None:
-    """Fill this rank's part of a model of this shape."""
-    if differing := [
-        f"{name} {getattr(source.args, name)}, this run's {getattr(args, name)}"
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "norm_eps", "rope_theta",
-                     "rope_scaling", "tied_embeddings")
-        if getattr(source.args, name) != getattr(args, name)
-    ]:  # fmt: skip
+def check_shape(source: Source, args: LlamaArgs) -> None:
+    """Refuse weights of another model than a run's; how long its texts may be is no matter of weights."""
+    ours, theirs = asdict(args), asdict(replace(source.args, max_seq_len=args.max_seq_len))
+    if differing := [f"{k} {theirs[k]}, this run's {ours[k]}" for k in ours if ours[k] != theirs[k]]:
         raise ValueError(
             f"{source.weights.where} holds another model: its {'; its '.join(differing)}; "
             f"choose model.flavor and model.vocab_size for it, or add its shape to models/llama/args.py"
         )
+
+
+def load_weights(source: Source, model: ModelParts) -> None:
+    """Fill this rank's part of a model of the same shape."""
     for name, parameter in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "")
-        tied = args.tied_embeddings and name == "output.weight"  # on a stage of its own
+        tied = source.args.tied_embeddings and name == "output.weight"  # on a stage of its own
         source.weights.fill("tok_embeddings.weight" if tied else name, parameter)
 
 
