@@ -6,6 +6,7 @@
 #
 # CONFIG_FILE  the TOML file                     default: train_configs/debug_model.toml
 # NGPU         processes, one a GPU              default: the GPUs there are; without any, 1 on the CPU
+# COMM_MODE    fake_backend: a dry run of NGPU ranks in one process, on any machine (--comm.mode)
 # LOG_RANK     ranks whose lines are shown: 0,1  default: 0
 # PYTHON       the Python to use                 default: .venv beside this file, else python3, else a new .venv
 # Everything after the name goes to train.py; --help lists it.
@@ -18,8 +19,11 @@ if [[ $PWD != "$here" && $config != /* && -e $config ]]; then config="$PWD/$conf
 py="$("$here/scripts/setup_env.sh" requirements.txt)"
 cd "$here"
 
+[[ -z "${COMM_MODE:-}" ]] || set -- --comm.mode "$COMM_MODE" "$@"
+dry_run=no
 for arg in "$@"; do
   case "$arg" in
+    fake_backend | --comm.mode=fake_backend) dry_run=yes ;;
     --help | -h) exec "$py" train.py --job.config_file "$config" "$@" ;;
     --job.config[_-]file*) die "$arg: the file is named by CONFIG_FILE=... here" ;;
   esac
@@ -31,11 +35,15 @@ if [[ $gpus != 0 && -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
 fi
 ngpu="${NGPU:-$((gpus > 0 ? gpus : 1))}"
 [[ $ngpu =~ ^[1-9][0-9]*$ ]] || die "NGPU = $ngpu is no number of processes; use 1 or more"
-((gpus == 0 || ngpu <= gpus)) || die "NGPU = $ngpu is more than the $gpus GPUs here; use $gpus or fewer"
+[[ $dry_run == yes ]] || ((gpus == 0 || ngpu <= gpus)) || die "NGPU = $ngpu is more than the $gpus GPUs here; use $gpus or fewer"
 
 # Without torch and before any rank exists, so that a mistake is shown at once and once.
 "$py" -m torchtitan check --world_size "$ngpu" -- --job.config_file "$config" "$@"
 
+if [[ $dry_run == yes ]]; then
+  export WORLD_SIZE="$ngpu"
+  exec "$py" train.py --job.config_file "$config" "$@"
+fi
 if ((gpus == 0 && ngpu > 1)) && [[ -z "${OMP_NUM_THREADS:-}" ]]; then # else every rank takes every core
   cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
   export OMP_NUM_THREADS=$((cores > ngpu ? cores / ngpu : 1))

@@ -31,15 +31,18 @@ from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models.llama.args import count_parameters, flops_per_token
 from torchtitan.observe.failure import is_refusal, leave
 from torchtitan.observe.health import NotFiniteError
+from torchtitan.observe.interrupt import EXIT_CODE, Interrupt
 from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.observe.profiling import profile
-from torchtitan.observe.run_folder import open_run_folder, start_record
+from torchtitan.observe.run_folder import claim, open_run_folder, start_record
 from torchtitan.observe.watch import PeerError, Watch
 from torchtitan.parallel import collectives
 from torchtitan.parallel.float8 import update_float8_scales
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
+from torchtitan.training.checkpoints import Checkpoints
+from torchtitan.training.dry_run import dry_run
 from torchtitan.training.loss import build_loss
 from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import apply_update, build_optimizer
@@ -50,6 +53,10 @@ from torchtitan.training.validate import Validator
 
 @record  # under torchrun, the first rank's error is the one that is shown
 def main(config: Config, place: Place) -> None:
+    if config.comm.mode == "fake_backend":
+        dry_run(config, place)
+        return
+
     # What can be refused is refused here, before any process waits for another.
     training = config.training
     device = hardware.pick_device(place.local_rank)
@@ -59,6 +66,7 @@ def main(config: Config, place: Place) -> None:
     if config.debug.deterministic:
         hardware.use_deterministic_kernels(config.debug.deterministic_warn_only)
     run_folder = open_run_folder(config) if place.rank == 0 else Path(config.job.dump_folder)
+    claimed = claim(run_folder) if place.rank == 0 else None
 
     # The mesh
     dims = plan_layout(config.parallelism, place.world_size)
@@ -67,13 +75,20 @@ def main(config: Config, place: Place) -> None:
     collectives.start_process_group(device, place.rank, place.world_size, config.comm.init_timeout_seconds)
     mesh = build_mesh(dims, device.type)
     watch = Watch(run_folder, config.comm.init_timeout_seconds, mesh.groups)
-    seed = collectives.from_rank_0(secrets.randbits(31) if config.debug.seed is None else config.debug.seed)
+
+    # Where the run begins: anew, or after its last checkpoint
+    checkpoints = Checkpoints(config, run_folder, str(dims))
+    seed = config.debug.seed if config.debug.seed is not None else checkpoints.seed
+    seed = collectives.from_rank_0(secrets.randbits(31) if seed is None else seed)
+    config = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": seed})})
     peak = hardware.find_peak(device, getattr(torch, training.mixed_precision_param))
     logger.info(f"{config.job.description}: {place.world_size} x {hardware.describe_device(device)}, mesh {dims}")
     logger.info(f"peak {peak.flops / 1e12:.2f} TFLOP/s a device ({peak.origin}), seed {seed}")
 
     # The data
-    loader = build.build_training_loader(config, plan, tokenizer, mesh, seed, device)
+    interrupt = Interrupt()
+    vote = collectives.Vote(interrupt.is_asked, checkpoints.is_late)
+    loader = build.build_training_loader(config, plan, tokenizer, mesh, seed, device, vote)
     held_out = build.build_validation_loader(config, plan, tokenizer, mesh, device)
 
     # The model, its loss and its optimizer
@@ -87,6 +102,7 @@ def main(config: Config, place: Place) -> None:
         device,
     )
     optimizer = build_optimizer(model.parameters(), config.optimizer)
+    step = checkpoints.restore(config, model, optimizer, loader)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
         f"global batch {plan.global_batch_size} x {training.seq_len} tokens in {plan.num_microbatches} microbatches"
@@ -95,11 +111,10 @@ def main(config: Config, place: Place) -> None:
     # What is seen of it
     writer = None
     if place.rank == 0:
-        resolved = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": seed})})
-        start_record(run_folder, resolved)
+        start_record(run_folder, config, goes_on=checkpoints.resumes)
         if config.job.print_config:
-            print(to_toml(resolved))
-        writer = MetricsWriter(config, run_folder, 0, training.steps, f"{peak.origin} peak")
+            print(to_toml(config))
+        writer = MetricsWriter(config, run_folder, step, training.steps, f"{peak.origin} peak")
     collectives.make_trace_folder(config.comm, run_folder, device)
     reporter = Reporter(
         training,
@@ -118,15 +133,17 @@ def main(config: Config, place: Place) -> None:
         validate = Validator(config.validation, forward_backward, held_out, device, mesh.loss_group, writer)
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
-    step, learning_rate = 0, 0.0
-    with profile(config.profiling, run_folder, place.rank, step, device) as profiler, watch:
-        while step < training.steps:
+    learning_rate, stopping = 0.0, False
+    last_step = 0 if config.checkpoint.create_seed_checkpoint else training.steps
+    with profile(config.profiling, run_folder, place.rank, step, device) as profiler, watch, interrupt:
+        while step < last_step:
             asked = time.perf_counter()
             batch = loader.next()
             if batch is None:
                 reporter.data_ended(step)
                 break
             data_seconds = time.perf_counter() - asked
+            asked_to_stop, late = vote.answers
 
             watch.step = step = step + 1
             learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)
@@ -140,6 +157,11 @@ def main(config: Config, place: Place) -> None:
             reporter.add(batch.origin, loss, gradient_norm, data_seconds)
             if step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:
                 reporter.flush(step, learning_rate)
+            if stopping := asked_to_stop and step < training.steps:
+                break
+            if checkpoints.due(step, late):
+                with reporter.paused():
+                    checkpoints.save(step)
             if validate is not None and step % config.validation.freq == 0:
                 with reporter.paused():
                     validate(step)
@@ -150,7 +172,8 @@ def main(config: Config, place: Place) -> None:
                 gc.collect(1)
             profiler.step()
         reporter.flush(step, learning_rate)
-        if validate is not None and step % config.validation.freq:
+        checkpoints.finish(step, is_last=not stopping)
+        if validate is not None and not stopping and step % config.validation.freq:
             validate(step)
 
     loader.close()
@@ -162,6 +185,10 @@ def main(config: Config, place: Place) -> None:
             tensorboard = f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {run_folder}"
             logger.info(f"look at it: {tensorboard}, then open http://localhost:6006")
     collectives.stop_process_group()
+    if claimed is not None:
+        claimed.close()
+    if stopping:
+        raise SystemExit(EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,15 @@ def run(args: argparse.Namespace) -> None:
     source = open_source(args.source)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     assets = Path(args.tokenizer) if args.tokenizer else source.assets
-    if source.place is not None:
-        storage, manifest = source.place
-        if faults := storage.faults(manifest, manifest.files):
-            raise ValueError(f"{source.weights.where} is damaged: {'; '.join(faults)}; convert another step")
-    if (args.to or ("torchtitan" if source.config is None else "hf")) == "hf":
-        write_hf(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
-    else:
-        write_checkpoint(source, args.target, assets, dtype)
+    with source.reading():
+        if source.place is not None:
+            storage, manifest = source.place
+            if faults := storage.faults(manifest, manifest.files):
+                raise ValueError(f"{source.weights.where} is damaged: {'; '.join(faults)}; convert another step")
+        if (args.to or ("torchtitan" if source.config is None else "hf")) == "hf":
+            write_hf(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
+        else:
+            write_checkpoint(source, args.target, assets, dtype)
     size = sum(like.numel() * (dtype or like.dtype).itemsize for like in source.weights.outline.values())
     print(
         f"{source.weights.where} -> {args.target}: {len(source.weights.outline)} tensors, {size / 2**30:.2f} GiB in "

@@ -58,8 +58,11 @@ def evaluate(source: Source, config: Config, place: hardware.Place) -> tuple[flo
     check_shape(source, args)
     collectives.start_process_group(device, place.rank, place.world_size, config.comm.init_timeout_seconds)
     mesh = build_mesh(dims, device.type)
-    model = build.build_model(config, args, mesh, device, seed=None)
-    load_weights(source, model)
+    model = build.lay_out_model(config, args, mesh)
+    for stage in model.stages.values():
+        stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+    with source.reading():
+        load_weights(source, model)
     loader = build.build_validation_loader(config, plan, tokenizer, mesh, device)
     assert loader is not None
     loss = build_loss(config.compile)

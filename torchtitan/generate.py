@@ -68,8 +68,9 @@ def build_model(source: Source, dtype: torch.dtype, place: hardware.Place) -> Tr
     model.to_empty(device=device)
     if args.tied_embeddings:
         model.output.weight = model.tok_embeddings.weight  # to_empty gives both their own
-    for name, parameter in model.named_parameters():
-        source.weights.fill(name, parameter)
+    with source.reading():
+        for name, parameter in model.named_parameters():
+            source.weights.fill(name, parameter)
     return model.eval()
 
 

@@ -136,6 +136,13 @@ def peak_memory_gib(device: "torch.device") -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def gpu_memory_bytes() -> int | None:
+    """Memory of this machine's first GPU, if it has one."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
 def use_deterministic_kernels(warn_only: bool) -> None:
     """Refuse (or warn of) kernels whose result depends on timing; before the first matrix product."""
     import torch

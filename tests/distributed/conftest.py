@@ -52,7 +52,7 @@ def _forget() -> None:
         _redistribute.clear_redistribute_planner_cache()
     gc.enable()  # a run turns it off
     for cache in gc.get_objects():
-        if isinstance(cache, functools._lru_cache_wrapper) and str(cache.__module__).startswith("torch.distributed"):
+        if type(cache) is functools._lru_cache_wrapper and str(cache.__module__).startswith("torch.distributed"):
             cache.cache_clear()
     torch._dynamo.reset()
     gc.collect()
@@ -88,7 +88,10 @@ class Ranks:
             if not pipe.poll(5 if errors else TEST_SECONDS):
                 errors.append(f"rank {rank} gave no answer")
                 continue
-            answer, error = pipe.recv()
+            try:
+                answer, error = pipe.recv()
+            except EOFError:
+                answer, error = None, "its process has died"
             answers.append(answer)
             errors += [f"rank {rank}: {error}"] if error else []
         if errors:

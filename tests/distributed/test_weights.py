@@ -37,7 +37,9 @@ def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str,
     device = torch.device("cpu")
     collectives.start_process_group(device, rank, world_size, 60)
     mesh = build_mesh(plan_layout(config.parallelism, world_size), "cpu")
-    model = build.build_model(config, store.args, mesh, device, seed=None)
+    model = build.lay_out_model(config, store.args, mesh)
+    for stage in model.stages.values():
+        stage.to_empty(device=device)
     if direct:
         tied = store.args.tied_embeddings
         load_hf(dict(model.named_parameters()), source, lambda name: to_hf_name(name, tied), store.weights.outline)

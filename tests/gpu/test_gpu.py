@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.measured_peak import train_two_steps
 from tests.tiny_runs import tiny_config, train_here
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.parallel.collectives import start_process_group, stop_process_group
+from torchtitan.training import build
+from torchtitan.training.dry_run import estimate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,3 +78,22 @@ def test_memory_snapshots_are_written(tmp_path: Path) -> None:
     options = {"profiling__enable_memory_snapshot": True, "profiling__profile_freq": 4}
     train_here(tiny_config(tmp_path, training__steps=4, **options))
     assert (tmp_path / "memory_snapshot/step_4/rank0.pickle").stat().st_size > 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
+    overrides = {"model__flavor": "debugmodel", "training__seq_len": 2048, "activation_checkpoint__mode": recompute}
+    config = tiny_config("unused", **overrides, training__mixed_precision_param="bfloat16")
+    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
+    device = torch.device("cuda", 0)
+    start_process_group(device, 0, 1, 60)
+    try:
+        train_two_steps(config, 1, device)  # libraries take their own memory
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        train_two_steps(config, 1, device)
+        measured = torch.cuda.max_memory_allocated() - before
+    finally:
+        stop_process_group()
+    assert estimate(config, args, rank=0, world_size=1).peak_bytes == pytest.approx(measured, rel=0.1)

@@ -202,3 +202,10 @@ def test_a_second_way_to_name_the_config_file_is_refused():
 def test_a_script_is_executable_and_parses(name):
     assert (ROOT / name).stat().st_mode & stat.S_IXUSR
     assert run(["bash", "-n", ROOT / name]).stderr == ""
+
+
+def test_comm_mode_dry_runs_as_many_ranks_as_asked_for():
+    done = run([TRAIN], **HERE, COMM_MODE="fake_backend", NGPU="8")
+    assert done.returncode == 0, done.stderr
+    assert "on 8 ranks, mesh dp_shard 8" in done.stderr
+    assert "every pipeline rank" in done.stdout

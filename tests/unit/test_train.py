@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.config.load import key_names, load_config, sections
 from torchtitan.config.schema import Config, Parallelism, Section
+from torchtitan.hardware import Place
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.training.build import check_environment
+from torchtitan.training.dry_run import dry_run
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
@@ -250,12 +252,14 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tiny_config(tmp_path / "2", **common, activation_checkpoint__mode="memory_budget"),
     ]
     runs.append(tiny_config(tmp_path / "3", **FLOAT8))
+    pipelined = tiny_config(tmp_path, 2, parallelism__pipeline_parallel_degree=2)
     # Memory snapshots need a GPU: what is read of them here is that they are off.
     read.add("profiling.save_memory_snapshot_folder")
     with monkeypatch.context() as watching:
         watching.setattr(Section, "__getattribute__", watched)
         for config in runs:
             train_here(config)
+        dry_run(pipelined, Place(0, 0, 2))  # the only run here that has a pipeline
     torch.use_deterministic_algorithms(False)
     assert sorted(set(key_names()) - read) == []
 

@@ -4,12 +4,16 @@ A checkpoint is a folder `step-N` of torch.distributed.checkpoint with a manifes
 manifest is written last, and on a disk the folder gets its name last: what has none is not there.
 """
 
+import fcntl
 import io
 import json
+import os
 import pickle
 import re
+import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +116,32 @@ class Storage:
         if self.fs.exists(folder):
             self.fs.rm(folder, recursive=True)
 
+    def remove_unread(self, step: int) -> bool:
+        """Remove a checkpoint that nobody reads; on an object store nobody can tell."""
+        if not self.is_local:
+            self.remove(self.folder(step))
+            return True
+        with open(f"{self.folder(step)}/{_MANIFEST}", "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            self.remove(self.folder(step))
+        return True
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """Inside, the checkpoint is not removed."""
+        if not self.is_local:
+            yield
+            return
+        with open(f"{self.folder(step)}/{_MANIFEST}", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            yield
+
+    def free_bytes(self) -> int | None:
+        return shutil.disk_usage(self.root).free if self.is_local and self.fs.exists(self.root) else None
+
     def sweep(self) -> list[str]:
         """Remove what saves that were cut short have left; their names."""
         left = [path for path in self.fs.ls(self.root, detail=False) if path.endswith(".writing")] if (
@@ -177,8 +207,6 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _sync(path: Path) -> None:
     """Have the disk hold what was written."""
-    import os
-
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

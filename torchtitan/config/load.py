@@ -72,6 +72,14 @@ def key_names() -> list[str]:
     return [f"{section}.{key}" for section, keys in sections().items() for key in keys.model_fields]
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration's values by dotted name."""
+    dotted: dict[str, Any] = {}
+    for name, value in values.items():
+        dotted |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return dotted
+
+
 @functools.cache
 def sections() -> dict[str, type[Section]]:
     """The sections of the schema that hold keys, by their dotted names, in order."""

@@ -33,16 +33,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "expert_tensor_parallel_degree": 1,
         "expert_parallel_comm_backend": "standard",
     },
-    "checkpoint": {
-        "enable": False,
-        **dict.fromkeys(
-            "enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
-            "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype "
-            "async_mode keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint "
-            "create_seed_checkpoint load_only".split(),
-            _OFF_WITH_SECTION,
-        ),
-    },
+    "checkpoint": {"enable_ft_dataloader_checkpoints": _OFF_WITH_SECTION, "initial_load_in_hf_quantized": False},
     "activation_checkpoint": {
         "per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
         "visualize_memory_budget_pareto": False,
@@ -54,7 +45,6 @@ KEYS: dict[str, dict[str, Any]] = {
     ),
     "quantize.grouped_mm.float8": dict.fromkeys(["fqns"], _OFF_WITH_SECTION),
     "quantize.grouped_mm.mx": dict.fromkeys(["recipe_name", "fqns"], _OFF_WITH_SECTION),
-    "comm": {"mode": "default"},
     "memory_estimation": {"enable": False, "disable_fake_mode": _OFF_WITH_SECTION},
     "fault_tolerance": {
         "enable": False,

@@ -288,6 +288,64 @@ class Parallelism(Section):
     """Names of the modules of each stage: tok_embeddings, layers.0, ..., norm, output; in the TOML file only."""
 
 
+class Checkpoint(Section):
+    """Saving the run, going on with it, and beginning from another's weights."""
+
+    enable: bool = False
+    """Save checkpoints into the run folder, and go on from the newest complete one when the same command is given."""
+
+    folder: Annotated[str, Field(min_length=1)] = "checkpoint"
+    """Where: a name inside the run folder, or a URL that fsspec knows, as s3://bucket/run."""
+
+    interval: PositiveInt = 500
+    """Steps from one save to the next."""
+
+    interval_minutes: PositiveFloat | None = None
+    """Also save when the last save began so many minutes ago (ours)."""
+
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Copy to host memory and write behind the training, pinned memory copying faster; disabled: training waits."""
+
+    keep_latest_k: NonNegativeInt = 10
+    """Complete checkpoints that are kept; 0: all."""
+
+    load_step: Annotated[int, Field(ge=-1)] = -1
+    """Step to go on from; -1: the newest complete."""
+
+    initial_load_path: str | None = None
+    """Checkpoint (a folder step-N, or one of which the newest is taken) to begin from while the run has none itself."""
+
+    initial_load_model_only: bool = True
+    """Take only the weights from there, and begin at step 0."""
+
+    initial_load_in_hf: bool = False
+    """It is a folder of Hugging Face safetensors; `model.hf_assets_path` if no path is given."""
+
+    exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = []
+    """What is not taken from a checkpoint but begins anew."""
+
+    load_only: bool = False
+    """Save nothing."""
+
+    enable_first_step_checkpoint: bool = False
+    """Save after the first step too, to see early whether it can be done."""
+
+    create_seed_checkpoint: bool = False
+    """Save the initial weights as step 0, on one process, and end."""
+
+    last_save_model_only: bool = False
+    """Save only the weights after the last step: small, but the run cannot go on (torchtitan: true)."""
+
+    last_save_in_hf: bool = False
+    """With that, save them as Hugging Face safetensors, in the folder hf."""
+
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights that are saved alone."""
+
+    on_failure: Literal["continue", "stop"] = "continue"
+    """When a save fails: train on and save at the next interval, or end the run (ours)."""
+
+
 class ActivationCheckpoint(Section):
     """Recompute activations in backward instead of keeping them."""
 
@@ -362,6 +420,9 @@ class Quantize(Section):
 class Comm(Section):
     """Process groups."""
 
+    mode: Literal["default", "fake_backend"] = "default"
+    """fake_backend: no training but a dry run of WORLD_SIZE ranks in one process: memory and traffic of each stage."""
+
     init_timeout_seconds: PositiveInt = 300
     """Longest wait for a collective during start and the first step."""
 
@@ -430,6 +491,7 @@ class Config(Section):
     lr_scheduler: LRScheduler = LRScheduler()
     training: Training = Training()
     parallelism: Parallelism = Parallelism()
+    checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     quantize: Quantize = Quantize()

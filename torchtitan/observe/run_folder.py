@@ -1,7 +1,10 @@
 """The run folder: checked before anything else starts; an earlier run's files are kept aside, never mixed or lost."""
 
+import fcntl
 import os
+import socket
 from pathlib import Path
+from typing import IO
 
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
@@ -24,9 +27,29 @@ def open_run_folder(config: Config) -> Path:
     return folder
 
 
-def start_record(folder: Path, config: Config) -> None:
-    """Move what an earlier run left to `earlier/N`, write the configuration; when nothing can be refused any more."""
-    left = [folder / name for name in _names(config) if (folder / name).exists()]
+def claim(folder: Path) -> IO[str]:
+    """Keep others out of the folder for as long as the file is open; they are refused."""
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(
+            f"job.dump_folder = {str(folder)!r} is in use by {file.read().strip() or 'another run'}; "
+            f"wait for its end, or choose another folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file
+
+
+def start_record(folder: Path, config: Config, goes_on: bool) -> None:
+    """Write the configuration; what an earlier run left is moved to `earlier/N` first, unless this one goes on with it.
+
+    When nothing can be refused any more.
+    """
+    left = [] if goes_on else [folder / name for name in _names(config) if (folder / name).exists()]
     if left:
         number = 1 + max((int(p.name) for p in (folder / "earlier").glob("*") if p.name.isdecimal()), default=0)
         aside = folder / "earlier" / str(number)
@@ -49,4 +72,5 @@ def _names(config: Config) -> list[str]:
         config.profiling.save_traces_folder,
         config.profiling.save_memory_snapshot_folder,
         config.comm.save_traces_folder,
+        *([config.checkpoint.folder] if "://" not in config.checkpoint.folder else []),
     ]

@@ -121,7 +121,9 @@ class Watch:
     def _waits_long(self, seconds: float) -> bool:
         """Whether torch is about to give up, which may end the process at once."""
         patience = self.timeout_seconds - min(30.0, self.timeout_seconds / 3)
-        return seconds > patience and bool(self._where().collective)
+        where = self._where()
+        saves = where.place.startswith("torchtitan/checkpoint/")  # which takes as long as its disk does
+        return seconds > patience and bool(where.collective) and not saves
 
     def _where(self) -> Whereabouts:
         if self._thrown:

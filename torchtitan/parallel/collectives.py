@@ -1,7 +1,7 @@
 """Process groups from start to end, and the few reductions a training loop needs."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -51,6 +51,22 @@ def set_timeout(seconds: int, groups: list[dist.ProcessGroup]) -> None:
 def stop_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class Vote:
+    """One small all-reduce a step, from host to host: has everyone a batch, and does anyone ask for something else?"""
+
+    def __init__(self, *questions: Callable[[], bool]) -> None:
+        self.questions = questions
+        self.answers = [False] * len(questions)  # of the last vote: whether any rank says so
+
+    def __call__(self, has_batch: bool) -> bool:
+        votes = torch.tensor([not has_batch, *(question() for question in self.questions)], dtype=torch.int32)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+        lacking, *answers = votes.tolist()
+        self.answers = [bool(answer) for answer in answers]
+        return not lacking
 
 
 def all_agree(mine: bool) -> bool:

@@ -1,5 +1,7 @@
 """From a configuration to the parts of a run: the only place where they are constructed."""
 
+from collections.abc import Callable
+
 import torch
 
 from torchtitan.config.layout import BatchPlan
@@ -50,16 +52,24 @@ def check_environment(config: Config, device: torch.device) -> None:
         )
 
 
-def build_model_args(config: Config, tokenizer: Tokenizer) -> LlamaArgs:
-    """The flavor's shape, with the vocabulary fixed."""
+def build_model_args(config: Config, tokenizer: Tokenizer | None) -> LlamaArgs:
+    """The flavor's shape, with the vocabulary fixed; without a tokenizer by the configuration alone."""
     args = FLAVORS[config.model.name][config.model.flavor]
-    return resolve_vocab_size(args, config.model.vocab_size, tokenizer.vocab_size)
+    return resolve_vocab_size(args, config.model.vocab_size, tokenizer.vocab_size if tokenizer else 0)
 
 
-def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, seed: int | None) -> ModelParts:
-    """This rank's part of the model, with its initial weights; without a seed they are left to be loaded."""
+def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, seed: int) -> ModelParts:
+    """This rank's part of the model, with its initial weights."""
+    model = lay_out_model(config, args, mesh)
+    for stage in model.stages.values():
+        init_weights(stage, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
+    return model
+
+
+def lay_out_model(config: Config, args: LlamaArgs, mesh: Mesh) -> ModelParts:
+    """This rank's part of the model under its layout, still on the meta device."""
     plan = plan_stages(args, config.parallelism, config.training.seq_len)
-    if mesh.dims.pp > 1:
+    if mesh.dims.pp > 1 and mesh.devices.get_rank() == 0:
         logger.info(f"pipeline: {plan}")
     stages = {}
     for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
@@ -71,17 +81,19 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
         apply_parallelism(
             stage, mesh, config.parallelism, config.training, config.activation_checkpoint, config.compile
         )
-        if seed is None:
-            stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-        else:
-            init_weights(stage, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
         stages[number] = stage.train()
     tied = ("tok_embeddings.weight", "output.weight") if args.tied_embeddings and mesh.dims.pp > 1 else None
     return ModelParts(stages, plan.ranks, mesh.devices["pp"], args.dim, tied)
 
 
 def build_training_loader(
-    config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, seed: int, device: torch.device
+    config: Config,
+    plan: BatchPlan,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    seed: int,
+    device: torch.device,
+    agree: Callable[[bool], bool] = all_agree,
 ) -> Loader:
     """The training data; it ends on all ranks at once, at the last batch that every rank can fill."""
     training = config.training
@@ -98,7 +110,7 @@ def build_training_loader(
         epochs=training.epochs,
         shuffle=training.shuffle,
         block_causal=config.model.attn_mask_type == "block_causal",
-        agree=all_agree,
+        agree=agree,
         pin_memory=device.type == "cuda",
     )
 

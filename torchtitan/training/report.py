@@ -34,6 +34,7 @@ class Reporter:
         tokens_per_step: int,
         flops_per_token: int,
         peak: Peak,
+        tokens_before: int = 0,
     ) -> None:
         self.training, self.writer, self.loss_group = training, writer, loss_group
         self.skips_on_device = skips_on_device  # an update whose gradient norm is not finite changes nothing
@@ -41,6 +42,7 @@ class Reporter:
         self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak
         self.clock = Clock()
         self.losses: list[float] = []  # of all logged windows, for the run's summary
+        self.tokens_before = tokens_before  # more than steps times tokens: the batch was larger before a resume
         self._skips_in_a_row = 0
         self._begin = time.perf_counter()
         self._start_window()
@@ -103,6 +105,8 @@ class Reporter:
 
     def summary(self, step: int) -> str:
         """One line on the whole run."""
+        if not self.losses:
+            return f"nothing left to train after step {step}"
         seconds = time.perf_counter() - self._begin
         return f"trained {step} steps in {seconds:.0f} s: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
 
@@ -134,7 +138,7 @@ class Reporter:
             max_loss=max((largest[i] for i in counted), default=math.nan),
             grad_norm=sum(norms[i] for i in counted) / mean_over if counted else math.nan,
             lr=learning_rate,
-            tokens_seen=step * self.tokens_per_step,
+            tokens_seen=self.tokens_before + step * self.tokens_per_step,
             tokens_per_second=tokens_per_second,
             tflops=flops / 1e12,
             mfu=flops / self.peak.flops,

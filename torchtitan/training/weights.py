@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,9 +30,13 @@ class Source:
     config: Config | None = None  # the run's
     place: tuple[Storage, Manifest] | None = None
 
+    def reading(self) -> AbstractContextManager:
+        """Inside, a run that goes on does not remove the checkpoint."""
+        return self.place[0].reading(self.place[1].step) if self.place else nullcontext()
+
 
 def open_source(path: str) -> Source:
-    """The newest complete checkpoint of a run folder, a step's folder, a Hugging Face folder, or Meta's download."""
+    """The newest complete checkpoint of a run or of a folder of checkpoints, a step, or a download from elsewhere."""
     folder = Path(path)
     if (folder / "config.json").is_file():
         return _open_hf(folder)
@@ -44,15 +49,15 @@ def open_source(path: str) -> Source:
             return _open_checkpoint(storage, storage.manifest(int(name[5:])))
         except IncompleteError as error:
             raise ValueError(f"{path} is no complete checkpoint: {error}") from None
-    storage = Storage(f"{path.rstrip('/')}/checkpoint")
     passed_over = []
-    for step in storage.steps():
-        try:
-            manifest = storage.manifest(step)
-        except IncompleteError as error:
-            passed_over.append(f"step-{step}: {error}")
-            continue
-        return _open_checkpoint(storage, manifest)
+    for storage in (Storage(path), Storage(f"{path.rstrip('/')}/checkpoint")):
+        for step in storage.steps():
+            try:
+                manifest = storage.manifest(step)
+            except IncompleteError as error:
+                passed_over.append(f"step-{step}: {error}")
+                continue
+            return _open_checkpoint(storage, manifest)
     why = "; ".join(passed_over) or "no checkpoint/step-N, config.json (Hugging Face) or params.json (Meta) in it"
     raise ValueError(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
 

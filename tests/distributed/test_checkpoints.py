@@ -1,0 +1,57 @@
+"""A run that goes on from its checkpoint, on its own layout or on another, is the run that was never interrupted."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.distributed import cases
+from tests.distributed.conftest import Ranks
+from tests.distributed.test_layouts import LAYOUTS, differences, layout, of_one_process
+from tests.tiny_runs import read_records
+
+SAVING = {"checkpoint__enable": True, "lr_scheduler__total_steps": 10}
+
+
+def saving(overrides: dict[str, Any], steps: int, tied: bool = False, **more: Any) -> dict[str, Any]:
+    flavor = {"model__flavor": "tiny-tied"} if tied else {}
+    return overrides | flavor | SAVING | {"training__steps": steps} | more
+
+
+def test_a_run_goes_from_layout_to_layout_as_if_nothing_had_happened(ranks: Ranks, tmp_path: Path) -> None:
+    """Optimizer and data go with it; a tied weight is one in the file, and two in a pipeline."""
+    path = [
+        "FSDP 4",
+        "FSDP 2 x TP 2",
+        "PP 2 x TP 2",
+        "one process",
+        "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble",
+    ]
+    layouts = LAYOUTS | {"one process": (1, layout())}
+    for tied in (False, True):
+        alone = saving(of_one_process(layout()), 10, tied) | {"checkpoint__enable": False}
+        reference = ranks(cases.train, 1, str(tmp_path / f"alone{tied}"), alone)[0]
+        folder = tmp_path / f"moved{tied}"
+        for number, name in enumerate(path):
+            world_size, overrides = layouts[name]
+            ranks(cases.train, world_size, str(folder), saving(overrides, 2 * number + 2, tied))
+        records = read_records(folder)
+        assert differences(records, reference, "loss") <= 1e-5
+        assert differences(records, reference, "grad_norm") <= 1e-4
+
+
+def test_on_the_same_layout_it_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("FSDP 2", "PP 2 x TP 2", "HSDP 2 x 2"):
+        world_size, overrides = LAYOUTS[name]
+        for mode in ("disabled", "async"):
+            keys = {"checkpoint__async_mode": mode}
+            folder = tmp_path / name / mode
+            through = ranks(cases.train_and_keep, world_size, str(folder / "through"), saving(overrides, 6))
+            ranks(cases.train, world_size, str(folder / "in two"), saving(overrides, 3, **keys))
+            in_two = ranks(cases.train_and_keep, world_size, str(folder / "in two"), saving(overrides, 6, **keys))
+            for (_, ours), (_, theirs) in zip(in_two, through, strict=True):
+                assert all(ours[name].value.equal(piece.value) for name, piece in theirs.items())
+            exact = [
+                {key: record[key] for key in ("step", "loss", "grad_norm", "tokens_seen")}
+                for where in ("through", "in two")
+                for record in read_records(folder / where)
+            ]
+            assert exact[:6] == exact[6:]

@@ -1,0 +1,41 @@
+"""The dry run's estimate against what real gloo ranks hold: resident size, every page counted by the kernel.
+
+`-rP` shows the figures.
+"""
+
+import sys
+from typing import Any
+
+import pytest
+
+from tests.distributed.conftest import Ranks
+from tests.measured_peak import peak_on_cpu
+from tests.tiny_runs import tiny_config
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.training import build
+from torchtitan.training.dry_run import estimate
+
+BASE: dict[str, Any] = {"model__flavor": "debugmodel", "training__seq_len": 512, "training__local_batch_size": 4}
+PP: dict[str, Any] = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 8}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process, accumulating": (1, {}),
+    "FSDP 2": (2, {}),
+    "FSDP 2, recomputing": (2, {"activation_checkpoint__mode": "full"}),
+    "TP 2": (2, {"parallelism__tensor_parallel_degree": 2}),
+    "PP 2, 1F1B": (2, PP),
+    "PP 2, ZBVZeroBubble": (2, PP | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_within_a_tenth_of_what_ranks_hold(name: str, ranks: Ranks) -> None:
+    world_size, overrides = CASES[name]
+    overrides = BASE | overrides
+    config = tiny_config("unused", world_size, **overrides)
+    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
+    measured = ranks(peak_on_cpu, world_size, overrides)
+    for rank in range(world_size):
+        estimated = estimate(config, args, rank, world_size, gpu=False).peak_bytes
+        print(f"{name}, rank {rank}: estimated {estimated / 2**20:.1f} MiB, measured {measured[rank] / 2**20:.1f} MiB")
+        assert estimated == pytest.approx(measured[rank], rel=0.1)

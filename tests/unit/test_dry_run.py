@@ -1,0 +1,156 @@
+"""The dry run: what it counts, what it prints, what it refuses. tests/distributed holds it against real memory."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from tests.tiny_runs import TINY, tiny_config
+from torchtitan.config.load import load_config
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.hardware import Place
+from torchtitan.models.llama.args import block_parameters
+from torchtitan.training import build
+from torchtitan.training.dry_run import Estimate, dry_run, estimate, verdict
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "train_configs").glob("*.toml"))
+VOCABULARY = 2048  # of the test assets' tokenizer
+
+BF16 = {"training__mixed_precision_param": "bfloat16"}
+TP = {"parallelism__tensor_parallel_degree": 2}
+CP = {"parallelism__context_parallel_degree": 2}
+PP = {"parallelism__pipeline_parallel_degree": 2}
+FULL = {"activation_checkpoint__mode": "full"}
+ACCUMULATING = {"training__local_batch_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP": (4, BF16 | ACCUMULATING),
+    "FSDP, accumulating": (2, BF16 | ACCUMULATING),
+    "FSDP, full recompute": (4, BF16 | ACCUMULATING | FULL),
+    "HSDP, recompute by operation": (
+        4,
+        ACCUMULATING | {"parallelism__data_parallel_replicate_degree": 2, "activation_checkpoint__mode": "selective"},
+    ),
+    "one rank, every second block recomputed, documents apart": (
+        1,
+        FULL
+        | {
+            "activation_checkpoint__mode": "selective",
+            "activation_checkpoint__selective_ac_option": "2",
+            "model__attn_mask_type": "block_causal",
+        },
+    ),
+    "TP": (2, BF16 | TP),
+    "TP, full recompute": (2, TP | FULL),
+    "CP x TP": (4, CP | TP),
+    "CP, documents apart, tied": (2, CP | {"model__attn_mask_type": "block_causal", "model__flavor": "tiny-tied"}),
+    "PP": (2, BF16 | PP),
+    "PP, full recompute, accumulating": (2, BF16 | PP | FULL | {"training__local_batch_size": 4}),
+    "PP x FSDP, tied, interleaved": (
+        4,
+        BF16
+        | PP
+        | {
+            "training__local_batch_size": 4,
+            "model__flavor": "tiny-tied",
+            "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+        },
+    ),
+}
+
+
+def estimate_tiny(world_size: int, rank: int = 0, replay: bool = True, **overrides: Any) -> Estimate:
+    config = tiny_config("unused", world_size, **overrides)
+    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
+    return estimate(config, args, rank, world_size, replay=replay)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path, capsys) -> None:
+    header = path.read_text().partition("[job]")[0]
+    ranks, gigabytes = re.search(r"NGPU=(\d+)", header), re.search(r"GPUs of (\d+) GB", header)
+    world_size = int(ranks[1]) if ranks else 1
+    config = load_config(["--job.config_file", str(path), "--comm.mode", "fake_backend"], world_size)
+    estimates = dry_run(config, Place(0, 0, world_size))
+    verdict(estimates, capacity=(int(gigabytes[1]) if gigabytes else 80) * 10**9)
+    assert len(estimates) == config.parallelism.pipeline_parallel_degree
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
+    stages = world_size // len(estimates)
+    assert [int(row[0]) for row in rows] == list(range(0, world_size, stages))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replaying_one_block_estimates_what_running_all_does(name: str) -> None:
+    world_size, overrides = LAYOUTS[name]
+    replayed, run = (estimate_tiny(world_size, replay=replay, **overrides) for replay in (True, False))
+    assert replayed.moved == run.moved
+    assert replayed.peak_bytes == pytest.approx(run.peak_bytes, rel=1e-3)  # pipelines count a few bytes more
+
+
+def test_fsdp_moves_each_parameter_twice_to_gather_it_and_once_to_scatter_its_gradient() -> None:
+    block = 4 * 4 * block_parameters(TINY)  # 4 layers, 4 bytes
+    embedding, end = 4 * VOCABULARY * TINY.dim, 4 * (VOCABULARY + 1) * TINY.dim
+    assert estimate_tiny(2, training__local_batch_size=4).moved == {
+        "all-gather": 2 * (embedding + block) + end,  # what ends forward begins backward and is kept in between
+        "reduce-scatter": embedding + block + end,
+        "all-reduce": 8 + 8,  # the number of tokens, the gradient norm
+    }
+
+
+def test_a_stage_sends_each_microbatch_forward_and_receives_its_gradient() -> None:
+    activations = 4 * 8 * 64 * TINY.dim  # 8 microbatches of one sequence of 64 tokens
+    moved = estimate_tiny(2, **PP).moved
+    vote = 4  # whether shapes are known, to the next stage and back
+    assert (moved["send"], moved["recv"]) == (activations + vote, activations + vote)
+
+
+def test_one_rank_holds_all_parameters_gradients_and_two_states_of_each() -> None:
+    found = estimate_tiny(1)
+    size = 4 * found.parameters
+    assert found.peak["parameters"] == size
+    assert found.peak["optimizer"] == pytest.approx(2 * size, rel=1e-3)  # and a count of steps
+    assert found.peak["gradients"] <= size
+
+
+def test_a_dry_run_needs_no_data_and_leaves_no_run_folder(tmp_path: Path, capsys) -> None:
+    nowhere = {"training__dataset_path": str(tmp_path / "none"), "model__hf_assets_path": str(tmp_path / "none")}
+    options = {"comm__mode": "fake_backend", "model__vocab_size": 5000, "training__global_batch_size": 32}
+    train.main(tiny_config(tmp_path / "run", 8, **PP, **options, **nowhere), Place(0, 0, 8))
+    assert not (tmp_path / "run").exists()
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["0", "4"]
+
+
+def test_what_a_compiler_does_is_left_out(tmp_path: Path) -> None:
+    compiled = {"compile__enable": True, "parallelism__enable_async_tensor_parallel": True}
+    plain, other = (dry_run(tiny_config(tmp_path, 2, **TP, **o), Place(0, 0, 2)) for o in ({}, compiled))
+    assert plain == other
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "message"),
+    [
+        (1, {}, "RANK=1: one process plays all ranks; start it without torchrun, as WORLD_SIZE=2"),
+        (0, {"training__enable_cpu_offload": True}, "training.enable_cpu_offload = true is about; set it to false"),
+        (
+            0,
+            {"activation_checkpoint__mode": "memory_budget", "compile__enable": True},
+            'activation_checkpoint.mode = "memory_budget" is about; use "selective"',
+        ),
+        (0, {"model__converters": "quantize.linear.float8"}, "model.converters = .* is about; leave it out"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(tmp_path: Path, rank: int, options: dict, message: str) -> None:
+    config = tiny_config(tmp_path, 2, training__local_batch_size=4, comm__mode="fake_backend", **options)
+    with pytest.raises(ValueError, match=message):
+        dry_run(config, Place(rank, rank, 2))
+
+
+def test_a_rank_that_does_not_fit_is_refused() -> None:
+    sizes = ({"parameters": 2 * 2**30}, {"parameters": 3 * 2**30})
+    estimates = [Estimate(rank, 0, peak, {}) for rank, peak in enumerate(sizes)]
+    assert "rank 1 holds 3.00 GiB at its peak of this machine's GPU's 3.00" in verdict(estimates, 3 * 2**30)
+    with pytest.raises(
+        ValueError, match="rank 1 holds 3.00 GiB at its peak, but this machine's GPU has 2.50; use more"
+    ):
+        verdict(estimates, 5 * 2**29)

@@ -1,0 +1,111 @@
+"""What counts as a complete checkpoint, what is kept, and that reading one runs nothing."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from torchtitan.checkpoint.storage import IncompleteError, Manifest, Storage
+
+STATE = {"model.weight": torch.arange(12.0).view(3, 4), "optimizer.weight.step": torch.tensor(3.0)}
+
+
+def save(storage: Storage, step: int) -> Manifest:
+    dcp.save(STATE, storage_writer=storage.writer(step), no_dist=True)
+    folder = storage.being_written(step)
+    manifest = Manifest(step, storage.describe(folder, storage.names(folder)), {}, "1 rank", {}, {})
+    storage.complete(manifest)
+    return manifest
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_what_is_saved_is_read_back_and_listed_newest_first(tmp_path: Path, scheme: str) -> None:
+    storage = Storage(f"{scheme}{tmp_path}/checkpoint")
+    assert storage.steps() == []
+    for step in (9, 10):
+        save(storage, step)
+    assert storage.steps() == [10, 9]
+    manifest = storage.manifest(10)
+    assert storage.faults(manifest, manifest.files) == []
+    read = {name: torch.empty_like(value) for name, value in STATE.items()}
+    with storage.reading(10):
+        dcp.load(read, storage_reader=storage.reader(10), no_dist=True)
+    assert all(value.equal(STATE[name]) for name, value in read.items())
+    storage.remove(storage.folder(10))
+    assert storage.steps() == [9]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_that_is_damaged_is_not_complete_and_says_how(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    manifest = save(storage, 4)
+    file = tmp_path / "step-4" / "__0_0.distcp"
+    whole = file.read_bytes()
+
+    file.write_bytes(whole[:-5])
+    with pytest.raises(
+        IncompleteError, match=rf"__0_0.distcp has {len(whole) - 5} bytes, the manifest says {len(whole)}"
+    ):
+        storage.manifest(4)
+    file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    assert storage.faults(storage.manifest(4), manifest.files) == ["the checksum of __0_0.distcp differs"]
+    file.unlink()
+    with pytest.raises(IncompleteError, match="__0_0.distcp is missing"):
+        storage.manifest(4)
+    (tmp_path / "step-4" / "manifest.json").write_text('{"step": 4')
+    with pytest.raises(IncompleteError, match="its manifest cannot be read"):
+        storage.manifest(4)
+    (tmp_path / "step-4" / "manifest.json").unlink()
+    with pytest.raises(IncompleteError, match="it has no manifest"):
+        storage.manifest(4)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_was_not_finished_is_no_checkpoint_and_is_swept_away(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    dcp.save(STATE, storage_writer=storage.writer(7), no_dist=True)
+    assert storage.steps() == []
+    assert storage.sweep() == ["step-7.writing"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_somebody_reads_is_not_removed(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    save(storage, 1)
+    with storage.reading(1):
+        assert not Storage(str(tmp_path)).remove_unread(1)
+    assert storage.remove_unread(1) and storage.steps() == []
+
+
+class Harmful:
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (Path("harm was done"),))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_reading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    storage = Storage(str(tmp_path))
+    save(storage, 1)
+    index = tmp_path / "step-1" / ".metadata"
+    index.write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(pickle.UnpicklingError, match="no use for pathlib.Path.touch|no use for builtins.getattr"):
+        storage.reader(1).read_metadata()
+    dcp.save(STATE | {"extra": Harmful()}, storage_writer=storage.writer(2), no_dist=True)
+    storage.complete(Manifest(2, {}, {}, "", {}, {}))
+    with pytest.raises(ValueError, match="extra is no tensor"):
+        storage.reader(2).read_metadata()
+    assert not (tmp_path / "harm was done").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_manifest_is_json_for_people(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    save(storage, 3)
+    read = json.loads((tmp_path / "step-3" / "manifest.json").read_text())
+    assert read["step"] == 3 and set(read["files"]) == {".metadata", "__0_0.distcp"}

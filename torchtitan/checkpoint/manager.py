@@ -1,0 +1,212 @@
+"""Saves a run's tensors, complete or not at all, and finds the newest complete ones again; sees no model, only names.
+
+All ranks call alike. What goes wrong on one rank is known to all of them before any goes on.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from torchtitan.checkpoint.storage import IncompleteError, Manifest, Storage
+from torchtitan.config.schema import Checkpoint
+from torchtitan.observe.log import logger
+
+_TIMEOUT = timedelta(hours=1)  # of what ranks tell each other while one of them writes
+Tensors = dict[str, Tensor]
+
+
+class SaveError(RuntimeError):
+    """A save that configuration or circumstances do not allow to fail has failed."""
+
+
+class Checkpointer:
+    """`save` after a step where `due` says so; `close` waits for the last one."""
+
+    def __init__(self, config: Checkpoint, storage: Storage, about: dict[str, Any]) -> None:
+        """`about`: what each manifest says besides step and files."""
+        self.config, self.storage, self.about = config, storage, about
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # its own: a save runs beside the training
+        self._began, self._bytes, self.last_step = time.monotonic(), 0, -1
+        self._writing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        cuda = torch.cuda.is_available()
+        pinned = cuda and config.async_mode == "async_with_pinned_mem"
+        self._stager = DefaultStager(StagingOptions(pinned, False, False, cuda))
+        if self.rank == 0 and not config.load_only:
+            for name in storage.sweep():
+                logger.info(f"removed {name}, which an earlier run did not finish")
+
+    def is_late(self) -> bool:
+        """Whether `interval_minutes` are over; to be asked of rank 0's clock alone."""
+        minutes = self.config.interval_minutes
+        return minutes is not None and time.monotonic() - self._began > 60 * minutes
+
+    def due(self, step: int, late: bool) -> bool:
+        first = self.config.enable_first_step_checkpoint and step == 1
+        return not self.config.load_only and (first or late or step % self.config.interval == 0)
+
+    def save(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
+        """Write a checkpoint now, or copy and write it behind the training; an earlier write is waited for."""
+        self._finish_writing()
+        self._began = time.monotonic()
+        self._warn_of_a_full_disk()
+        if self.config.async_mode == "disabled":
+            self._note(step, lambda: self._write(step, tensors, run))
+            return
+        copied = self._stager.stage(dict(tensors))
+        assert isinstance(copied, dict)
+        seconds = time.monotonic() - self._began
+        logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s, writing it behind the training")
+        self._writing = self._thread.submit(self._note, step, lambda: self._write(step, copied, run))
+
+    def close(self, must_save: int | None = None) -> None:
+        """Wait for what is being written; raises SaveError where this step's checkpoint was wanted and is not there."""
+        self._finish_writing()
+        self._thread.shutdown()
+        if must_save is not None and self.last_step != must_save:
+            raise SaveError(f"the checkpoint of the last step, {must_save}, could not be saved; see above")
+
+    def _finish_writing(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _note(self, step: int, write: Callable[[], None]) -> None:
+        """Success or failure, the same on all ranks."""
+        begin = time.monotonic()
+        try:
+            write()
+        except Exception as error:  # of a disk, a server, another rank's disk
+            reason = " ".join(str(_cause(error)).split()) or type(error).__name__
+            if self.config.on_failure == "stop":
+                raise SaveError(f'saving step {step} failed: {reason} (checkpoint.on_failure = "stop")') from error
+            logger.error(f"saving step {step} failed: {reason}; training goes on, the next save is a new try")
+            return
+        self.last_step = step
+        logger.info(f"saved step {step}: {self._bytes / 2**20:,.1f} MiB in {time.monotonic() - begin:.2f} s")
+        if self.rank == 0:
+            self._retain(step)
+
+    def _write(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
+        storage, folder = self.storage, self.storage.being_written(step)
+        dcp.save(tensors, storage_writer=storage.writer(step), process_group=self.group)
+        own = [n for n in storage.names(folder) if n.startswith(f"__{self.rank}_") or (self.rank == 0 and n[0] == ".")]
+        files: dict[str, tuple[int, int]] = {}
+        for described in self._all(lambda: storage.describe(folder, own)):
+            files |= described
+        self._bytes = sum(size for size, _ in files.values())
+        manifest = Manifest(step, files, run=run, **self.about)
+        self._all(lambda: storage.complete(manifest) if self.rank == 0 else None)
+
+    def _all(self, work: Callable[[], Any]) -> list[Any]:
+        """What each rank's work gives; where it fails on any, it fails on all."""
+        try:
+            mine = work(), None
+        except OSError as error:
+            mine = None, f"rank {self.rank}: {error}"
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine, group=self.group)
+        if errors := [error for _, error in everyone if error]:
+            raise OSError("; ".join(errors))
+        return [answer for answer, _ in everyone]
+
+    def _retain(self, newest: int) -> None:
+        """Keep the latest complete ones; never what somebody reads, never the one just written."""
+        keep, complete = self.config.keep_latest_k, []
+        for step in self.storage.steps() if keep else []:
+            if step > newest:
+                continue
+            try:
+                self.storage.manifest(step)
+                complete.append(step)
+            except IncompleteError:
+                continue
+        for step in complete[keep:]:
+            if not self.storage.remove_unread(step):
+                logger.info(f"step {step} is being read by somebody; it is kept for now")
+
+    def _warn_of_a_full_disk(self) -> None:
+        free = self.storage.free_bytes() if self.rank == 0 and self._bytes else None
+        if free is not None and free < 1.1 * self._bytes:
+            logger.warning(
+                f"{self.storage.url} has {free / 2**20:,.0f} MiB free, a checkpoint takes {self._bytes / 2**20:,.0f}; "
+                "make room, or lower checkpoint.keep_latest_k"
+            )
+
+    def find(self, storage: Storage, step: int = -1) -> Manifest | None:
+        """The newest complete checkpoint, or that of this step; what is passed over is said, and why."""
+        candidates = self._from_rank_0(storage.steps() if self.rank == 0 else None)
+        if step >= 0:
+            if step not in candidates:
+                found = ", ".join(map(str, candidates)) or "none"
+                raise ValueError(f"checkpoint.load_step = {step} is not in {storage.url}, which has {found}")
+            candidates = [step]
+        for candidate in candidates:
+            manifest = self._examine(storage, candidate)
+            if isinstance(manifest, Manifest):
+                return manifest
+            if step >= 0:
+                raise ValueError(f"checkpoint.load_step = {step} cannot be loaded: {manifest}; use another")
+            if self.rank == 0:
+                logger.warning(f"passed over the checkpoint of step {candidate}: {manifest}")
+        return None
+
+    def _examine(self, storage: Storage, step: int) -> Manifest | str:
+        """The manifest, or what is wrong; each rank reads its share of the files."""
+        manifest: Any = None
+        if self.rank == 0:
+            try:
+                manifest = storage.manifest(step)
+            except IncompleteError as error:
+                manifest = str(error)
+        manifest = self._from_rank_0(manifest)
+        if isinstance(manifest, Manifest):
+            share = sorted(manifest.files)[self.rank :: self.world_size]
+            faults = [fault for part in self._all(lambda: storage.faults(manifest, share)) for fault in part]
+            return "; ".join(faults) or manifest
+        return str(manifest)
+
+    def shapes(self, storage: Storage, step: int) -> dict[str, torch.Size]:
+        """Names and shapes of all tensors in a checkpoint."""
+        metadata = storage.reader(step).read_metadata().state_dict_metadata
+        return {name: kind.size for name, kind in metadata.items() if isinstance(kind, TensorStorageMetadata)}
+
+    def load(self, storage: Storage, step: int, tensors: Tensors) -> None:
+        """Fill the tensors, sharded as they are, whatever layout has saved them."""
+        shapes = self.shapes(storage, step)
+        wrong = [f"{name} is not in it" for name in tensors if name not in shapes]
+        wrong += [
+            f"{name} is {list(shapes[name])} there, {list(tensor.shape)} here"
+            for name, tensor in tensors.items()
+            if name in shapes and shapes[name] != tensor.shape
+        ]
+        wrong = list(dict.fromkeys(name for part in self._all(lambda: wrong) for name in part))
+        if wrong:
+            more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+            raise ValueError(
+                f"the checkpoint of step {step} in {storage.url} is of another model: "
+                f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, or another job.dump_folder"
+            )
+        with storage.reading(step):
+            dcp.load(tensors, storage_reader=storage.reader(step), process_group=self.group)
+
+    def _from_rank_0(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def _cause(error: Exception) -> BaseException:
+    """What went wrong on a rank, out of what torch has wrapped it in."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error

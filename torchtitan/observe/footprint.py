@@ -1,0 +1,131 @@
+"""What runs inside, in bytes: of live tensors by what they are for, and of what each collective is given.
+
+Of fake tensors, so it costs nothing. What a kernel allocates for itself is not seen.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate, count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+KINDS = ("parameters", "gradients", "optimizer", "activations")  # the last is whatever is none of the others
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "send", "recv")
+
+# Operations by which FSDP2 gathers parameters and scatters gradients; tensor parallelism uses others.
+_FSDP = {
+    "fsdp::all_gather_copy_in": "parameters",
+    "fsdp::split_with_sizes_copy": "parameters",
+    "fsdp::chunk_cat": "gradients",
+    "c10d::_reduce_scatter_base_": "gradients",
+}
+Event = tuple[int, int]  # which storage, and by how many bytes it grew
+
+
+class Footprint(TorchDispatchMode):
+    """Notes every storage that appears, is resized or goes, and every collective."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        """`fake`: the mode whose tensors are counted."""
+        super().__init__()
+        self._fake = fake
+        self.events: list[Event] = []
+        self.moved: Counter[str] = Counter()
+        self._kinds: dict[int, str] = {}
+        self._live: dict[int, tuple[int, weakref.ref]] = {}  # by address: number, and who tells when it goes
+        self._sizes: dict[int, int] = {}
+        self._numbers = count()
+
+    def __enter__(self) -> "Footprint":
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:  # how FSDP frees what it gathered
+            resized = resize(storage, size)
+            if id(storage) in self._live:
+                self._set_size(self._live[id(storage)][0], storage.nbytes())
+            return resized
+
+        self._restore = resize
+        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._restore  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor comes again as what it does to its local tensors
+        result = func(*args, **(kwargs or {}))
+        if len(self._fake.enter_stack) > 1:  # DTensor only asks for a shape, with fake tensors as large as the whole
+            return result
+        for tensor in _tensors(result):
+            self.number(tensor)
+        namespace, _, name = func.name().partition("::")
+        if namespace in ("c10d", "_c10d_functional", "fsdp"):
+            tensors = [*_tensors(args), *_tensors((kwargs or {}).values()), *_tensors(result)]
+            kind = _FSDP.get(f"{namespace}::{name.partition('.')[0]}")
+            if kind is not None:
+                self.mark(tensors, kind)
+            collective = next((c for c in COLLECTIVES if name.strip("_").startswith(_spellings(c))), None)
+            if namespace != "fsdp" and collective and tensors:
+                self.moved[collective] += max(tensor.nbytes for tensor in tensors)
+        return result
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what these are for; whoever is first to say so is right."""
+        for tensor in tensors:
+            self._kinds.setdefault(self.number(tensor), kind)
+
+    def end_of(self, tensor: Tensor) -> Event:
+        """What it will be when the tensor goes."""
+        number = self.number(tensor)
+        return number, -self._sizes[number]
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of the tensor's storage in events."""
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        known = self._live.get(id(storage))
+        if known is not None:
+            return known[0]
+        number, address = next(self._numbers), id(storage)
+
+        def gone(_: Any) -> None:
+            del self._live[address]
+            self._set_size(number, 0)
+
+        self._live[address] = number, weakref.ref(storage, gone)
+        self._set_size(number, 0 if tensor.device.type == "meta" else storage.nbytes())
+        return number
+
+    def _set_size(self, number: int, size: int) -> None:
+        before = self._sizes.get(number, 0)
+        if size != before:
+            self._sizes[number] = size
+            self.events.append((number, size - before))
+
+    def peak(self) -> dict[str, int]:
+        """Live bytes of each kind at the moment at which all of them together were most."""
+        totals = list(accumulate(change for _, change in self.events))
+        at_peak = dict.fromkeys(KINDS, 0)
+        for number, change in self.events[: totals.index(max(totals)) + 1]:
+            at_peak[self._kinds.get(number, "activations")] += change
+        return at_peak
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (str, int, float, type(None))) or not isinstance(value, Iterable):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]
+
+
+def _spellings(collective: str) -> tuple[str, str]:
+    return collective.replace("-", ""), collective.replace("-", "_")

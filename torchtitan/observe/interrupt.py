@@ -1,0 +1,36 @@
+"""What SIGTERM and SIGUSR1 ask for, a launcher's warning that the machine goes away: end soon, in good order."""
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from torchtitan.observe.log import logger
+
+EXIT_CODE = 75  # "try again" of sysexits.h: the run is not done, and goes on when it is started again
+
+
+class Interrupt:
+    """Inside, the first signal only sets `asked`; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = ""
+
+    def __enter__(self) -> "Interrupt":
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGUSR1)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def is_asked(self) -> bool:
+        return bool(self.asked)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = signal.Signals(number).name
+        logger.warning(f"{self.asked}: the run is saved after this step and ends; once more ends it at once")

@@ -1,0 +1,128 @@
+"""A run and its checkpoints: where it begins, when it is saved, how it ends; switched off, it begins at 0."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan.checkpoint.manager import Checkpointer
+from torchtitan.checkpoint.storage import Manifest, Storage
+from torchtitan.config.load import flat
+from torchtitan.config.schema import Config
+from torchtitan.data.loader import Loader
+from torchtitan.observe.log import logger
+from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.training import state
+
+
+class Checkpoints:
+    """Looks for a checkpoint at once; `restore` when the parts of the run are built, `finish` at its end."""
+
+    def __init__(self, config: Config, run_folder: Path, layout: str) -> None:
+        self.section = config.checkpoint
+        self.manager: Checkpointer | None = None
+        self.found: tuple[Storage, Manifest] | None = None
+        self.resumes = False  # what was found is this run's own
+        if not self.section.enable:
+            return
+        storage = Storage(
+            self.section.folder if "://" in self.section.folder else str(run_folder / self.section.folder)
+        )
+        self.manager = Checkpointer(self.section, storage, {"layout": layout, "versions": {"torch": torch.__version__}})
+        manifest = self.manager.find(storage, self.section.load_step)
+        self.resumes = manifest is not None
+        if manifest is None and self.section.initial_load_path is not None and not self.section.initial_load_in_hf:
+            storage, step = _place(self.section.initial_load_path)
+            manifest = self.manager.find(storage, step)
+            if manifest is None:
+                raise ValueError(
+                    f'checkpoint.initial_load_path = "{self.section.initial_load_path}" has no complete checkpoint; '
+                    f"give a folder that has one, or remove it"
+                )
+        if manifest is not None:
+            self.found = storage, manifest
+            logger.info(f"{'go on' if self.resumes else 'begin'} from step {manifest.step} in {storage.url}")
+            for change in _changes(manifest.config, config.model_dump(mode="json")) if self.resumes else []:
+                logger.info(f"changed since then: {change}")
+
+    @property
+    def seed(self) -> int | None:
+        """The seed this run began with, if it goes on."""
+        return self.found[1].config["debug"]["seed"] if self.found and self.resumes else None
+
+    def restore(self, config: Config, model: ModelParts, optimizer: torch.optim.AdamW, loader: Loader) -> int:
+        """Fill the parts of the run with what was found; the step it was saved after."""
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        if self.manager is None:
+            return 0
+        self.manager.about["config"] = config.model_dump(mode="json")
+        if self.found is None:
+            return 0
+        storage, manifest = self.found
+        anew = set(self.section.exclude_from_loading)
+        if not self.resumes and self.section.initial_load_model_only:
+            anew = {"optimizer", "dataloader", "train_state"}
+        shapes = self.manager.shapes(storage, manifest.step)
+        if "optimizer" not in anew and not any(name.startswith("optimizer.") for name in shapes):
+            raise ValueError(
+                f"step {manifest.step} in {storage.url} has only weights (checkpoint.last_save_model_only), a run "
+                "cannot go on from it; begin another with checkpoint.initial_load_path, in another job.dump_folder"
+            )
+        tensors, streams = state.model_tensors(model), {}
+        if "optimizer" not in anew:
+            tensors |= state.optimizer_tensors(model, optimizer)
+        if "dataloader" not in anew:
+            own = [name for name in state.data_tensors(loader) if name in shapes]
+            streams = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in own}
+        self.manager.load(storage, manifest.step, tensors | streams)
+        state.copy_tied(model, optimizer)
+        if "dataloader" not in anew:
+            state.load_data(loader, manifest.run["data"], streams)
+        if "train_state" in anew:
+            return 0
+        self.manager.last_step = manifest.step if self.resumes else -1
+        return manifest.step
+
+    def is_late(self) -> bool:
+        return self.manager is not None and self.manager.is_late()
+
+    def due(self, step: int, late: bool) -> bool:
+        return self.manager is not None and self.manager.due(step, late)
+
+    def finish(self, step: int, is_last: bool) -> None:
+        """Save where the run ends, if that is not done yet, and wait until it is written."""
+        if self.manager is None:
+            return
+        if self.section.load_only:
+            self.manager.close()
+            return
+        only_weights = is_last and self.section.last_save_model_only
+        if only_weights or self.manager.last_step != step:
+            self.save(step, only_weights)
+        self.manager.close(must_save=step)
+
+    def save(self, step: int, only_weights: bool = False) -> None:
+        assert self.manager is not None
+        tensors = state.model_tensors(self.model)
+        if only_weights:
+            tensors = {name: tensor.to(getattr(torch, self.section.export_dtype)) for name, tensor in tensors.items()}
+        else:
+            tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
+        self.manager.save(step, tensors, {"data": state.data_header(self.loader)})
+
+
+def _place(path: str) -> tuple[Storage, int]:
+    """A folder of checkpoints and -1, or the step whose own folder is named."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    step = re.fullmatch(r"step-(\d+)", name)
+    return (Storage(parent or "."), int(step[1])) if step else (Storage(path), -1)
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two configurations, apart from what a run is called and where it lies."""
+    old, new = flat(before), flat(now)
+    names = [name for name in new if name.partition(".")[0] != "job" and name != "debug.seed"]
+    return [
+        f"{name} = {new[name]}, was {old.get(name, 'not there')}" for name in names if new[name] != old.get(name, None)
+    ]

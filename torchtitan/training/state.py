@@ -1,0 +1,81 @@
+"""What of a run a checkpoint holds: its tensors by names that no layout changes, and the place in the data."""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.data.loader import Loader
+from torchtitan.parallel.pipeline import ModelParts
+
+Tensors = dict[str, Tensor]
+
+
+def saved_parameters(model: ModelParts) -> dict[str, nn.Parameter]:
+    """Parameters by the name of what is saved of them; the copy of a tied weight goes by the name of the first."""
+    copy, named = model.copy(), {}
+    for name, parameter in model.named_parameters():
+        if parameter is copy:
+            assert model.tied is not None
+            name = model.tied[0]
+        named.setdefault(name, parameter)
+    return named
+
+
+def model_tensors(model: ModelParts) -> Tensors:
+    return {f"model.{name}": parameter.detach() for name, parameter in saved_parameters(model).items()}
+
+
+def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Its states, made first where there has been no update yet."""
+    named = saved_parameters(model)
+    if not optimizer.state:
+        _make_states(optimizer)
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in named.items()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _make_states(optimizer: torch.optim.Optimizer) -> None:
+    """One update by nothing, at a rate of 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@torch.no_grad()
+def copy_tied(model: ModelParts, optimizer: torch.optim.Optimizer) -> None:
+    """Give the copy of a tied weight that lies beside the first on this rank what was loaded for the first."""
+    copy, first = model.copy(), model.tied and 0 in model.stages and model.stages[0].get_parameter(model.tied[0])
+    if copy is None or not isinstance(first, nn.Parameter):
+        return
+    copy.copy_(first)
+    for key, value in optimizer.state.get(first, {}).items():
+        optimizer.state[copy][key].copy_(value)
+
+
+def data_tensors(loader: Loader) -> Tensors:
+    """The place of each of this rank's streams, as the bytes of JSON; what all streams share is `data_header`."""
+    return {f"data.{name}": _to_bytes(state) for name, state in loader.state_dict()["streams"].items()}
+
+
+def data_header(loader: Loader) -> dict[str, Any]:
+    return {key: value for key, value in loader.state_dict().items() if key != "streams"}
+
+
+def load_data(loader: Loader, header: dict[str, Any], streams: Tensors) -> None:
+    states = {name.removeprefix("data."): json.loads(bytes(value.tolist())) for name, value in streams.items()}
+    loader.load_state_dict(header | {"streams": states})
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
