@@ -290,6 +290,13 @@ def test_what_holds_no_model_is_refused_with_what_was_looked_for(tmp_path: Path)
     assert "no consolidated.*.pth" in refusal("convert", tmp_path / "meta", tmp_path / "hf")
 
 
+def test_a_run_its_checkpoints_and_a_step_lead_to_the_same_weights(tmp_path: Path) -> None:
+    run = store_run(tmp_path / "run")
+    (run / "checkpoint/step-9").mkdir()  # never finished
+    places = [open_source(str(run / part)).weights.where for part in ("", "checkpoint", "checkpoint/step-0/")]
+    assert places == [str(run / "checkpoint/step-0")] * 3
+
+
 def test_a_shape_without_a_flavor_is_refused_with_the_line_to_add(tmp_path: Path) -> None:
     args = replace(TINY, vocab_size=VOCAB, norm_eps=1e-6)
     config = to_hf_config(args, torch.float32, 0, 1)
