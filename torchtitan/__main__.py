@@ -26,8 +26,34 @@ def main(argv: list[str]) -> None:
     compare.add_argument("--norm_bound", type=float, default=1e-4, help=bound % "gradient norm")
     compare.epilog = "After --: options of train.py, for both."
 
+    checkpoint = "a run folder (its newest checkpoint), a folder step-N, or a download from Hugging Face or Meta"
+    dtypes = ("float32", "bfloat16", "float16")
+    convert = verbs.add_parser("convert", help="weights from and to Hugging Face, and from Meta's files")
+    convert.add_argument("source", metavar="FROM", help=checkpoint)
+    convert.add_argument("target", metavar="TO", help="the folder to write, which must not be there")
+    convert.add_argument("--to", choices=("hf", "torchtitan"), help="form of TO (default: what FROM is not)")
+    convert.add_argument("--dtype", choices=dtypes, help="type of the weights in TO (default: that of FROM)")
+    convert.add_argument("--shard_gb", type=float, default=5, help="GB of a safetensors file (default: %(default)s)")
+    tokenizer = "file or folder (default: model.hf_assets_path of the run, or the downloaded folder)"
+    convert.add_argument("--tokenizer", help=tokenizer)
+
+    generate = verbs.add_parser("generate", help="continue a text; under torchrun, with tensor parallelism")
+    generate.add_argument("--checkpoint", required=True, help=checkpoint)
+    generate.add_argument("--prompt", required=True, nargs="+", help="one text, shown as it grows, or several at once")
+    generate.add_argument("--max_new_tokens", type=int, default=100, help="most tokens to add (default: %(default)s)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    generate.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all (default)")
+    generate.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest that make up this share")
+    generate.add_argument("--seed", type=int, help="draw the same again (default: a new one each time)")
+    generate.add_argument("--dtype", choices=dtypes, help="what to compute in (default: as trained, or as downloaded)")
+    generate.add_argument("--tokenizer", help=tokenizer)
+
+    evaluate = verbs.add_parser("eval", help="loss and perplexity of stored weights on the data of [validation]")
+    evaluate.add_argument("--checkpoint", required=True, help=checkpoint)
+    evaluate.epilog = "After --: options of train.py, over the configuration that the checkpoint was trained with."
+
     drill = verbs.add_parser("drill", help="break a run in many ways; it must end as if nothing had happened")
-    drill.add_argument("--faults", type=int, default=8, help="how many (default: %(default)s)")
+    drill.add_argument("--faults", type=int, default=9, help="how many (default: %(default)s, one of each kind)")
     drill.add_argument("--ranks", type=int, default=2, help="processes of the run (default: %(default)s)")
     drill.add_argument("--seed", type=int, default=0, help="of which fault comes when (default: %(default)s)")
     drill.add_argument("--minutes", type=float, default=60, help="longest time for all (default: %(default)s)")
@@ -39,8 +65,14 @@ def main(argv: list[str]) -> None:
     prepare.add_arguments(verbs.add_parser("prepare", help="tokenise text once, to train from at memory speed"))
 
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
-    end = argv.index("--") if argv[:1] in (["compare"], ["drill"]) and "--" in argv else len(argv)
-    args = parser.parse_args(argv[:end])
+    end = argv.index("--") if argv[:1] in (["compare"], ["drill"], ["eval"]) and "--" in argv else len(argv)
+    try:
+        _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _run(args: argparse.Namespace, options: list[str]) -> None:
     if args.verb == "check":
         from torchtitan.config.load import load_config_or_exit
 
@@ -50,18 +82,29 @@ def main(argv: list[str]) -> None:
 
         export.write_all()
     elif args.verb == "prepare":
-        try:
-            prepare.run(args)
-        except ValueError as error:
-            raise SystemExit(f"error: {error}") from None
-    elif args.verb == "drill":
-        from torchtitan import drill as fire_drill
+        from torchtitan.data import prepare
 
-        raise SystemExit(fire_drill.run(args, options=argv[end + 1 :]))
+        prepare.run(args)
     elif args.verb == "compare":
-        from torchtitan.compare import run
+        from torchtitan import compare
 
-        raise SystemExit(run(args, options=argv[end + 1 :]))
+        raise SystemExit(compare.run(args, options))
+    elif args.verb == "drill":
+        from torchtitan import drill
+
+        raise SystemExit(drill.run(args, options))
+    elif args.verb == "convert":
+        from torchtitan import convert
+
+        convert.run(args)
+    elif args.verb == "generate":
+        from torchtitan import generate
+
+        generate.run(args)
+    elif args.verb == "eval":
+        from torchtitan import evaluate
+
+        evaluate.run(args, options)
 
 
 if __name__ == "__main__":

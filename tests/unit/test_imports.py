@@ -21,7 +21,8 @@ LEVEL_1 = ("torchtitan.config", "torchtitan.hardware", "torchtitan.models.llama.
 PURE_TRAINING = ("torchtitan.training.loss", "torchtitan.training.optimizer", "torchtitan.training.lr_schedule")
 ROOMS = ("torchtitan.parallel", "torchtitan.data", "torchtitan.checkpoint", "torchtitan.observe")
 LLAMA = "torchtitan.models.llama"
-TOP = ("torchtitan.generate", "torchtitan.compare", "torchtitan.drill", "torchtitan.__main__", "benchmarks", "train")
+VERBS = ("torchtitan.compare", "torchtitan.convert", "torchtitan.drill", "torchtitan.evaluate", "torchtitan.generate")
+TOP = (*VERBS, "torchtitan.__main__", "benchmarks", "train")
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "tyro", "tomli", "tomli_w"}

@@ -3,9 +3,10 @@
 All ranks call alike. What goes wrong on one rank is known to all of them before any goes on.
 """
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +39,6 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # its own: a save runs beside the training
         self._began, self._bytes, self.last_step = time.monotonic(), 0, -1
         self._writing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
         cuda = torch.cuda.is_available()
         pinned = cuda and config.async_mode == "async_with_pinned_mem"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, cuda))
@@ -67,12 +67,19 @@ class Checkpointer:
         assert isinstance(copied, dict)
         seconds = time.monotonic() - self._began
         logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s, writing it behind the training")
-        self._writing = self._thread.submit(self._note, step, lambda: self._write(step, copied, run))
+        self._writing = Future()
+        # A daemon: where another rank is gone it waits for it, and must not keep this process from ending.
+        threading.Thread(target=self._write_behind, args=(self._writing, step, copied, run), daemon=True).start()
+
+    def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any]) -> None:
+        try:
+            done.set_result(self._note(step, lambda: self._write(step, tensors, run)))
+        except BaseException as error:
+            done.set_exception(error)
 
     def close(self, must_save: int | None = None) -> None:
         """Wait for what is being written; raises SaveError where this step's checkpoint was wanted and is not there."""
         self._finish_writing()
-        self._thread.shutdown()
         if must_save is not None and self.last_step != must_save:
             raise SaveError(f"the checkpoint of the last step, {must_save}, could not be saved; see above")
 

@@ -24,7 +24,15 @@ class Validator:
     writer: MetricsWriter | None
 
     def __call__(self, step: int) -> None:
-        """The loader ends on all ranks at once, so every rank runs as many forward passes, which FSDP needs."""
+        loss, tokens = self.measure()
+        if self.writer is not None:
+            self.writer.write_validation(step, loss, tokens)
+
+    def measure(self) -> tuple[float, int]:
+        """Mean loss and number of tokens.
+
+        The loader ends on all ranks at once, so every rank runs as many forward passes, which FSDP needs.
+        """
         self.loader.reset()
         remaining = self.config.steps
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -32,5 +40,4 @@ class Validator:
             remaining -= 1
             totals += self.forward_backward.evaluate(batch.to(self.device), self.config.local_batch_size)
         summed, tokens = sum_over(totals, self.loss_group).tolist()
-        if self.writer is not None:
-            self.writer.write_validation(step, summed / max(1, tokens), int(tokens))
+        return summed / max(1, tokens), int(tokens)

@@ -1,6 +1,16 @@
-"""Names of the same weights here and in Hugging Face's Llama; shapes and values are equal."""
+"""The same Llama in other hands: Hugging Face's names and config.json, and Meta's own files.
+
+Hugging Face's weights are ours under other names. Meta's have our names, other rows in wq and wk, and may lie in parts.
+"""
 
 import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan.models.llama.args import FLAVORS, LlamaArgs, RopeScaling
 
 _BLOCK = {
     "attention.wq": "self_attn.q_proj",
@@ -14,11 +24,135 @@ _BLOCK = {
     "ffn_norm": "post_attention_layernorm",
 }
 _OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+# What config.json may say that this model cannot be, and the only values it can.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "sliding_window": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "quantization_config": (None,),
+}
 
 
-def to_hf_name(name: str) -> str:
-    """`layers.0.attention.wq.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+def to_hf_name(name: str, tied: bool = False) -> str:
+    """`layers.0.attention.wq.weight` -> `model.layers.0.self_attn.q_proj.weight`; a tied output is the embedding."""
     module = name.removesuffix(".weight")
+    if tied and module == "output":
+        module = "tok_embeddings"
     block = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     renamed = f"model.layers.{block[1]}.{_BLOCK[block[2]]}" if block else _OUTER[module]
     return f"{renamed}.weight"
+
+
+def to_hf_config(args: LlamaArgs, dtype: torch.dtype, bos_id: int | None, eos_id: int) -> dict[str, Any]:
+    """config.json, in the form that transformers 4 and 5 and others read."""
+    scaling = None
+    if args.rope_scaling is not None:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": args.rope_scaling.factor,
+            "low_freq_factor": args.rope_scaling.low_freq_factor,
+            "high_freq_factor": args.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": args.rope_scaling.original_max_seq_len,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "intermediate_size": args.hidden_dim,
+        "vocab_size": args.vocab_size,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": args.tied_embeddings,
+        "max_position_embeddings": args.max_seq_len,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def from_hf_config(config: dict[str, Any]) -> LlamaArgs:
+    """The shape config.json describes; what this model cannot be is refused, all of it at once."""
+    refused = [
+        f"{key} = {config[key]!r}, only {allowed[-1]!r}"
+        for key, allowed in _FIXED.items()
+        if key in config and config[key] not in allowed
+    ]
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    refused += [f"no {key}" for key in needed if key not in config]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        refused.append(f"rotation of the type {kind!r}, only 'default' and 'llama3'")
+    if not refused and config.get("head_dim") not in (None, config["hidden_size"] // config["num_attention_heads"]):
+        refused.append(f"head_dim = {config['head_dim']}, only hidden_size / num_attention_heads")
+    if refused:
+        raise ValueError(f"config.json describes no model that Transformer can be: {'; '.join(refused)}")
+    scaling = None
+    if kind == "llama3":
+        scaling = RopeScaling(
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_max_seq_len=rope["original_max_position_embeddings"],
+        )
+    # Where a key is missing, transformers' default holds.
+    return LlamaArgs(
+        dim=config["hidden_size"],
+        n_layers=config["num_hidden_layers"],
+        n_heads=config["num_attention_heads"],
+        n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        hidden_dim=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        rope_scaling=scaling,
+        tied_embeddings=config.get("tie_word_embeddings", False),
+        max_seq_len=config.get("max_position_embeddings", 2048),
+    )
+
+
+def from_meta_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
+    """The shape Meta's params.json describes; it does not tell 3.1's rotation and embedding from 3.2's, flavors do."""
+    hidden_dim = int(8 * params["dim"] / 3)
+    hidden_dim = int((params.get("ffn_dim_multiplier") or 1) * hidden_dim)
+    multiple = params["multiple_of"]
+    args = LlamaArgs(
+        dim=params["dim"],
+        n_layers=params["n_layers"],
+        n_heads=params["n_heads"],
+        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        hidden_dim=-(-hidden_dim // multiple) * multiple,
+        vocab_size=vocab_size,
+        norm_eps=params["norm_eps"],
+        rope_theta=params.get("rope_theta", 10000.0),
+        rope_scaling=RopeScaling() if params.get("use_scaled_rope") else None,
+    )
+    known = [flavor for flavors in FLAVORS.values() for flavor in flavors.values()]
+    return next((flavor for flavor in known if _seen_by_meta(flavor) == _seen_by_meta(args)), args)
+
+
+def _seen_by_meta(args: LlamaArgs) -> tuple[Any, ...]:
+    heads = (args.n_heads, args.n_kv_heads, args.hidden_dim, args.vocab_size)
+    return args.dim, args.n_layers, *heads, args.norm_eps, args.rope_theta, args.rope_scaling is None
+
+
+def from_meta_parts(name: str, parts: Sequence[Tensor], shape: torch.Size, args: LlamaArgs) -> Tensor:
+    """A weight from its parts in Meta's files; along the dimension they were split, or whole in each of them."""
+    dim = next((d for d, size in enumerate(shape) if parts[0].shape[d] != size), None)
+    weight = parts[0] if dim is None else torch.cat(list(parts), dim)
+    heads = {"wq": args.n_heads, "wk": args.n_kv_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return weight
+    # Meta rotates neighbours (2i, 2i + 1) of a head, this model i and i + D/2: rows change places.
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # [H, D/2, 2, C] -> [H, 2, D/2, C]

@@ -44,7 +44,7 @@ def apply_parallelism(
     compile_: Compile,
 ) -> None:
     """Turn a model on the meta device into this rank's part of it: TP, CP, recompute, compile each block, shard."""
-    _split_tensors(model, mesh.devices["tp"], parallelism.disable_loss_parallel)
+    split_tensors(model, mesh.devices["tp"], parallelism.disable_loss_parallel)
     if parallelism.enable_async_tensor_parallel:
         overlap_communication(mesh.devices["tp"])
     if mesh.dims.cp > 1:
@@ -72,11 +72,20 @@ def apply_parallelism(
     )
 
 
-def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: bool) -> None:
-    """Heads, hidden units and vocabulary over the axis; between blocks, activations are split along the sequence."""
-    sequence, whole = Shard(1), Replicate()
+def split_tensors(
+    model: Transformer, axis: DeviceMesh, disable_loss_parallel: bool, split_sequence: bool = True
+) -> None:
+    """Heads, hidden units and vocabulary over the axis; between blocks, activations are split along the sequence.
+
+    Generation gives single tokens, which cannot be split.
+    """
+    whole = Replicate()
+    sequence = Shard(1) if split_sequence else whole
+    norms: dict[str, ParallelStyle] = {}
+    if split_sequence:
+        norms = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
     block: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
+        **norms,
         # cosine, sine and mask are the same on all ranks
         "attention": PrepareModuleInput(
             input_layouts=(sequence, None, None, None), desired_input_layouts=(whole, None, None, None)
@@ -85,7 +94,6 @@ def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: 
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=sequence),
-        "ffn_norm": SequenceParallel(),
         "feed_forward": PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
@@ -96,7 +104,7 @@ def _split_tensors(model: Transformer, axis: DeviceMesh, disable_loss_parallel: 
         apply_tensor_parallel(layer, axis, block if axis.device_type == "cpu" else float8_plan(layer, block))
     ends: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        "norm": SequenceParallel(),
+        **({"norm": SequenceParallel()} if split_sequence else {}),
         "output": ColwiseParallel(
             input_layouts=sequence,
             output_layouts=whole if disable_loss_parallel else Shard(-1),

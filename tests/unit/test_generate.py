@@ -1,0 +1,188 @@
+"""Generated text against transformers', sampling, batches; and eval against the training's own validation."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.stored_models import SHAPES, store_run
+from tests.tiny_runs import tiny_config, train_here
+from torchtitan.__main__ import main
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.generate import Sampling, build_model, generate, pick, stop_ids
+from torchtitan.hardware import Place
+from torchtitan.models.llama.model import Transformer
+from torchtitan.training import build
+from torchtitan.training.weights import open_source
+
+ROOT = Path(__file__).parents[2]
+ALONE = Place(0, 0, 1)
+PROMPTS = [[0, 5, 900, 31], [0, 77], [0, *range(100, 140)]]
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def model_of(folder: Path) -> Transformer:
+    return build_model(open_source(str(folder)), torch.float32, ALONE)
+
+
+def new_tokens(model: Transformer, prompts: list[list[int]], **keys: Any) -> list[list[int]]:
+    sampling = Sampling(**{k: keys.pop(k) for k in list(keys) if k in Sampling.__dataclass_fields__})
+    rounds = list(generate(model, prompts, keys.get("stop", set()), keys.get("max_new_tokens", 40), sampling))
+    return [[token for token in row if token is not None] for row in zip(*rounds, strict=True)]
+
+
+@pytest.mark.parametrize("flavor", SHAPES)
+def test_greedy_tokens_equal_those_of_transformers(flavor: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = store_run(tmp_path / "run", flavor)
+    main(["convert", str(run), str(tmp_path / "hf")])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ours = model_of(run)
+    for prompt in PROMPTS:
+        expected = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)
+        assert new_tokens(ours, [prompt], stop={1})[0] == expected[0, len(prompt) :].tolist()
+
+
+def test_prompts_of_unlike_length_together_give_what_each_gives_alone(tmp_path: Path) -> None:
+    model = model_of(store_run(tmp_path / "run"))
+    alone = [new_tokens(model, [prompt])[0] for prompt in PROMPTS]
+    assert new_tokens(model, PROMPTS) == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
+
+
+def test_keys_kept_from_a_long_prompt_in_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(store_run(tmp_path / "run"))
+    whole = new_tokens(model, PROMPTS)
+    monkeypatch.setattr("torchtitan.generate._PREFILL", 7)
+    assert new_tokens(model, PROMPTS) == whole
+
+
+def test_each_text_ends_at_its_own_stop_token(tmp_path: Path) -> None:
+    model = model_of(store_run(tmp_path / "run"))
+    free = new_tokens(model, PROMPTS)
+    first, last = free[0][3], free[1][9]
+    ended = new_tokens(model, PROMPTS, stop={first, last})
+    for whole, cut in zip(free, ended, strict=True):
+        places = [i for i, token in enumerate(whole) if token in (first, last)]
+        assert cut == whole[: places[0] + 1 if places else None]
+    assert len(ended[0]) <= 4 and len(ended[1]) <= 10
+
+
+def test_a_seed_draws_the_same_again_and_another_something_else(tmp_path: Path) -> None:
+    model = model_of(store_run(tmp_path / "run"))
+    drawn = [new_tokens(model, PROMPTS, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    twice = new_tokens(model, [PROMPTS[0]] * 2, temperature=2.0, seed=1)
+    assert twice[0] == drawn[0][0] and twice[0] != twice[1]
+    assert new_tokens(model, PROMPTS, temperature=2.0, top_k=1, seed=5) == new_tokens(model, PROMPTS)
+
+
+def test_tokens_are_drawn_as_often_as_their_share_says() -> None:
+    shares = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    generator = [torch.Generator().manual_seed(0)]
+
+    def frequencies(**keys: Any) -> list[float]:
+        drawn = [pick(shares.log()[None], Sampling(**keys), generator).item() for _ in range(3000)]
+        return [drawn.count(token) / 3000 for token in range(5)]
+
+    assert frequencies(temperature=1.0) == pytest.approx(shares.tolist(), abs=0.03)
+    squares = shares.square() / shares.square().sum()
+    assert frequencies(temperature=0.5) == pytest.approx(squares.tolist(), abs=0.03)
+    assert frequencies(temperature=1.0, top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0], abs=0.03)
+    assert frequencies(temperature=1.0, top_p=0.75) == pytest.approx([0, 8 / 17, 0, 6 / 17, 3 / 17], abs=0.03)
+    assert frequencies(temperature=1.0, top_p=0.1) == [0, 1, 0, 0, 0]
+
+
+def test_text_ends_also_at_what_generation_config_names(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("tests/assets/tokenizer")
+    assert stop_ids(tmp_path, tokenizer) == {1}
+    for named, expected in [([7, 9], {1, 7, 9}), (8, {1, 8}), (None, {1})]:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert stop_ids(tmp_path, tokenizer) == expected
+
+
+def test_the_verb_prints_prompt_and_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = store_run(tmp_path / "run", training__mixed_precision_param="float32")
+
+    def printed(*words: str) -> str:
+        main(["generate", "--checkpoint", str(run), "--max_new_tokens", "12", *words])
+        return capsys.readouterr().out
+
+    first, second = printed("--prompt", "The module"), printed("--prompt", "x = 1")
+    tokenizer = build_tokenizer("tests/assets/tokenizer")
+    prompt = tokenizer.encode("The module", bos=True, eos=False)
+    tokens = new_tokens(model_of(run), [prompt], stop={1}, max_new_tokens=12)[0]
+    assert first == tokenizer.decode(prompt + tokens) + "\n" and first.startswith("The module")
+    assert printed("--prompt", "The module", "x = 1") == f"{first}\n{second}"
+    drawing = ["--prompt", "x", "--temperature", "1.5", "--seed", "4"]
+    assert printed(*drawing) == printed(*drawing)
+    assert printed(*drawing[:-2]) != printed(*drawing[:-2])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top_p", "0"], "--top_p above 0"),
+        (["--max_new_tokens", "200000"], "131072 or less together"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    run = store_run(tmp_path / "run")
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        main(["generate", "--checkpoint", str(run), "--prompt", "a", *words])
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="3 ranks do not divide the model's 4 KV heads"):
+        build_model(open_source(str(store_run(tmp_path / "run"))), torch.float32, Place(0, 0, 3))
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> tuple[float, float, int]:
+    capsys.readouterr()
+    main(["eval", "--checkpoint", str(folder), "--", *options])
+    found = re.search(r"loss (\S+), perplexity (\S+), (\S+) tokens\n$", capsys.readouterr().out)
+    assert found
+    return float(found[1]), float(found[2]), int(found[3].replace(",", ""))
+
+
+def test_eval_measures_what_the_training_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, build_parts = [], build.build_model
+    monkeypatch.setattr(build, "build_model", lambda *args: kept.append(build_parts(*args)) or kept[-1])
+    keys = {"validation__enable": True, "validation__dataset_path": "tests/assets/pydocs/validation.jsonl",
+            "validation__seq_len": 64, "validation__steps": 4, "training__steps": 3}  # fmt: skip
+    train_here(tiny_config(tmp_path / "trained", **keys))
+    monkeypatch.undo()
+    monkeypatch.chdir(ROOT)
+    recorded = json.loads((tmp_path / "trained/validation.jsonl").read_text().splitlines()[-1])
+
+    weights = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in kept[0].named_parameters()
+    }
+    run = store_run(tmp_path / "run", weights=weights, **keys)
+    loss, perplexity, tokens = evaluated(capsys, run)
+    assert loss == pytest.approx(recorded["validation_loss"], abs=1e-6)
+    assert perplexity == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
+    assert tokens == recorded["validation_tokens"] == 4 * 8 * 64
+
+    main(["convert", str(run), str(tmp_path / "hf")])
+    options = ["--training.mixed_precision_param", "float32", "--activation_checkpoint.mode", "none"]
+    options += ["--validation.dataset_path", keys["validation__dataset_path"], "--validation.seq_len", "64"]
+    assert evaluated(capsys, tmp_path / "hf", *options, "--validation.steps", "4")[0] == pytest.approx(loss, abs=1e-6)
+    assert evaluated(capsys, tmp_path / "hf", *options)[2] > tokens
+
+
+def test_eval_refuses_a_configuration_of_another_model(tmp_path: Path) -> None:
+    run = store_run(tmp_path / "run")
+    with pytest.raises(SystemExit, match="holds another model: its rope_theta 10000.0, this run's 500000.0; its tied"):
+        main(["eval", "--checkpoint", str(run), "--", "--model.flavor", "tiny-tied", "--validation.seq_len", "64",
+              "--validation.dataset_path", "tests/assets/pydocs/validation.jsonl"])  # fmt: skip

@@ -1,0 +1,259 @@
+"""Weights in and out: named tensors that are read one at a time, from checkpoints and Hugging Face folders, into
+this rank's parameters, another checkpoint or safetensors files. What does not fit is refused, all of it at once."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from torchtitan.checkpoint.storage import Manifest, Storage
+
+SHARD_BYTES = 5_000_000_000
+_INDEX = "model.safetensors.index.json"
+_MODEL = "model."  # what a checkpoint's names of parameters begin with
+_ASSETS = ("tokenizer*", "original/tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+           "generation_config.json")  # fmt: skip
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Named tensors, none of them read yet."""
+
+    where: str
+    outline: dict[str, Tensor]  # on the meta device
+    fill: Callable[[str, Tensor], None]  # reads into a tensor, of a sharded one only what this rank holds
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        like = self.outline[name]
+        tensor = torch.empty(like.shape, dtype=dtype or like.dtype)
+        self.fill(name, tensor)
+        return tensor
+
+    def check(self, wanted: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> None:
+        """Refuse other names than those wanted here and elsewhere, and other shapes."""
+        faults = [f"missing: {name}" for name in wanted if name not in self.outline]
+        faults += [f"unexpected: {name}" for name in self.outline if name not in wanted and name not in elsewhere]
+        faults += [
+            f"wrong shape: {name} is {tuple(found.shape)}, the model's is {tuple(wanted[name].shape)}"
+            for name, found in self.outline.items()
+            if name in wanted and found.shape != wanted[name].shape
+        ]
+        if faults:
+            raise ValueError("\n  ".join([f"{self.where} does not fit the model:", *faults]))
+
+    def renamed(self, old_names: Mapping[str, str]) -> "Weights":
+        """The same under new names, given as new -> old."""
+        outline = {new: self.outline[old] for new, old in old_names.items()}
+        return replace(self, outline=outline, fill=lambda name, tensor: self.fill(old_names[name], tensor))
+
+
+def open_hf(folder: str | Path) -> Weights:
+    """The safetensors of a Hugging Face folder; only their headers are read."""
+    folder = Path(folder)
+    if (folder / _INDEX).is_file():
+        files = {folder / name for name in json.loads((folder / _INDEX).read_bytes())["weight_map"].values()}
+    else:
+        files = {folder / "model.safetensors"}
+    if absent := sorted(path.name for path in files if not path.is_file()):
+        raise ValueError(f"{folder} lacks {', '.join(absent)}; download all safetensors files of the model, again")
+    outline, places = {}, {}
+    for path in sorted(files):
+        with _opened(path) as file:
+            for name in file.keys():
+                if not name.endswith(".rotary_emb.inv_freq"):  # a constant, in files of 2023
+                    part = file.get_slice(name)
+                    outline[name] = torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype(), path), device="meta")
+                    places[name] = path
+
+    def fill(name: str, tensor: Tensor) -> None:
+        with _opened(places[name]) as file:
+            copy_part(tensor, lambda part: file.get_slice(name)[part])
+
+    return Weights(str(folder), outline, fill)
+
+
+def load_hf(
+    parameters: Mapping[str, Tensor],
+    folder: str,
+    to_hf_name: Callable[[str], str],
+    elsewhere: Collection[str] = (),
+) -> None:
+    """Fill parameters from a Hugging Face folder, each rank reading its part; other ranks have those `elsewhere`."""
+    weights = open_hf(folder)
+    weights.check(
+        {to_hf_name(name): parameter for name, parameter in parameters.items()}, {to_hf_name(n) for n in elsewhere}
+    )
+    for name, parameter in parameters.items():
+        weights.fill(to_hf_name(name), parameter)
+
+
+def save_hf(
+    weights: Weights,
+    folder: str,
+    to_hf_name: Callable[[str], str],
+    config: dict[str, Any],
+    assets: str | Path,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a Hugging Face folder, holding one tensor at a time; it gets its name when it is complete."""
+    target = refuse_existing(folder)
+    writing = target.with_name(f"{target.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)  # of a conversion that was cut short
+    writing.mkdir(parents=True)
+    names = {to_hf_name(name): name for name in weights.outline}
+    renamed = weights.renamed(names)
+    outline = {name: like.to(dtype or like.dtype) for name, like in renamed.outline.items()}
+    shards = plan_shards({name: like.nbytes for name, like in outline.items()}, shard_bytes)
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(writing / file, {name: outline[name] for name in shard}, renamed)
+        places |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        size = sum(like.nbytes for like in outline.values())
+        _write_json(writing / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    copy_assets(assets, writing)
+    _write_json(writing / "config.json", config)
+    if not (writing / "generation_config.json").exists():
+        _write_json(writing / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
+    writing.rename(target)
+
+
+def open_checkpoint(storage: Storage, step: int) -> Weights:
+    """The model of a checkpoint, under the model's names."""
+    reader = storage.reader(step)
+    metadata = reader.read_metadata()
+    outline = {
+        name.removeprefix(_MODEL): torch.empty(kind.size, dtype=kind.properties.dtype, device="meta")
+        for name, kind in metadata.state_dict_metadata.items()
+        if name.startswith(_MODEL) and isinstance(kind, TensorStorageMetadata)
+    }
+
+    def fill(name: str, tensor: Tensor) -> None:
+        planner = DefaultLoadPlanner()  # what dcp.load does, less its collectives and reading the metadata every time
+        planner.set_up_planner({_MODEL + name: tensor.detach()}, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+
+    return Weights(storage.folder(step), outline, fill)
+
+
+def save_checkpoint(weights: Weights, storage: Storage, config: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """Write the model as the checkpoint of step 0, holding one tensor at a time."""
+    outline = {_MODEL + name: like.to(dtype or like.dtype) for name, like in weights.outline.items()}
+    writer = storage.writer(0)
+    writer.single_file_per_rank = False  # a file a tensor: torch keeps what it has written until the file is closed
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what is wanted
+        dcp.save(outline, storage_writer=writer, planner=_ReadingPlanner(weights, dtype), no_dist=True)
+    files = storage.describe(storage.being_written(0), storage.names(storage.being_written(0)))
+    storage.complete(Manifest(0, files, config, layout="1 rank", versions={"torch": torch.__version__}, run={}))
+
+
+class _ReadingPlanner(DefaultSavePlanner):
+    """Plans with tensors on the meta device, and reads each when it is written."""
+
+    def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._weights, self._dtype = weights, dtype
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._weights.read(index.fqn.removeprefix(_MODEL), self._dtype)
+
+
+def refuse_existing(folder: str) -> Path:
+    """Whatever is there is never written over."""
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{folder} is there already; remove it, or name another folder")
+    return target
+
+
+def copy_assets(assets: str | Path, target: Path) -> None:
+    """The tokenizer's files, whatever kind it is, and how to generate."""
+    assets = Path(assets)
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in _ASSETS if assets.is_dir() else (assets.name,):
+        for path in (assets if assets.is_dir() else assets.parent).glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+
+
+def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names for one file after the other, none larger than the limit unless a single tensor is."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) -> None:
+    """The format by hand, 8 bytes of length, a JSON header, the bytes: safetensors' own writer wants a whole file."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, like in outline.items():
+        begin, end = end, end + like.nbytes
+        header[name] = {"dtype": _DTYPES[like.dtype], "shape": list(like.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, like in outline.items():
+            file.write(weights.read(name, like.dtype).view(torch.uint8).numpy().data)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _dtype(name: str, path: Path) -> torch.dtype:
+    for dtype, known in _DTYPES.items():
+        if known == name:
+            return dtype
+    raise ValueError(f"{path} holds weights of the type {name}; only {', '.join(_DTYPES.values())} are read")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); get the file again") from None
+
+
+@torch.no_grad()
+def copy_part(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Read what this rank holds of a tensor, in the tensor's own type."""
+    part = tuple(slice(0, size) for size in tensor.shape)
+    if isinstance(tensor, DTensor):
+        for chunk in tensor.__create_chunk_list__():  # DTensor's description of itself for checkpoints
+            part = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        tensor = tensor.to_local()
+    if tensor.numel():  # a rank beyond the last row holds nothing
+        tensor.copy_(read(part))

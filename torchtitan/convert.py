@@ -1,0 +1,58 @@
+"""Weights from one form into another, never in memory as a whole.
+
+python -m torchtitan convert outputs llama-hf            a run's newest checkpoint, for Hugging Face
+python -m torchtitan convert Llama-3.2-1B imported       a Hugging Face folder or Meta's files, as a checkpoint
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from torchtitan.checkpoint.hf import SHARD_BYTES, copy_assets, refuse_existing, save_checkpoint, save_hf
+from torchtitan.checkpoint.storage import Storage
+from torchtitan.hardware import peak_memory_gib
+from torchtitan.models.llama.hf import to_hf_config, to_hf_name
+from torchtitan.training.weights import Source, build_tokenizer_for, config_of, open_source
+
+
+def run(args: argparse.Namespace) -> None:
+    begin = time.perf_counter()
+    source = open_source(args.source)
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    assets = Path(args.tokenizer) if args.tokenizer else source.assets
+    with source.reading():
+        if source.place is not None:
+            storage, manifest = source.place
+            if faults := storage.faults(manifest, manifest.files):
+                raise ValueError(f"{source.weights.where} is damaged: {'; '.join(faults)}; convert another step")
+        if (args.to or ("torchtitan" if source.config is None else "hf")) == "hf":
+            write_hf(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
+        else:
+            write_checkpoint(source, args.target, assets, dtype)
+    size = sum(like.numel() * (dtype or like.dtype).itemsize for like in source.weights.outline.values())
+    print(
+        f"{source.weights.where} -> {args.target}: {len(source.weights.outline)} tensors, {size / 2**30:.2f} GiB in "
+        f"{time.perf_counter() - begin:.1f} s, peak memory {peak_memory_gib(torch.device('cpu')):.2f} GiB"
+    )
+
+
+def write_hf(
+    source: Source, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """A folder that transformers loads; also what `last_save_in_hf` asks for."""
+    tokenizer = build_tokenizer_for(source, assets)
+    stored = dtype or source.weights.outline["norm.weight"].dtype
+    config = to_hf_config(source.args, stored, tokenizer.bos_id, tokenizer.eos_id)
+    save_hf(source.weights, folder, to_hf_name, config, assets, dtype, shard_bytes)
+
+
+def write_checkpoint(source: Source, folder: str, assets: Path, dtype: torch.dtype | None) -> None:
+    """A run folder whose only checkpoint is the model, at step 0."""
+    refuse_existing(folder)
+    build_tokenizer_for(source, assets)
+    own_assets = Path(folder) / "tokenizer"
+    config = config_of(source.args, folder, own_assets / assets.name if assets.is_file() else own_assets)
+    copy_assets(assets, own_assets)
+    save_checkpoint(source.weights, Storage(f"{folder}/checkpoint"), config.model_dump(mode="json"), dtype)

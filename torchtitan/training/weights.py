@@ -1,0 +1,173 @@
+"""Where a path leads: to a run's checkpoint, a Hugging Face folder or Meta's files, opened alike, read when asked."""
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.hf import Weights, copy_part, open_checkpoint, open_hf
+from torchtitan.checkpoint.storage import IncompleteError, Manifest, Storage
+from torchtitan.config.schema import Config, Job, Model
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
+from torchtitan.models.llama.hf import from_hf_config, from_meta_params, from_meta_parts, to_hf_name
+from torchtitan.models.llama.model import Transformer
+from torchtitan.parallel.pipeline import ModelParts
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that is stored somewhere."""
+
+    weights: Weights  # under the model's names, complete
+    args: LlamaArgs
+    assets: Path  # the tokenizer, and how to generate
+    dtype: torch.dtype  # what to compute in
+    config: Config | None = None  # the run's
+    place: tuple[Storage, Manifest] | None = None
+
+    def reading(self) -> AbstractContextManager:
+        """Inside, a run that goes on does not remove the checkpoint."""
+        return self.place[0].reading(self.place[1].step) if self.place else nullcontext()
+
+
+def open_source(path: str) -> Source:
+    """The newest complete checkpoint of a run or of a folder of checkpoints, a step, or a download from elsewhere."""
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return _open_hf(folder)
+    if (folder / "params.json").is_file():
+        return _open_meta(folder)
+    above, _, name = path.rstrip("/").rpartition("/")
+    if name.startswith("step-") and name[5:].isdecimal():
+        storage = Storage(above or ".")
+        try:
+            return _open_checkpoint(storage, storage.manifest(int(name[5:])))
+        except IncompleteError as error:
+            raise ValueError(f"{path} is no complete checkpoint: {error}") from None
+    passed_over = []
+    for storage in (Storage(path), Storage(f"{path.rstrip('/')}/checkpoint")):
+        for step in storage.steps():
+            try:
+                manifest = storage.manifest(step)
+            except IncompleteError as error:
+                passed_over.append(f"step-{step}: {error}")
+                continue
+            return _open_checkpoint(storage, manifest)
+    why = "; ".join(passed_over) or "no checkpoint/step-N, config.json (Hugging Face) or params.json (Meta) in it"
+    raise ValueError(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
+
+
+def build_tokenizer_for(source: Source, path: str | Path) -> Tokenizer:
+    """The tokenizer there, if the model has a row for each of its ids."""
+    tokenizer = build_tokenizer(path)
+    resolve_vocab_size(source.args, None, tokenizer.vocab_size)
+    return tokenizer
+
+
+def outline_of(args: LlamaArgs) -> dict[str, Tensor]:
+    """All parameters, on the meta device."""
+    with torch.device("meta"):
+        return dict(Transformer(args).named_parameters())
+
+
+def check_shape(source: Source, args: LlamaArgs) -> None:
+    """Refuse weights of another model than a run's; how long its texts may be is no matter of weights."""
+    ours, theirs = asdict(args), asdict(replace(source.args, max_seq_len=args.max_seq_len))
+    if differing := [f"{k} {theirs[k]}, this run's {ours[k]}" for k in ours if ours[k] != theirs[k]]:
+        raise ValueError(
+            f"{source.weights.where} holds another model: its {'; its '.join(differing)}; "
+            f"choose model.flavor and model.vocab_size for it, or add its shape to models/llama/args.py"
+        )
+
+
+def load_weights(source: Source, model: ModelParts) -> None:
+    """Fill this rank's part of a model of the same shape."""
+    for name, parameter in model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        tied = source.args.tied_embeddings and name == "output.weight"  # on a stage of its own
+        source.weights.fill("tok_embeddings.weight" if tied else name, parameter)
+
+
+def find_flavor(args: LlamaArgs) -> tuple[str, str] | None:
+    """Name and flavor of this shape, whatever its vocabulary and length."""
+    for name, flavors in FLAVORS.items():
+        for flavor, known in flavors.items():
+            if replace(known, vocab_size=args.vocab_size, max_seq_len=args.max_seq_len) == args:
+                return name, flavor
+    return None
+
+
+def config_of(args: LlamaArgs, folder: str, assets: Path) -> Config:
+    """A configuration to train or evaluate such a model with."""
+    found = find_flavor(args)
+    if found is None:
+        raise ValueError(
+            f"no flavor has this model's shape; add it to FLAVORS in torchtitan/models/llama/args.py: {args}"
+        )
+    model = Model(name=found[0], flavor=found[1], vocab_size=args.vocab_size, hf_assets_path=str(assets))
+    return Config(job=Job(dump_folder=folder), model=model)
+
+
+def _open_checkpoint(storage: Storage, manifest: Manifest) -> Source:
+    config = Config.model_validate(manifest.config)
+    args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
+    weights = open_checkpoint(storage, manifest.step)
+    if args is None:
+        raise ValueError(
+            f"{weights.where} is of {config.model.name} {config.model.flavor}, which models/llama/args.py does not have"
+        )
+    if (embedding := weights.outline.get("tok_embeddings.weight")) is not None:
+        args = replace(args, vocab_size=len(embedding))
+    weights.check(outline_of(args))
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    return Source(weights, args, Path(config.model.hf_assets_path), dtype, config, (storage, manifest))
+
+
+def _open_hf(folder: Path) -> Source:
+    config = json.loads((folder / "config.json").read_bytes())
+    args = from_hf_config(config)
+    weights, outline = open_hf(folder), outline_of(args)
+    weights.check({to_hf_name(name): like for name, like in outline.items()})
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    return Source(weights.renamed({name: to_hf_name(name) for name in outline}), args, folder, dtype)
+
+
+def _open_meta(folder: Path) -> Source:
+    """Weights from consolidated.*.pth, which stay on the disk until they are read."""
+    paths = sorted(folder.glob("consolidated.*.pth"))
+    parts: list[Mapping[str, Tensor]] = [
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths
+    ]
+    if not parts or "output.weight" not in parts[0]:
+        raise ValueError(f"{folder} has params.json, but no consolidated.*.pth with a Llama in it; download all files")
+    vocab_size = len(parts[0]["output.weight"]) * len(parts)
+    args = from_meta_params(json.loads((folder / "params.json").read_bytes()), vocab_size)
+    names = outline_of(args)
+    left_out = {"rope.freqs"} | ({"output.weight"} if args.tied_embeddings else set())
+    outline = {}
+    for name, part in parts[0].items():
+        if name in names:
+            outline[name] = torch.empty(_whole(part, names[name], len(parts)), dtype=part.dtype, device="meta")
+        elif name not in left_out:
+            outline[name] = part.to("meta")
+
+    def fill(name: str, tensor: Tensor) -> None:
+        whole = from_meta_parts(name, [part[name] for part in parts], names[name].shape, args)
+        copy_part(tensor, lambda part: whole[part])
+
+    weights = Weights(str(folder), outline, fill)
+    weights.check(names)
+    return Source(weights, args, folder, outline["norm.weight"].dtype)
+
+
+def _whole(part: Tensor, wanted: Tensor, count: int) -> torch.Size:
+    """The shape of all parts together, split along the one dimension that is short."""
+    if part.shape == wanted.shape or part.ndim != wanted.ndim:
+        return part.shape
+    short = [i for i in range(part.ndim) if part.shape[i] * count == wanted.shape[i] != part.shape[i]]
+    return torch.Size(size * count if i in short[:1] else size for i, size in enumerate(part.shape))
