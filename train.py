@@ -77,7 +77,8 @@ def main(config: Config, place: Place) -> None:
     watch = Watch(run_folder, config.comm.init_timeout_seconds, mesh.groups)
 
     # Where the run begins: anew, or after its last checkpoint
-    checkpoints = Checkpoints(config, run_folder, str(dims))
+    tokens_per_step = plan.global_batch_size * training.seq_len
+    checkpoints = Checkpoints(config, run_folder, str(dims), tokens_per_step)
     seed = config.debug.seed if config.debug.seed is not None else checkpoints.seed
     seed = collectives.from_rank_0(secrets.randbits(31) if seed is None else seed)
     config = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": seed})})
@@ -102,7 +103,7 @@ def main(config: Config, place: Place) -> None:
         device,
     )
     optimizer = build_optimizer(model.parameters(), config.optimizer)
-    step = checkpoints.restore(config, model, optimizer, loader)
+    step = checkpoints.restore(config, args, model, optimizer, loader)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
         f"global batch {plan.global_batch_size} x {training.seq_len} tokens in {plan.num_microbatches} microbatches"
@@ -123,9 +124,10 @@ def main(config: Config, place: Place) -> None:
         mesh.loss_group,
         place.world_size,
         device,
-        tokens_per_step=plan.global_batch_size * training.seq_len,
+        tokens_per_step=tokens_per_step,
         flops_per_token=flops_per_token(args, training.seq_len),
         peak=peak,
+        tokens_before=checkpoints.tokens_before,
     )
 
     validate = None

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.checkpoint.hf import SHARD_BYTES, copy_assets, refuse_existing, save_checkpoint, save_hf
+from torchtitan.checkpoint.hf import copy_assets, refuse_existing, save_checkpoint
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
-from torchtitan.models.llama.hf import to_hf_config, to_hf_name
-from torchtitan.training.weights import Source, build_tokenizer_for, config_of, open_source
+from torchtitan.training.weights import Source, build_tokenizer_for, config_of, open_source, write_hf
 
 
 def run(args: argparse.Namespace) -> None:
@@ -36,16 +35,6 @@ def run(args: argparse.Namespace) -> None:
         f"{source.weights.where} -> {args.target}: {len(source.weights.outline)} tensors, {size / 2**30:.2f} GiB in "
         f"{time.perf_counter() - begin:.1f} s, peak memory {peak_memory_gib(torch.device('cpu')):.2f} GiB"
     )
-
-
-def write_hf(
-    source: Source, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """A folder that transformers loads; also what `last_save_in_hf` asks for."""
-    tokenizer = build_tokenizer_for(source, assets)
-    stored = dtype or source.weights.outline["norm.weight"].dtype
-    config = to_hf_config(source.args, stored, tokenizer.bos_id, tokenizer.eos_id)
-    save_hf(source.weights, folder, to_hf_name, config, assets, dtype, shard_bytes)
 
 
 def write_checkpoint(source: Source, folder: str, assets: Path, dtype: torch.dtype | None) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -30,7 +31,7 @@ class SaveError(RuntimeError):
 
 
 class Checkpointer:
-    """`save` after a step where `due` says so; `close` waits for the last one."""
+    """`save` after a step where `due` says so; `wait` for the last one."""
 
     def __init__(self, config: Checkpoint, storage: Storage, about: dict[str, Any]) -> None:
         """`about`: what each manifest says besides step and files."""
@@ -57,7 +58,7 @@ class Checkpointer:
 
     def save(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         """Write a checkpoint now, or copy and write it behind the training; an earlier write is waited for."""
-        self._finish_writing()
+        self.wait()
         self._began = time.monotonic()
         self._warn_of_a_full_disk()
         if self.config.async_mode == "disabled":
@@ -77,13 +78,8 @@ class Checkpointer:
         except BaseException as error:
             done.set_exception(error)
 
-    def close(self, must_save: int | None = None) -> None:
-        """Wait for what is being written; raises SaveError where this step's checkpoint was wanted and is not there."""
-        self._finish_writing()
-        if must_save is not None and self.last_step != must_save:
-            raise SaveError(f"the checkpoint of the last step, {must_save}, could not be saved; see above")
-
-    def _finish_writing(self) -> None:
+    def wait(self) -> None:
+        """Until what is being written behind the training is there, or has failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -93,7 +89,7 @@ class Checkpointer:
         begin = time.monotonic()
         try:
             write()
-        except Exception as error:  # of a disk, a server, another rank's disk
+        except (Exception, CheckpointException) as error:  # of a disk, a server, another rank's disk
             reason = " ".join(str(_cause(error)).split()) or type(error).__name__
             if self.config.on_failure == "stop":
                 raise SaveError(f'saving step {step} failed: {reason} (checkpoint.on_failure = "stop")') from error
@@ -213,7 +209,7 @@ class Checkpointer:
         return box[0]
 
 
-def _cause(error: Exception) -> BaseException:
+def _cause(error: BaseException) -> BaseException:
     """What went wrong on a rank, out of what torch has wrapped it in."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error

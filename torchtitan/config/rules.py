@@ -12,7 +12,7 @@ from torchtitan.models.llama.args import FLAVORS
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
     findings = [*_zeros(config), *_model(config), *_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_float8(config)]
+    findings += [*_folders(config), *_checkpoint(config), *_float8(config)]
     if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
         findings.append(
             (
@@ -146,6 +146,15 @@ def _float8(config: Config) -> Iterator[Finding]:
         )
 
 
+def _checkpoint(config: Config) -> Iterator[Finding]:
+    if config.checkpoint.last_save_in_hf and not config.checkpoint.last_save_model_only:
+        yield (
+            ("checkpoint.last_save_in_hf", "checkpoint.last_save_model_only"),
+            "checkpoint.last_save_in_hf = true saves weights alone, from which a run cannot go on; say so with "
+            "checkpoint.last_save_model_only = true, or convert the checkpoint later (python -m torchtitan convert)",
+        )
+
+
 def _folders(config: Config) -> Iterator[Finding]:
     """Folders inside the run folder: moved aside with it, so they must be its own."""
     names = {
@@ -153,8 +162,9 @@ def _folders(config: Config) -> Iterator[Finding]:
         "profiling.save_traces_folder": config.profiling.save_traces_folder,
         "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
         "comm.save_traces_folder": config.comm.save_traces_folder,
+        "checkpoint.folder": "checkpoint" if "://" in config.checkpoint.folder else config.checkpoint.folder,
     }
-    taken = {"config.toml", "metrics.jsonl", "validation.jsonl", "earlier", "wandb", "hang"}
+    taken = {"config.toml", "metrics.jsonl", "validation.jsonl", "earlier", "wandb", "hang", "hf"}
     for key, name in names.items():
         if PurePath(name).parts != (name,) or name == "..":
             yield (key,), f'{key} = "{name}" is a name inside job.dump_folder; use one without "/", as "tb"'

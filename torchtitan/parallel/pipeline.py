@@ -40,8 +40,10 @@ class ModelParts:
             yield from stage.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names they have in the model, however its blocks are wrapped."""
         for stage in self.stages.values():
-            yield from stage.named_parameters()
+            for name, parameter in stage.named_parameters():
+                yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
     @property
     def has_loss(self) -> bool:

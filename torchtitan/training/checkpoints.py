@@ -6,21 +6,24 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint.manager import Checkpointer
+from torchtitan.checkpoint.manager import Checkpointer, SaveError
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.load import flat
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import Loader
+from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.observe.log import logger
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.training import state
+from torchtitan.training.weights import check_shape, load_weights, open_run, open_source, write_hf
 
 
 class Checkpoints:
     """Looks for a checkpoint at once; `restore` when the parts of the run are built, `finish` at its end."""
 
-    def __init__(self, config: Config, run_folder: Path, layout: str) -> None:
-        self.section = config.checkpoint
+    def __init__(self, config: Config, run_folder: Path, layout: str, tokens_per_step: int) -> None:
+        self.section, self.run_folder, self.last_step = config.checkpoint, run_folder, config.training.steps
+        self.tokens_per_step, self.tokens_before = tokens_per_step, 0  # beyond steps times tokens: the batch was larger
         self.manager: Checkpointer | None = None
         self.found: tuple[Storage, Manifest] | None = None
         self.resumes = False  # what was found is this run's own
@@ -51,13 +54,20 @@ class Checkpoints:
         """The seed this run began with, if it goes on."""
         return self.found[1].config["debug"]["seed"] if self.found and self.resumes else None
 
-    def restore(self, config: Config, model: ModelParts, optimizer: torch.optim.AdamW, loader: Loader) -> int:
+    def restore(
+        self, config: Config, args: LlamaArgs, model: ModelParts, optimizer: torch.optim.AdamW, loader: Loader
+    ) -> int:
         """Fill the parts of the run with what was found; the step it was saved after."""
         self.model, self.optimizer, self.loader = model, optimizer, loader
         if self.manager is None:
             return 0
         self.manager.about["config"] = config.model_dump(mode="json")
         if self.found is None:
+            if self.section.initial_load_in_hf:
+                source = open_source(self.section.initial_load_path or config.model.hf_assets_path)
+                check_shape(source, args)
+                load_weights(source, model)
+                logger.info(f"begin with the weights of {source.weights.where}")
             return 0
         storage, manifest = self.found
         anew = set(self.section.exclude_from_loading)
@@ -82,25 +92,32 @@ class Checkpoints:
         if "train_state" in anew:
             return 0
         self.manager.last_step = manifest.step if self.resumes else -1
+        self.tokens_before = manifest.run["tokens"] - manifest.step * self.tokens_per_step
         return manifest.step
 
     def is_late(self) -> bool:
         return self.manager is not None and self.manager.is_late()
 
     def due(self, step: int, late: bool) -> bool:
-        return self.manager is not None and self.manager.due(step, late)
+        """Whether to save after a step; the last one is `finish`'s."""
+        return self.manager is not None and step < self.last_step and self.manager.due(step, late)
 
     def finish(self, step: int, is_last: bool) -> None:
         """Save where the run ends, if that is not done yet, and wait until it is written."""
-        if self.manager is None:
+        if self.manager is None or self.section.load_only:
             return
-        if self.section.load_only:
-            self.manager.close()
+        self.manager.wait()
+        if self.manager.last_step == step:
             return
         only_weights = is_last and self.section.last_save_model_only
-        if only_weights or self.manager.last_step != step:
-            self.save(step, only_weights)
-        self.manager.close(must_save=step)
+        self.save(step, only_weights)
+        self.manager.wait()
+        if self.manager.last_step != step:
+            raise SaveError(f"the checkpoint of the last step, {step}, could not be saved; see above")
+        if only_weights and self.section.last_save_in_hf and self.manager.rank == 0:
+            source = open_run(self.manager.storage, self.manager.storage.manifest(step))
+            write_hf(source, str(self.run_folder / "hf"), source.assets, None)
+            logger.info(f"wrote {self.run_folder / 'hf'} for Hugging Face")
 
     def save(self, step: int, only_weights: bool = False) -> None:
         assert self.manager is not None
@@ -109,14 +126,17 @@ class Checkpoints:
             tensors = {name: tensor.to(getattr(torch, self.section.export_dtype)) for name, tensor in tensors.items()}
         else:
             tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
-        self.manager.save(step, tensors, {"data": state.data_header(self.loader)})
+        tokens = self.tokens_before + step * self.tokens_per_step
+        self.manager.save(step, tensors, {"tokens": tokens, "data": state.data_header(self.loader)})
 
 
 def _place(path: str) -> tuple[Storage, int]:
-    """A folder of checkpoints and -1, or the step whose own folder is named."""
+    """The newest of a run or of a folder of checkpoints (-1), or the step whose own folder is named."""
     parent, _, name = path.rstrip("/").rpartition("/")
-    step = re.fullmatch(r"step-(\d+)", name)
-    return (Storage(parent or "."), int(step[1])) if step else (Storage(path), -1)
+    if step := re.fullmatch(r"step-(\d+)", name):
+        return Storage(parent or "."), int(step[1])
+    of_run = Storage(f"{path}/checkpoint")
+    return (of_run if of_run.steps() else Storage(path)), -1
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -40,7 +40,7 @@ def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Te
 
 
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """One update by nothing, at a rate of 0."""
+    """One update by nothing, at a rate of 0, which is not counted."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -48,6 +48,8 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 

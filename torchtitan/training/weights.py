@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.hf import Weights, copy_part, open_checkpoint, open_hf
+from torchtitan.checkpoint.hf import SHARD_BYTES, Weights, copy_part, open_checkpoint, open_hf, save_hf
 from torchtitan.checkpoint.storage import IncompleteError, Manifest, Storage
 from torchtitan.config.schema import Config, Job, Model
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
-from torchtitan.models.llama.hf import from_hf_config, from_meta_params, from_meta_parts, to_hf_name
+from torchtitan.models.llama.hf import from_hf_config, from_meta_params, from_meta_parts, to_hf_config, to_hf_name
 from torchtitan.models.llama.model import Transformer
 from torchtitan.parallel.pipeline import ModelParts
 
@@ -46,7 +46,7 @@ def open_source(path: str) -> Source:
     if name.startswith("step-") and name[5:].isdecimal():
         storage = Storage(above or ".")
         try:
-            return _open_checkpoint(storage, storage.manifest(int(name[5:])))
+            return open_run(storage, storage.manifest(int(name[5:])))
         except IncompleteError as error:
             raise ValueError(f"{path} is no complete checkpoint: {error}") from None
     passed_over = []
@@ -57,7 +57,7 @@ def open_source(path: str) -> Source:
             except IncompleteError as error:
                 passed_over.append(f"step-{step}: {error}")
                 continue
-            return _open_checkpoint(storage, manifest)
+            return open_run(storage, manifest)
     why = "; ".join(passed_over) or "no checkpoint/step-N, config.json (Hugging Face) or params.json (Meta) in it"
     raise ValueError(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
 
@@ -88,9 +88,18 @@ def check_shape(source: Source, args: LlamaArgs) -> None:
 def load_weights(source: Source, model: ModelParts) -> None:
     """Fill this rank's part of a model of the same shape."""
     for name, parameter in model.named_parameters():
-        name = name.replace("_checkpoint_wrapped_module.", "")
         tied = source.args.tied_embeddings and name == "output.weight"  # on a stage of its own
         source.weights.fill("tok_embeddings.weight" if tied else name, parameter)
+
+
+def write_hf(
+    source: Source, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """A folder that transformers loads."""
+    tokenizer = build_tokenizer_for(source, assets)
+    stored = dtype or source.weights.outline["norm.weight"].dtype
+    config = to_hf_config(source.args, stored, tokenizer.bos_id, tokenizer.eos_id)
+    save_hf(source.weights, folder, to_hf_name, config, assets, dtype, shard_bytes)
 
 
 def find_flavor(args: LlamaArgs) -> tuple[str, str] | None:
@@ -113,7 +122,7 @@ def config_of(args: LlamaArgs, folder: str, assets: Path) -> Config:
     return Config(job=Job(dump_folder=folder), model=model)
 
 
-def _open_checkpoint(storage: Storage, manifest: Manifest) -> Source:
+def open_run(storage: Storage, manifest: Manifest) -> Source:
     config = Config.model_validate(manifest.config)
     args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
     weights = open_checkpoint(storage, manifest.step)

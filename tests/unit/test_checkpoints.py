@@ -1,0 +1,225 @@
+"""A run on one process and its checkpoints: what is saved, kept, passed over and refused."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.checkpoint.manager import SaveError
+from torchtitan.checkpoint.storage import Storage
+from torchtitan.config.load import ConfigError
+from torchtitan.parallel import collectives
+
+SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 10}
+
+
+def run(folder: Path, steps: int = 4, **overrides: Any) -> list[dict[str, Any]]:
+    try:
+        return train_here(tiny_config(folder, training__steps=steps, **(SAVING | overrides)))
+    finally:
+        collectives.stop_process_group()  # of a run that was refused
+
+
+def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint as dcp
+
+    storage = Storage(str(folder / "checkpoint"))
+    kinds: Any = storage.reader(step).read_metadata().state_dict_metadata
+    values = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
+    dcp.load(values, storage_reader=storage.reader(step), no_dist=True)
+    return values
+
+
+def steps_in(folder: Path) -> list[int]:
+    return Storage(str(folder / "checkpoint")).steps()
+
+
+def test_names_in_a_checkpoint_do_not_know_how_blocks_are_wrapped(tmp_path: Path) -> None:
+    run(tmp_path / "plain", 1)
+    run(tmp_path / "wrapped", 1, activation_checkpoint__mode="full")
+    assert tensors(tmp_path / "plain", 1).keys() == tensors(tmp_path / "wrapped", 1).keys()
+
+
+def test_a_run_goes_on_to_the_bit_and_its_records_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    through = run(tmp_path / "through", 6, metrics__log_freq=4)
+    run(tmp_path / "in two", 3, metrics__log_freq=4)
+    with caplog.at_level(logging.INFO):
+        run(tmp_path / "in two", 6, metrics__log_freq=4)
+    assert "go on from step 3" in caplog.text
+    ours, theirs = tensors(tmp_path / "in two", 6), tensors(tmp_path / "through", 6)
+    assert all(ours[name].equal(value) for name, value in theirs.items())
+    assert [r["step"] for r in through] == [1, 2, 4, 6]
+    assert [r["step"] for r in read_records(tmp_path / "in two")] == [1, 2, 3, 4, 6]
+    assert not (tmp_path / "in two" / "earlier").exists()
+
+
+def test_what_has_changed_is_said_and_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, 2)
+    with caplog.at_level(logging.INFO):
+        records = run(tmp_path, 4, optimizer__lr=1e-3)
+    assert "changed since then: optimizer.lr = 0.001, was 0.01" in caplog.text
+    assert records[-1]["lr"] < 1e-3
+
+
+def test_another_model_is_refused_with_all_the_names_that_differ(tmp_path: Path) -> None:
+    run(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"is of another model: model.layers.4.*and \d+ more; set model.flavor"):
+        run(tmp_path, 2, model__flavor="tiny-deep")
+
+
+def test_damaged_checkpoints_are_passed_over_and_it_is_said_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 6)
+    assert steps_in(tmp_path) == [6, 4, 2]
+    file = tmp_path / "checkpoint/step-6/__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    (tmp_path / "checkpoint/step-4/manifest.json").unlink()
+    run(tmp_path, 6)
+    assert "passed over the checkpoint of step 6: the checksum of __0_0.distcp differs" in caplog.text
+    assert "passed over the checkpoint of step 4: it has no manifest: it was never finished" in caplog.text
+    assert steps_in(tmp_path) == [6, 4, 2]
+    with pytest.raises(ValueError, match="checkpoint.load_step = 3 is not in .*, which has 6, 4, 2"):
+        run(tmp_path, 8, checkpoint__load_step=3)
+    file.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="checkpoint.load_step = 6 cannot be loaded: __0_0.distcp has"):
+        run(tmp_path, 8, checkpoint__load_step=6)
+
+
+def test_the_latest_are_kept(tmp_path: Path) -> None:
+    run(tmp_path, 8, checkpoint__keep_latest_k=2)
+    assert steps_in(tmp_path) == [8, 6]
+
+
+def test_a_save_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for mode in ("disabled", "async"):
+        folder = tmp_path / mode
+        real, train.Checkpoints.save = train.Checkpoints.save, blocked(train.Checkpoints.save, folder, (2, 4))
+        try:
+            run(folder, 6, checkpoint__async_mode=mode)
+        finally:
+            train.Checkpoints.save = real
+        assert "saving step 2 failed: " in caplog.text and "saving step 4 failed: " in caplog.text
+        assert steps_in(folder) == [6]
+
+
+def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_last(tmp_path: Path) -> None:
+    real = train.Checkpoints.save
+    for folder, step, asked, message in (
+        ("asked", 2, {"checkpoint__on_failure": "stop"}, 'saving step 2 failed: .*checkpoint.on_failure = "stop"'),
+        ("last", 4, {}, "the checkpoint of the last step, 4, could not be saved"),
+    ):
+        train.Checkpoints.save = blocked(real, tmp_path / folder, (step,))
+        try:
+            with pytest.raises(SaveError, match=message):
+                run(tmp_path / folder, 4, **asked)
+        finally:
+            train.Checkpoints.save = real
+
+
+def blocked(save: Any, folder: Path, steps: tuple[int, ...]) -> Any:
+    """A file is where the folder of the save has to be."""
+
+    def save_into_a_file(self: Any, step: int, *args: Any) -> None:
+        if step in steps:
+            (folder / "checkpoint").mkdir(exist_ok=True)
+            (folder / f"checkpoint/step-{step}.writing").touch()
+        save(self, step, *args)
+
+    return save_into_a_file
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
+    from torchtitan.observe.run_folder import claim
+
+    claimed = claim(tmp_path)
+    with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()} on .*; wait for its end"):
+        run(tmp_path, 1)
+    claimed.close()
+    run(tmp_path, 1)
+
+
+def test_another_run_begins_with_saved_weights_or_with_all_of_it(tmp_path: Path) -> None:
+    first = run(tmp_path / "first", 4)
+    path = str(tmp_path / "first/checkpoint/step-2")
+    weights = run(tmp_path / "weights", 2, checkpoint__initial_load_path=path)
+    assert [r["step"] for r in weights] == [1, 2] and weights[0]["loss"] < first[0]["loss"] - 0.05
+    rest = run(tmp_path / "rest", 4, checkpoint__initial_load_path=path, checkpoint__initial_load_model_only=False)
+    assert [r["loss"] for r in rest] == [r["loss"] for r in first[2:]]
+    anew = run(
+        tmp_path / "anew",
+        4,
+        checkpoint__initial_load_path=str(tmp_path / "first"),
+        checkpoint__initial_load_model_only=False,
+        checkpoint__exclude_from_loading=["train_state", "dataloader"],
+    )
+    assert [r["step"] for r in anew] == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r'initial_load_path = ".*nothing" has no complete checkpoint'):
+        run(tmp_path / "none", 2, checkpoint__initial_load_path=str(tmp_path / "nothing"))
+
+
+def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path: Path) -> None:
+    end = {"checkpoint__last_save_model_only": True, "checkpoint__export_dtype": "bfloat16"}
+    run(tmp_path, 4, checkpoint__last_save_in_hf=True, **end)
+    saved = tensors(tmp_path, 4)
+    assert all(name.startswith("model.") and value.dtype == torch.bfloat16 for name, value in saved.items())
+    exported = load_file(tmp_path / "hf/model.safetensors")
+    assert exported["model.embed_tokens.weight"].equal(saved["model.tok_embeddings.weight"])
+    with pytest.raises(ValueError, match="has only weights"):
+        run(tmp_path, 6, **end)
+    from_run, from_hf = (
+        run(tmp_path / name, 1, checkpoint__initial_load_path=str(path), checkpoint__initial_load_in_hf=name == "b")
+        for name, path in (("a", tmp_path), ("b", tmp_path / "hf"))
+    )
+    assert from_run[0]["loss"] == from_hf[0]["loss"]
+    with pytest.raises(ConfigError, match="last_save_in_hf = true saves weights alone"):
+        run(tmp_path / "c", 1, checkpoint__last_save_in_hf=True)
+
+
+def test_a_seed_checkpoint_is_the_initial_weights(tmp_path: Path) -> None:
+    run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True)
+    assert steps_in(tmp_path / "seed") == [0]
+    runs = [run(tmp_path / name, 2) for name in ("seed", "plain")]
+    assert [r["loss"] for r in runs[0]] == [r["loss"] for r in runs[1]]
+
+
+def test_nothing_is_saved_where_only_loading_is_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    run(tmp_path, 4, checkpoint__load_only=True)
+    assert steps_in(tmp_path) == [2]
+
+
+def test_time_alone_can_make_a_save_due(tmp_path: Path) -> None:
+    run(tmp_path, 4, checkpoint__interval=100, checkpoint__interval_minutes=1e-9)
+    assert steps_in(tmp_path) == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_run_after_its_step_saved_and_to_be_started_again(tmp_path: Path, number: int) -> None:
+    def send() -> None:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "metrics.jsonl").exists() or len(read_records(tmp_path)) < 3:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, 500, checkpoint__interval=5000, lr_scheduler__total_steps=500)
+    sender.join()
+    assert ended.value.code == 75
+    (step,) = steps_in(tmp_path)
+    assert read_records(tmp_path)[-1]["step"] == step < 500
