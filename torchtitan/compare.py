@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.layout import ParallelDims, plan_batch, plan_layout
-from torchtitan.config.load import key_names, load_config
+from torchtitan.config.load import flat, key_names, load_config
 from torchtitan.config.schema import Config, Parallelism
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
@@ -27,7 +27,9 @@ _MOST_ROWS = 12
 _TAIL_LINES = 40
 
 # What may differ between two runs whose losses ought to be the same.
-_HOW_SECTIONS = {"profiling", "metrics", "parallelism", "activation_checkpoint", "compile", "comm", "validation"}
+_HOW_SECTIONS = {
+    "profiling", "metrics", "parallelism", "checkpoint", "activation_checkpoint", "compile", "comm", "validation"
+}  # fmt: skip
 _HOW_KEYS = {
     "job.description",
     "job.print_config",
@@ -146,14 +148,14 @@ def differing_keys(a: Run, b: Run) -> tuple[list[str], list[str]]:
     """A line for each key with two values: those that say how to compute, and those that say what to train."""
     how: list[str] = []
     what: list[str] = []
-    values = [run.config.model_dump() for run in (a, b)]
-    for run, sections in zip((a, b), values, strict=True):  # -1 means the same where it comes to the same
-        sections["training"]["global_batch_size"] = run.global_batch_size
-        if sections["training"]["num_streams"] == -1:
-            sections["training"]["num_streams"] = run.global_batch_size
+    values = [flat(run.config.model_dump()) for run in (a, b)]
+    for run, dotted in zip((a, b), values, strict=True):  # -1 means the same where it comes to the same
+        dotted["training.global_batch_size"] = run.global_batch_size
+        if dotted["training.num_streams"] == -1:
+            dotted["training.num_streams"] = run.global_batch_size
     for name in key_names():
-        section, _, key = name.partition(".")
-        x, y = (sections[section][key] for sections in values)
+        section = name.partition(".")[0]
+        x, y = (dotted[name] for dotted in values)
         if x != y and name not in ("job.config_file", "job.dump_folder"):
             line = f"{name}: A {json.dumps(x)}, B {json.dumps(y)}"
             (how if section in _HOW_SECTIONS or name in _HOW_KEYS else what).append(line)

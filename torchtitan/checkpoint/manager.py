@@ -74,7 +74,8 @@ class Checkpointer:
 
     def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         try:
-            done.set_result(self._note(step, lambda: self._write(step, tensors, run)))
+            self._note(step, lambda: self._write(step, tensors, run))
+            done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
 
@@ -113,6 +114,7 @@ class Checkpointer:
 
     def _all(self, work: Callable[[], Any]) -> list[Any]:
         """What each rank's work gives; where it fails on any, it fails on all."""
+        mine: tuple[Any, str | None]
         try:
             mine = work(), None
         except OSError as error:

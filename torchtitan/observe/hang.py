@@ -37,7 +37,8 @@ def locate(step: int, stack: Iterable[tuple[FrameType, int]], error: str = "") -
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if not collective and file.endswith(_WAITS):
             collective = function
-        if Path(file).is_relative_to(_PROJECT) and Path(file).name != "watch.py":
+        ours = Path(file).is_relative_to(_PROJECT) and "site-packages" not in file  # .venv lies in the project
+        if ours and Path(file).name != "watch.py":
             place = f"{Path(file).relative_to(_PROJECT)}:{line} ({function})"
             break
     return Whereabouts(step, collective, place or "code outside this project", error)

@@ -1,0 +1,41 @@
+"""The short form of the drill: a run that is broken again and again ends as if nothing had happened."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What takes seconds: small sequences, a save every other step, and a rank that is stopped is soon found out.
+OPTIONS = """--job.config_file train_configs/debug_model.toml --training.steps 40 --training.seq_len 32
+--training.local_batch_size 1 --training.global_batch_size 2 --metrics.log_freq 1 --metrics.no_enable_tensorboard
+--validation.no_enable --checkpoint.interval 2 --checkpoint.async_mode async --comm.train_timeout_seconds 6""".split()
+
+
+@pytest.mark.timeout(300)
+def test_a_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan",
+        "drill",
+        "--faults",
+        "6",
+        "--minutes",
+        "4",
+        "--out",
+        tmp_path / "drill",
+    ]
+    done = subprocess.run(
+        [*map(str, command), "--", *OPTIONS],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing was lost: all tensors are the same to the bit" in done.stdout
+    assert done.stdout.count("\n| ") == 2 + 6  # a table of what was done
