@@ -1,12 +1,13 @@
 """A tiny model and a tiny run: what the tests train, in the process they are called in."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import train
-from torchtitan.config.load import load_config
+from torchtitan.config.load import check
 from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs
@@ -37,14 +38,12 @@ def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) 
     FLAVORS["llama3"] |= {"tiny": TINY, "tiny-tied": TINY_TIED, "tiny-deep": replace(TINY, n_layers=8)}
     FLAVORS["llama3"]["tiny-deep-tied"] = replace(TINY_TIED, n_layers=8)
     values = BASE | {"job.dump_folder": str(dump_folder)} | {k.replace("__", "."): v for k, v in overrides.items()}
-    argv: list[str] = []
+    data: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, bool):
-            section, _, key = name.rpartition(".")
-            argv.append(f"--{section}.{key}" if value else f"--{section}.no_{key}")
-        else:
-            argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return load_config(argv, world_size)
+        *sections, key = name.split(".")
+        table = functools.reduce(lambda table, section: table.setdefault(section, {}), sections, data)
+        table[key] = value
+    return check(data, "a test", world_size)
 
 
 def train_here(config: Config, place: Place | None = None) -> list[dict[str, Any]]:

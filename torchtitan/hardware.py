@@ -3,6 +3,7 @@
 Peaks are the vendors' dense bf16 figures in TFLOP/s. A device that is not in the table is measured, never guessed.
 """
 
+import functools
 import os
 import re
 import resource
@@ -95,6 +96,7 @@ def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
     return Peak(measure_matmul_flops(device, dtype), "measured")
 
 
+@functools.cache
 def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: float = 0.6) -> float:
     """FLOP/s of the fastest of several square matrix products, tried for about this long."""
     import torch

@@ -21,6 +21,11 @@ def _serve(rank: int, pipe: Connection) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "LOCAL_RANK": str(rank), "RANK": str(rank)}
     import torch
 
+    import train  # noqa: F401
+
+    gc.collect()
+    frozen = _caches_of_torch()
+    gc.freeze()  # what is loaded by now is no test's: not to be looked through after each
     torch.set_num_threads(1)
     pipe.send("ready")
     while True:
@@ -34,11 +39,16 @@ def _serve(rank: int, pipe: Connection) -> None:
         except BaseException:
             answer = None, traceback.format_exc()
         finally:
-            _forget()
+            _forget(frozen)
         pipe.send(answer)
 
 
-def _forget() -> None:
+def _caches_of_torch() -> list[Any]:
+    kind = functools._lru_cache_wrapper
+    return [o for o in gc.get_objects() if type(o) is kind and str(o.__module__).startswith("torch.distributed")]
+
+
+def _forget(frozen: list[Any]) -> None:
     """End what a test has started. gloo polls with a thread a group, and torch's caches know groups long gone."""
     import torch
     import torch.distributed as dist
@@ -51,9 +61,8 @@ def _forget() -> None:
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
         _redistribute.clear_redistribute_planner_cache()
     gc.enable()  # a run turns it off
-    for cache in gc.get_objects():
-        if type(cache) is functools._lru_cache_wrapper and str(cache.__module__).startswith("torch.distributed"):
-            cache.cache_clear()
+    for cache in [*frozen, *_caches_of_torch()]:
+        cache.cache_clear()
     torch._dynamo.reset()
     gc.collect()
 

@@ -39,8 +39,11 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
     data = _read_toml(Path(path)) if path else {}
     # tyro needs defaults of the right type: the file's where they are right.
     given = _parse(options, _validate(not_yet.take_out(data)[0])[0], prog, quiet=rank != 0)
-    data = _merge(_merge(data, asked_in_vain), given)
+    return check(_merge(_merge(data, asked_in_vain), given), path or "command line", world_size)
 
+
+def check(data: dict[str, Any], origin: str, world_size: int | None = None) -> Config:
+    """The configuration that tables of values make, or all that is wrong with them."""
     known, mistakes = not_yet.take_out(data)
     config, wrong, broken = _validate(known)
     mistakes += wrong
@@ -48,7 +51,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
         if not broken.intersection(keys):  # what rests on a refused value is not known to be wrong
             mistakes.append(message)
     if mistakes:
-        raise ConfigError(path or "command line", mistakes)
+        raise ConfigError(origin, mistakes)
     return config
 
 
