@@ -42,7 +42,7 @@ def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) 
     for name, value in values.items():
         *sections, key = name.split(".")
         table = functools.reduce(lambda table, section: table.setdefault(section, {}), sections, data)
-        table[key] = value
+        table[key] = str(value) if isinstance(value, Path) else value
     return check(data, "a test", world_size)
 
 

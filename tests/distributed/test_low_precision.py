@@ -21,7 +21,7 @@ PRECOMPUTED = GATHERED | {"precompute_float8_dynamic_scale_for_fsdp": True}
 def float8(recipe: str = "tensorwise", **keys: Any) -> dict[str, Any]:
     keys |= {"emulate": True, "recipe_name": recipe}
     section = {f"quantize__linear__float8__{key}": value for key, value in keys.items()}
-    return {"model__converters": "quantize.linear.float8"} | section
+    return {"model__converters": ["quantize.linear.float8"]} | section
 
 
 @pytest.fixture(scope="module")

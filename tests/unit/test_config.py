@@ -194,14 +194,14 @@ epochs = 0
 sources = [{dataset = "c4", weight = -1.0}]
 [lr_scheduler]
 warmup_steps = 20000
-[checkpoint]
+[fault_tolerance]
 enable = true
 [compile]
 components = ["model", "los"]
 """
     mistakes = mistakes_of(tmp_path, text)
     expected = [
-        "checkpoint.enable = true: torchtitan v0.2.2 has this key, this version does not yet",
+        "fault_tolerance.enable = true: torchtitan v0.2.2 has this key, this version does not yet",
         'job.dump_foler = "x": unknown key; did you mean job.dump_folder?',
         "[trainig]: unknown section; did you mean training?",
         "training.lr = 3: unknown key; did you mean optimizer.lr?",
@@ -283,7 +283,7 @@ def test_what_rests_on_a_refused_value_is_not_called_wrong_too(tmp_path: Path) -
 
 
 def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhere() -> None:
-    data = {"parallelism": {"expert_parallel_degree": 1}, "checkpoint": {"enable": False, "interval": 7}}
+    data = {"parallelism": {"expert_parallel_degree": 1}, "fault_tolerance": {"enable": False, "group_size": 7}}
     assert not_yet.take_out(data | {"job": {"description": "x"}}) == ({"job": {"description": "x"}}, [])
     rest, refusals = not_yet.take_out(
         {"parallelism": {"expert_parallel_degree": True}, "fault_tolerance": {"enable": True}}
@@ -294,11 +294,11 @@ def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhe
 
 
 def test_a_misspelt_key_of_a_section_not_had_is_named(tmp_path: Path) -> None:
-    text = '[checkpoint]\nfolderr = "x"\n[quantize.linear.mx]\nrecipe_nam = "x"\n'
+    text = '[fault_tolerance]\ngroup_sise = "x"\n[quantize.linear.mx]\nrecipe_nam = "x"\n'
     text += '[[training.sources]]\ndataset = "c4"\nwieght = 2\n'
     assert mistakes_of(tmp_path, text) == [
-        'checkpoint.folderr = "x": unknown key; did you mean checkpoint.folder?',
         'quantize.linear.mx.recipe_nam = "x": unknown key; did you mean quantize.linear.mx.recipe_name?',
+        'fault_tolerance.group_sise = "x": unknown key; did you mean fault_tolerance.group_size?',
         "training.sources[0].wieght = 2: unknown key; did you mean training.sources[0].weight?",
     ]
 
@@ -347,12 +347,12 @@ def test_a_right_value_on_the_command_line_mends_a_wrong_one_of_the_file(tmp_pat
 
 
 def test_options_not_had_are_accepted_where_they_ask_for_nothing(tmp_path: Path) -> None:
-    load_config(["--parallelism.expert_parallel_degree", "1", "--checkpoint.interval=5", "--training.steps=300"])
+    load_config(["--parallelism.expert_parallel_degree", "1", "--fault_tolerance.group_size=5", "--training.steps=300"])
     with pytest.raises(ConfigError) as caught:
-        load_config(["--parallelism.expert-parallel-degree", "2", "--checkpoint.enable", "--training.steps", "300"])
+        load_config(["--parallelism.expert-parallel-degree", "2", "--fault_tolerance.enable", "--training.steps", "300"])
     assert [mistake.split(":")[0] for mistake in caught.value.mistakes] == [
         "parallelism.expert_parallel_degree = 2",
-        "checkpoint.enable = true",
+        "fault_tolerance.enable = true",
     ]
 
 

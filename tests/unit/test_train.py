@@ -30,7 +30,7 @@ KEYS = [
 ]  # fmt: skip
 
 
-FLOAT8: dict[str, Any] = {"model__converters": "quantize.linear.float8", "quantize__linear__float8__emulate": True}
+FLOAT8: dict[str, Any] = {"model__converters": ["quantize.linear.float8"], "quantize__linear__float8__emulate": True}
 
 
 def losses(records: list[dict[str, Any]]) -> list[float]:
@@ -251,10 +251,22 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tiny_config(tmp_path / "1", **common, activation_checkpoint__mode="selective", lr_scheduler__decay_ratio=0.5),
         tiny_config(tmp_path / "2", **common, activation_checkpoint__mode="memory_budget"),
     ]
-    runs.append(tiny_config(tmp_path / "3", **FLOAT8))
+    end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
+    runs.append(tiny_config(tmp_path / "3", training__steps=1, checkpoint__enable=True, **end))
+    runs.append(
+        tiny_config(
+            tmp_path / "4",
+            **FLOAT8,
+            training__steps=2,
+            checkpoint__enable=True,
+            checkpoint__interval=1,
+            checkpoint__initial_load_path=tmp_path / "3",
+        )
+    )
     pipelined = tiny_config(tmp_path, 2, parallelism__pipeline_parallel_degree=2)
     # Memory snapshots need a GPU: what is read of them here is that they are off.
     read.add("profiling.save_memory_snapshot_folder")
+    read.add("checkpoint.on_failure")  # none fails here
     with monkeypatch.context() as watching:
         watching.setattr(Section, "__getattribute__", watched)
         for config in runs:
@@ -281,7 +293,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "tensor_parallel_degree = 2 cannot recompute whole blocks on a CPU",
         ),
         ({"profiling__enable_memory_snapshot": True}, "enable_memory_snapshot = true needs a GPU"),
-        ({"model__converters": "quantize.linear.float8"}, "quantize.linear.float8 needs a GPU that multiplies"),
+        ({"model__converters": ["quantize.linear.float8"]}, "quantize.linear.float8 needs a GPU that multiplies"),
         (FLOAT8 | {"quantize__linear__float8__filter_fqns": ["layers", "output"]}, "leaves no layer of this model"),
         (
             FLOAT8 | {"quantize__linear__float8__filter_fqns": ["auto_filter_small_kn", "output"]},
