@@ -35,7 +35,8 @@ def planned(folder: Path, a: str, b: str, *options: str, steps: int | None = Non
 
 def last_values(run: Run) -> dict[str, str]:
     """What the run's command line sets, the last one winning."""
-    return dict(zip(run.options[::2], run.options[1::2], strict=True))
+    pairs = zip(run.options, [*run.options[1:], ""], strict=True)
+    return {name: value for name, value in pairs if name.startswith("--") and not value.startswith("--")}
 
 
 def test_a_difference_is_relative_to_the_larger_of_both() -> None:

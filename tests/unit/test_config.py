@@ -347,9 +347,11 @@ def test_a_right_value_on_the_command_line_mends_a_wrong_one_of_the_file(tmp_pat
 
 
 def test_options_not_had_are_accepted_where_they_ask_for_nothing(tmp_path: Path) -> None:
-    load_config(["--parallelism.expert_parallel_degree", "1", "--fault_tolerance.group_size=5", "--training.steps=300"])
+    load_config(["--parallelism.expert_parallel_degree=1", "--fault_tolerance.group_size=5", "--training.steps=300"])
     with pytest.raises(ConfigError) as caught:
-        load_config(["--parallelism.expert-parallel-degree", "2", "--fault_tolerance.enable", "--training.steps", "300"])
+        load_config(
+            ["--parallelism.expert-parallel-degree", "2", "--fault_tolerance.enable", "--training.steps", "300"]
+        )
     assert [mistake.split(":")[0] for mistake in caught.value.mistakes] == [
         "parallelism.expert_parallel_degree = 2",
         "fault_tolerance.enable = true",

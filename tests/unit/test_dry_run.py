@@ -137,7 +137,7 @@ def test_what_a_compiler_does_is_left_out(tmp_path: Path) -> None:
             {"activation_checkpoint__mode": "memory_budget", "compile__enable": True},
             'activation_checkpoint.mode = "memory_budget" is about; use "selective"',
         ),
-        (0, {"model__converters": "quantize.linear.float8"}, "model.converters = .* is about; leave it out"),
+        (0, {"model__converters": ["quantize.linear.float8"]}, "model.converters = .* is about; leave it out"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(tmp_path: Path, rank: int, options: dict, message: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -364,7 +365,7 @@ def test_data_for_less_than_one_step_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("implementation", "left_out"), [("fused", True), ("foreach", False)])
 def test_a_stop_says_whether_the_bad_update_was_applied(tmp_path: Path, implementation: str, left_out: bool) -> None:
-    options = {"optimizer__implementation": implementation, "optimizer__lr": 1e30, "training__max_norm": "inf"}
+    options = {"optimizer__implementation": implementation, "optimizer__lr": 1e30, "training__max_norm": math.inf}
     with pytest.raises(NotFiniteError, match="left out" if left_out else "was applied"):
         train_here(tiny_config(tmp_path, **options))
     torch.distributed.destroy_process_group()

@@ -61,12 +61,13 @@ class Vote:
         self.answers = [False] * len(questions)  # of the last vote: whether any rank says so
 
     def __call__(self, has_batch: bool) -> bool:
-        votes = torch.tensor([not has_batch, *(question() for question in self.questions)], dtype=torch.int32)
+        votes = [not has_batch, *(question() for question in self.questions)]
         if dist.get_world_size() > 1:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        lacking, *answers = votes.tolist()
-        self.answers = [bool(answer) for answer in answers]
-        return not lacking
+            everyones = torch.tensor(votes, dtype=torch.int32)
+            dist.all_reduce(everyones, op=dist.ReduceOp.MAX)
+            votes = [bool(vote) for vote in everyones.tolist()]
+        self.answers = votes[1:]
+        return not votes[0]
 
 
 def all_agree(mine: bool) -> bool:
