@@ -48,7 +48,11 @@ def seconds_a_step(keys: dict[str, int | str], folder: str, steps: int) -> float
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", "train.py"]
     command += ["--job.config_file=train_configs/debug_model.toml", f"--job.dump_folder={folder}"]
     command += [f"--training.steps={steps}", f"--training.global_batch_size={GLOBAL_BATCH}"]
-    command += [f"--training.local_batch_size={GLOBAL_BATCH // batch_ranks}", "--metrics.log_freq=1"]
+    command += [
+        f"--training.local_batch_size={GLOBAL_BATCH // batch_ranks}",
+        "--metrics.log_freq=1",
+        "--lr_scheduler.warmup_steps=1",
+    ]
     command += ["--validation.no_enable", *(f"--parallelism.{key}={value}" for key, value in keys.items())]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
