@@ -112,6 +112,7 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytes
             train.Checkpoints.save = real
         assert "saving step 2 failed: " in caplog.text and "saving step 4 failed: " in caplog.text
         assert steps_in(folder) == [6]
+        assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-6"]  # nothing half written
 
 
 def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_last(tmp_path: Path) -> None:

@@ -94,12 +94,23 @@ class Checkpointer:
             reason = " ".join(str(_cause(error)).split()) or type(error).__name__
             if self.config.on_failure == "stop":
                 raise SaveError(f'saving step {step} failed: {reason} (checkpoint.on_failure = "stop")') from error
-            logger.error(f"saving step {step} failed: {reason}; training goes on, the next save is a new try")
+            if self.rank == 0:
+                free = self.storage.free_bytes()  # torch's own error does not say that a disk is full
+                room = f" ({free / 2**20:,.0f} MiB are free there)" if free is not None else ""
+                logger.error(f"saving step {step} failed: {reason}{room}; training goes on, the next save is a new try")
+            self._tidy(self.storage.sweep)  # on a full disk the next one needs the room
             return
         self.last_step = step
         logger.info(f"saved step {step}: {self._bytes / 2**20:,.1f} MiB in {time.monotonic() - begin:.2f} s")
-        if self.rank == 0:
-            self._retain(step)
+        self._tidy(lambda: self._retain(step))
+
+    def _tidy(self, remove: Callable[[], object]) -> None:
+        """Remove what is not needed, on rank 0; where that fails, the run is none the worse for it."""
+        try:
+            if self.rank == 0:
+                remove()
+        except OSError as error:
+            logger.warning(f"checkpoints could not be removed: {error}")
 
     def _write(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         storage, folder = self.storage, self.storage.being_written(step)
