@@ -7,6 +7,7 @@
 # CONFIG_FILE  the TOML file                     default: train_configs/debug_model.toml
 # NGPU         processes, one a GPU              default: the GPUs there are; without any, 1 on the CPU
 # COMM_MODE    fake_backend: a dry run of NGPU ranks in one process, on any machine (--comm.mode)
+# MAX_RESTARTS how often torchrun brings the run back after a rank has died; it goes on from its newest checkpoint
 # LOG_RANK     ranks whose lines are shown: 0,1  default: 0
 # PYTHON       the Python to use                 default: .venv beside this file, else python3, else a new .venv
 # Everything after the name goes to train.py; --help lists it.
@@ -35,6 +36,8 @@ if [[ $gpus != 0 && -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
 fi
 ngpu="${NGPU:-$((gpus > 0 ? gpus : 1))}"
 [[ $ngpu =~ ^[1-9][0-9]*$ ]] || die "NGPU = $ngpu is no number of processes; use 1 or more"
+restarts="${MAX_RESTARTS:-0}"
+[[ $restarts =~ ^[0-9]+$ ]] || die "MAX_RESTARTS = $restarts is no number of restarts; use 0 or more"
 [[ $dry_run == yes ]] || ((gpus == 0 || ngpu <= gpus)) || die "NGPU = $ngpu is more than the $gpus GPUs here; use $gpus or fewer"
 
 # Without torch and before any rank exists, so that a mistake is shown at once and once.
@@ -49,8 +52,10 @@ if ((gpus == 0 && ngpu > 1)) && [[ -z "${OMP_NUM_THREADS:-}" ]]; then # else eve
   export OMP_NUM_THREADS=$((cores > ngpu ? cores / ngpu : 1))
 fi
 echo "training $config, NGPU=$ngpu (NVIDIA GPUs here: $gpus)"
-if ((ngpu == 1)); then
+if ((ngpu == 1 && restarts == 0)); then
   exec "$py" train.py --job.config_file "$config" "$@"
 fi
-exec "$py" -m torch.distributed.run --nproc_per_node="$ngpu" --rdzv_backend c10d --rdzv_endpoint=localhost:0 \
+if ((restarts > 0)); then export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; fi # a store for each try: pytorch issue 135712
+exec "$py" -m torch.distributed.run --nproc_per_node="$ngpu" --max_restarts="$restarts" \
+  --rdzv_backend c10d --rdzv_endpoint=localhost:0 \
   --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 train.py --job.config_file "$config" "$@"

@@ -59,6 +59,7 @@ def main(config: Config, place: Place) -> None:
 
     # What can be refused is refused here, before any process waits for another.
     training = config.training
+    hardware.check_restarts(place.world_size)
     device = hardware.pick_device(place.local_rank)
     build.check_environment(config, device)
     tokenizer = build_tokenizer(config.model.hf_assets_path)

@@ -1,14 +1,18 @@
 """Breaks a run in every way it knows and starts it again, until it ends where a run ends that nothing happened to."""
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +26,10 @@ from torchtitan.config.load import load_config
 
 _ROOT = Path(__file__).parents[1]
 _POLL_SECONDS = 0.02
+_SMALL_DISK_BYTES = 4 << 30  # what may be filled without harm to others
+_LEFT_FOR_LOGS_BYTES = 4 << 20
+_SECONDS_TO_LEAVE = 5
+_MOST_STEPS_OF_A_FAULT = 8
 
 
 @dataclass
@@ -44,6 +52,7 @@ class Run:
             stdout=self.log,
             stderr=self.log,
             start_new_session=True,
+            preexec_fn=_obey_permissions,
             env={"OMP_NUM_THREADS": threads, **os.environ},
         )
         self.began = len(self.records())
@@ -59,10 +68,15 @@ class Run:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def end(self) -> int:
+    def end(self) -> tuple[int, list[int]]:
+        """The exit code, and ranks that have outlived a torchrun that nobody killed."""
         self.wait_until(lambda: False)
-        self.kill()  # of a torchrun that was killed, its ranks
-        return self.process.returncode
+        code, end = self.process.returncode, time.monotonic() + _SECONDS_TO_LEAVE
+        while code >= 0 and self.workers() and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        left = self.workers() if code >= 0 else []
+        self.kill()
+        return code, left
 
     def kill(self) -> None:
         for worker in self.workers():
@@ -87,6 +101,9 @@ class Run:
     def records(self) -> list[int]:
         file = self.folder / "metrics.jsonl"
         return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def failed_saves(self) -> int:
+        return Path(self.log.name).read_text(errors="replace").count("failed: ")
 
     def storage(self) -> Storage:
         return Storage(str(self.folder / "checkpoint"))
@@ -117,13 +134,16 @@ def _ask_to_end(run: Run, _: random.Random) -> None:
         _signal(worker, signal.SIGTERM)
 
 
-def _damage(how: Callable[[Path, random.Random], None]) -> Callable[[Run, random.Random], None]:
-    def damage(run: Run, chance: random.Random) -> None:
+def _damage(how: Callable[[Path, random.Random], object], files: str = "*") -> Callable[[Run, random.Random], int]:
+    """A fault that damages one of these files of the newest checkpoint, and returns its step."""
+
+    def damage(run: Run, chance: random.Random) -> int:
         run.kill()
         newest = run.storage().steps()[:1]
-        files = sorted(Path(run.storage().folder(newest[0])).iterdir()) if newest else []
-        if files:
-            how(chance.choice(files), chance)
+        if not newest:
+            return -1
+        how(chance.choice(sorted(Path(run.storage().folder(newest[0])).glob(files))), chance)
+        return newest[0]
 
     return damage
 
@@ -141,28 +161,52 @@ def _flip(file: Path, chance: random.Random) -> None:
         opened.write(bytes([byte]))
 
 
-def _block_saves(run: Run, _: random.Random) -> None:
-    """As a full disk or a folder without permission does: the next saves cannot be written."""
-    folder = run.folder / "checkpoint"
-    free = [
-        folder / f"step-{step}.writing" for step in range(1, 2000) if not (folder / f"step-{step}.writing").exists()
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in free:
-        path.touch()
-    saved = len(run.records())
-    run.wait_until(lambda: len(run.records()) > saved + 3)
+def _move_the_data(file: Path, _: random.Random) -> None:
+    """Another place in the data than the one the weights have seen, written as well as the right one."""
+    content = file.read_bytes()
+    digit = re.search(rb'": \d', content)
+    if digit:
+        last = digit.end() - 1
+        file.write_bytes(content[:last] + b"%d" % ((int(content[last : last + 1]) + 1) % 10) + content[last + 1 :])
+
+
+def _fail_a_save(run: Run) -> None:
+    """Wait for one that fails; the run goes on, or says at its end that the last one is missing."""
+    before = run.failed_saves()
+    run.wait_until(lambda: run.failed_saves() > before)
     run.kill()
 
 
-FAULTS: dict[str, Callable[[Run, random.Random], None]] = {
+def _forbid_writing(run: Run, _: random.Random) -> None:
+    folder = run.folder / "checkpoint"
+    run.wait_until(folder.exists)
+    folder.chmod(0o555)
+    _fail_a_save(run)
+    folder.chmod(0o755)
+
+
+def _fill_the_disk(run: Run, _: random.Random) -> None:
+    filler = run.folder.parent / "filler"
+    with filler.open("wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 20))
+        file.truncate(max(0, file.tell() - _LEFT_FOR_LOGS_BYTES))
+    _fail_a_save(run)
+    filler.unlink()
+
+
+# What each returns, if anything, is the step of a checkpoint that it has damaged.
+FAULTS: dict[str, Callable[[Run, random.Random], int | None]] = {
     "one rank killed": _kill_one,
     "all killed": _kill_all,
     "all killed during a write": _kill_while_writing,
     "a file of the newest checkpoint truncated": _damage(_truncate),
     "a bit of it flipped": _damage(_flip),
     "a file of it deleted": _damage(lambda file, _: file.unlink()),
-    "saves cannot be written": _block_saves,
+    "a place in the data changed": _damage(_move_the_data, "*.distcp"),
+    "the folder read-only": _forbid_writing,
+    "the disk full": _fill_the_disk,
     "a rank stopped": _stop_one,
     "SIGTERM": _ask_to_end,
 }
@@ -177,40 +221,51 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     deadline = begin + 60 * args.minutes
     untouched = Run(out / "untouched", args.ranks, options, deadline)
     untouched.start()
-    if untouched.end():
+    if untouched.end()[0]:
         raise ValueError(f"the run fails without any fault; see {untouched.log.name}")
     broken = Run(out / "broken", args.ranks, options, deadline)
     print(f"{args.faults} faults to a run of {steps} steps on {args.ranks} ranks\n")
     print("| fault | at step | complete before | ended with | complete after |\n| --- | --- | --- | --- | --- |")
-    order = [name for _ in range(-(-args.faults // len(FAULTS))) for name in chance.sample([*FAULTS], len(FAULTS))]
+    names = [name for name in FAULTS if name != "the disk full" or shutil.disk_usage(out).total <= _SMALL_DISK_BYTES]
+    order = [name for _ in range(-(-args.faults // len(names))) for name in chance.sample(names, len(names))]
     problems: list[str] = []
     for name in order[: args.faults]:
-        if broken.complete()[:1] == [steps]:
-            shutil.rmtree(broken.folder)  # it got to its end: from the start again
+        if len(broken.records()) > steps - _MOST_STEPS_OF_A_FAULT:
+            problems += _finish(broken, untouched, steps)
+            shutil.rmtree(broken.folder)  # and from the start again
         broken.start()
         wanted = broken.began + chance.randint(1, 4)
         broken.wait_until(lambda wanted=wanted: len(broken.records()) >= wanted)
         time.sleep(chance.random() * 0.5)
         before, at = broken.complete(), (broken.records() or [0])[-1]
-        FAULTS[name](broken, chance)
-        code, after = broken.end(), broken.complete()
-        damaged = 1 if "newest" in name or "of it" in name else 0
-        lost = [step for step in before[damaged:] if step not in after]
+        damaged = FAULTS[name](broken, chance)
+        (code, left), after = broken.end(), broken.complete()
+        # Retention takes the oldest as new ones come, nothing takes others.
+        oldest = min(after, default=-1)
+        lost = [step for step in before if step not in after and step > oldest and step != damaged]
+        problems += [f"{name}: nothing was noticed of the damage to step {damaged}"] if damaged in after else []
         problems += [f"{name} at step {at} lost step {step}" for step in lost]
+        problems += [f"{name} at step {at} left process {process} behind" for process in left]
         print(f"| {name} | {at} | {before} | {code} | {after} |", flush=True)
-    broken.start()
-    if broken.end():
-        problems.append(f"the run did not come to its end; see {broken.log.name}")
-    else:
-        problems += _differences(broken.storage(), untouched.storage(), steps)
-    problems += [f"process {pid} was left behind" for pid in broken.workers()]
+    problems += _finish(broken, untouched, steps)
     seconds = time.monotonic() - begin
     print(f"\n{'; '.join(problems) or 'nothing was lost: all tensors are the same to the bit'} ({seconds:.0f} s)")
     return 1 if problems else 0
 
 
+def _finish(broken: Run, untouched: Run, steps: int) -> list[str]:
+    """Let the run come to its end; what is not as in the untouched one there."""
+    broken.start()
+    code, left = broken.end()
+    if code:
+        return [f"the run did not come to its end; see {broken.log.name}"]
+    problems = [f"process {process} was left behind" for process in left]
+    return problems + _differences(broken.storage(), untouched.storage(), steps)
+
+
 def _differences(ours: Storage, theirs: Storage, step: int) -> list[str]:
     """Names of tensors that are not the same to the bit."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # there is no need for it here
     read: list[dict[str, torch.Tensor]] = []
     for storage in (ours, theirs):
         about: Any = storage.reader(step).read_metadata().state_dict_metadata
@@ -231,6 +286,12 @@ def _is_complete(storage: Storage, step: int) -> bool:
     except IncompleteError:
         return False
     return not storage.faults(manifest, manifest.files)
+
+
+def _obey_permissions() -> None:
+    """Root writes where a folder says that nobody may, by a capability; the run is to do without."""
+    cap_dac_override, pr_capbset_drop = 1, 24
+    ctypes.CDLL(None).prctl(pr_capbset_drop, cap_dac_override)
 
 
 def _signal(process: int, number: int) -> None:

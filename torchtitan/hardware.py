@@ -55,6 +55,19 @@ def read_place() -> Place:
     )
 
 
+def check_restarts(world_size: int) -> None:
+    """Whether torchrun could start this run again, if it was told to."""
+    restarts, is_shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
+    if (
+        world_size > 1 and int(restarts or 0) > 0 and is_shared == "True"
+    ):  # then the dead one's address stays: pytorch issue 135712
+        raise ValueError(
+            f"torchrun's --max_restarts = {restarts} could not bring this run back: the store in which ranks find each "
+            f"other would still have the addresses of those who are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            f"and --rdzv_backend=c10d, as MAX_RESTARTS={restarts} ./run_llama_train.sh does"
+        )
+
+
 def pick_device(local_rank: int) -> "torch.device":
     """This rank's GPU, or the CPU where there is none; a GPU that torch cannot use is not passed over."""
     import torch

@@ -1,6 +1,6 @@
 """train.py where one rank fails at one step: `FAULT="KIND RANK STEP" python -m tests.distributed.faulty_train ...`.
 
-KIND is `raise`, `sleep` or the name of a signal that the rank sends itself.
+KIND is `raise`, `sleep` or the name of a signal that the rank sends itself. Started again, a rank does not fail.
 """
 
 import os
@@ -23,7 +23,8 @@ calls = 0
 def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
     global calls
     calls += 1
-    if (os.environ["RANK"], str(calls)) == (faulty_rank, faulty_step):
+    is_first_try = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if is_first_try and (os.environ["RANK"], str(calls)) == (faulty_rank, faulty_step):
         print(f"fault at {time.time()}", flush=True)
         if kind == "raise":
             raise OSError("the disk is gone")

@@ -1,6 +1,7 @@
 """The short form of the drill: a run that is broken again and again ends as if nothing had happened."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,27 +10,23 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # What takes seconds: small sequences, a save every other step, and a rank that is stopped is soon found out.
-OPTIONS = """--job.config_file train_configs/debug_model.toml --training.steps 40 --training.seq_len 32
+OPTIONS = """--job.config_file train_configs/debug_model.toml --training.steps 60 --training.seq_len 32
 --training.local_batch_size 1 --training.global_batch_size 2 --metrics.log_freq 1 --metrics.no_enable_tensorboard
---validation.no_enable --checkpoint.interval 2 --checkpoint.async_mode async --comm.train_timeout_seconds 6""".split()
+--validation.no_enable --checkpoint.interval 2 --checkpoint.keep_latest_k 4 --checkpoint.async_mode async
+--comm.train_timeout_seconds 6""".split()
+# A small disk of its own, gone with the process: there the drill may fill it.
+IN_A_SMALL_DISK = 'mount -t tmpfs -o size=900m drill "$0" && exec "$@"'
 
 
 @pytest.mark.timeout(300)
 def test_a_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torchtitan",
-        "drill",
-        "--faults",
-        "6",
-        "--minutes",
-        "4",
-        "--out",
-        tmp_path / "drill",
-    ]
+    command = f"{sys.executable} -m torchtitan drill --faults 8 --minutes 4 --out {tmp_path}/drill --".split()
+    apart = ["unshare", "--mount", *(["--user", "--map-root-user"] if os.geteuid() else [])]
+    trial = [*apart, "mount", "-t", "tmpfs", "trial", str(tmp_path)]
+    if shutil.which("unshare") and subprocess.run(trial, capture_output=True).returncode == 0:
+        command = [*apart, "bash", "-c", IN_A_SMALL_DISK, str(tmp_path), *command]
     done = subprocess.run(
-        [*map(str, command), "--", *OPTIONS],
+        [*command, *OPTIONS],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -38,4 +35,4 @@ def test_a_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing was lost: all tensors are the same to the bit" in done.stdout
-    assert done.stdout.count("\n| ") == 2 + 6  # a table of what was done
+    assert done.stdout.count("\n| ") == 2 + 8  # a table of what was done

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_runs import BASE
+from tests.tiny_runs import BASE, read_records
 
 ROOT = Path(__file__).parents[2]
 MODULE = ["-m", "tests.distributed.faulty_train"]
@@ -20,7 +20,9 @@ MODULE = ["-m", "tests.distributed.faulty_train"]
 class Run:
     """A run with a fault, to its end."""
 
-    def __init__(self, folder: Path, fault: str, num_ranks: int, torchrun: bool, **overrides: object) -> None:
+    def __init__(
+        self, folder: Path, fault: str, num_ranks: int, torchrun: bool, restarts: int = 0, **overrides: object
+    ) -> None:
         kind, self.faulty_rank, _ = fault.split()
         self.folder, self.console = folder / "run", ""
         values = BASE | {"job.dump_folder": self.folder, "training.local_batch_size": 2}
@@ -28,15 +30,17 @@ class Run:
             k.replace("__", "."): v for k, v in overrides.items()
         }
         options = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+        options += ["--checkpoint.enable"] if restarts else []
         with socket.socket() as s:
             s.bind(("localhost", 0))
             port = str(s.getsockname()[1])
         environment = os.environ | {"FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {}
         ranks: list[dict[str, str]] = [{}]
         command = [sys.executable, *MODULE, *options]
         if torchrun:
-            launcher = f"-m torch.distributed.run --nproc_per_node {num_ranks} --master_port {port}".split()
-            command = [sys.executable, *launcher, *MODULE, *options]
+            launcher = f"--standalone --nproc_per_node {num_ranks} --max_restarts {restarts}".split()
+            command = [sys.executable, "-m", "torch.distributed.run", *launcher, *MODULE, *options]
         else:
             shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
             ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
@@ -106,3 +110,10 @@ def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> 
     assert run.seconds < 25 and all(run.codes)
     assert run.console.count("rank 1 lags (no answer), others wait in all_reduce") == 1, run.console
     assert [path.name for path in (run.folder / "hang").iterdir()] == ["rank_0.txt"]
+
+
+def test_torchrun_brings_a_killed_rank_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, "SIGKILL 1 4", 2, torchrun=True, restarts=1, checkpoint__interval=2)
+    assert run.codes == [0], run.console
+    assert "go on from step 2 in " in run.console
+    assert [record["step"] for record in read_records(run.folder)] == list(range(1, 11))

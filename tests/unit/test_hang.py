@@ -45,6 +45,8 @@ def test_the_message_names_the_laggard_first_and_ranks_in_the_same_place_once() 
         "  a process that gives no answer is gone, stopped, or in a call that keeps Python's lock",
         "  each rank's stacks: out/hang/rank_N.txt; what to do: docs/debugging.md",
     ]
+    late = {0: at(7, error="Timed out"), 1: at(7, ""), 2: at(7, error="Timed out")}
+    assert "Timed out" not in describe(late, dict.fromkeys(range(3), "p"), 9, Path("hang"))
     many = describe(
         {0: at(7)} | {rank: at(7, "") for rank in range(1, 9)}, dict.fromkeys(range(9), "p"), 9, Path("hang")
     )

@@ -222,6 +222,18 @@ def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch)
     assert hardware.read_place() == hardware.Place(5, 1, 8)
 
 
+def test_restarts_that_torchrun_could_not_carry_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    hardware.check_restarts(1)
+    with pytest.raises(
+        ValueError, match=r"--max_restarts = 3 could not bring this run back.*MAX_RESTARTS=3 ./run_llama"
+    ):
+        hardware.check_restarts(2)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    hardware.check_restarts(2)
+
+
 def test_a_gpu_that_torch_cannot_use_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(hardware, "_DEVICE_FILES", tmp_path)

@@ -184,6 +184,12 @@ def test_an_impossible_number_of_processes_is_refused(ngpu):
     assert f"NGPU = {ngpu} is no number of processes; use 1 or more" in done.stderr
 
 
+def test_an_impossible_number_of_restarts_is_refused():
+    done = run([TRAIN], MAX_RESTARTS="often", **HERE)
+    assert done.returncode == 2
+    assert "MAX_RESTARTS = often is no number of restarts; use 0 or more" in done.stderr
+
+
 def test_more_processes_than_gpus_are_refused(tmp_path):
     fake_program(tmp_path / "bin", "nvidia-smi", "echo 'GPU 0: A'; echo 'GPU 1: B'")
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"

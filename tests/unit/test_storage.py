@@ -54,8 +54,17 @@ def test_a_checkpoint_that_is_damaged_is_not_complete_and_says_how(tmp_path: Pat
     file.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
     assert storage.faults(storage.manifest(4), manifest.files) == ["the checksum of __0_0.distcp differs"]
     file.unlink()
+    assert storage.faults(manifest, manifest.files) == ["__0_0.distcp is missing"]
     with pytest.raises(IncompleteError, match="__0_0.distcp is missing"):
         storage.manifest(4)
+    intact = (tmp_path / "step-4" / "manifest.json").read_text()
+    (tmp_path / "step-4" / "manifest.json").write_text(intact.replace("1 rank", "2 rank"))
+    with pytest.raises(IncompleteError, match="its manifest cannot be read .its own checksum differs"):
+        storage.manifest(4)
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / "manifest.json").write_text(intact)
+    with pytest.raises(IncompleteError, match="its manifest is that of step 4"):
+        storage.manifest(5)
     (tmp_path / "step-4" / "manifest.json").write_text('{"step": 4')
     with pytest.raises(IncompleteError, match="its manifest cannot be read"):
         storage.manifest(4)

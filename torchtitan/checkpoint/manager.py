@@ -43,9 +43,8 @@ class Checkpointer:
         cuda = torch.cuda.is_available()
         pinned = cuda and config.async_mode == "async_with_pinned_mem"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, cuda))
-        if self.rank == 0 and not config.load_only:
-            for name in storage.sweep():
-                logger.info(f"removed {name}, which an earlier run did not finish")
+        for name in [] if config.load_only else self._on_rank_0(storage.sweep):
+            logger.info(f"removed {name}, which an earlier run did not finish")
 
     def is_late(self) -> bool:
         """Whether `interval_minutes` are over; to be asked of rank 0's clock alone."""
@@ -94,11 +93,11 @@ class Checkpointer:
             reason = " ".join(str(_cause(error)).split()) or type(error).__name__
             if self.config.on_failure == "stop":
                 raise SaveError(f'saving step {step} failed: {reason} (checkpoint.on_failure = "stop")') from error
+            free = self.storage.free_bytes()  # torch's own error does not say that a disk is full
+            self._tidy(self.storage.sweep)  # there, the next save needs the room, and the log that of this one
             if self.rank == 0:
-                free = self.storage.free_bytes()  # torch's own error does not say that a disk is full
                 room = f" ({free / 2**20:,.0f} MiB are free there)" if free is not None else ""
                 logger.error(f"saving step {step} failed: {reason}{room}; training goes on, the next save is a new try")
-            self._tidy(self.storage.sweep)  # on a full disk the next one needs the room
             return
         self.last_step = step
         logger.info(f"saved step {step}: {self._bytes / 2**20:,.1f} MiB in {time.monotonic() - begin:.2f} s")
@@ -109,7 +108,7 @@ class Checkpointer:
         try:
             if self.rank == 0:
                 remove()
-        except OSError as error:
+        except Exception as error:  # a store's client has errors of its own
             logger.warning(f"checkpoints could not be removed: {error}")
 
     def _write(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
@@ -121,20 +120,24 @@ class Checkpointer:
             files |= described
         self._bytes = sum(size for size, _ in files.values())
         manifest = Manifest(step, files, run=run, **self.about)
-        self._all(lambda: storage.complete(manifest) if self.rank == 0 else None)
+        self._on_rank_0(lambda: storage.complete(manifest))
 
     def _all(self, work: Callable[[], Any]) -> list[Any]:
         """What each rank's work gives; where it fails on any, it fails on all."""
         mine: tuple[Any, str | None]
         try:
             mine = work(), None
-        except OSError as error:
+        except Exception as error:
             mine = None, f"rank {self.rank}: {error}"
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, mine, group=self.group)
         if errors := [error for _, error in everyone if error]:
             raise OSError("; ".join(errors))
         return [answer for answer, _ in everyone]
+
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        """What rank 0's work gives, on all ranks."""
+        return self._all(lambda: work() if self.rank == 0 else None)[0]
 
     def _retain(self, newest: int) -> None:
         """Keep the latest complete ones; never what somebody reads, never the one just written."""
@@ -161,7 +164,7 @@ class Checkpointer:
 
     def find(self, storage: Storage, step: int = -1) -> Manifest | None:
         """The newest complete checkpoint, or that of this step; what is passed over is said, and why."""
-        candidates = self._from_rank_0(storage.steps() if self.rank == 0 else None)
+        candidates = self._on_rank_0(storage.steps)
         if step >= 0:
             if step not in candidates:
                 found = ", ".join(map(str, candidates)) or "none"
@@ -179,18 +182,19 @@ class Checkpointer:
 
     def _examine(self, storage: Storage, step: int) -> Manifest | str:
         """The manifest, or what is wrong; each rank reads its share of the files."""
-        manifest: Any = None
-        if self.rank == 0:
+
+        def manifest_or_reason() -> Manifest | str:
             try:
-                manifest = storage.manifest(step)
+                return storage.manifest(step)
             except IncompleteError as error:
-                manifest = str(error)
-        manifest = self._from_rank_0(manifest)
-        if isinstance(manifest, Manifest):
-            share = sorted(manifest.files)[self.rank :: self.world_size]
-            faults = [fault for part in self._all(lambda: storage.faults(manifest, share)) for fault in part]
-            return "; ".join(faults) or manifest
-        return str(manifest)
+                return str(error)
+
+        manifest: Manifest | str = self._on_rank_0(manifest_or_reason)
+        if isinstance(manifest, str):
+            return manifest
+        share = sorted(manifest.files)[self.rank :: self.world_size]
+        faults = [fault for part in self._all(lambda: storage.faults(manifest, share)) for fault in part]
+        return "; ".join(faults) or manifest
 
     def shapes(self, storage: Storage, step: int) -> dict[str, torch.Size]:
         """Names and shapes of all tensors in a checkpoint."""
@@ -215,11 +219,6 @@ class Checkpointer:
             )
         with storage.reading(step):
             dcp.load(tensors, storage_reader=storage.reader(step), process_group=self.group)
-
-    def _from_rank_0(self, value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        return box[0]
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -76,8 +76,9 @@ class Storage:
     def complete(self, manifest: Manifest) -> None:
         """Write the manifest, give the folder its name: from here on the checkpoint is there."""
         folder = self.being_written(manifest.step)
+        says = asdict(manifest)
         with self.fs.open(f"{folder}/{_MANIFEST}", "wb") as file:
-            file.write(json.dumps(asdict(manifest), indent=1).encode())
+            file.write(json.dumps({"checksum": _checksum_of(says)} | says, indent=1).encode())
         if self.is_local:
             _sync(Path(folder) / _MANIFEST)
             _sync(Path(folder))
@@ -90,11 +91,15 @@ class Storage:
         try:
             with self.fs.open(f"{self.folder(step)}/{_MANIFEST}", "rb") as file:
                 read = json.load(file)
+            if read.pop("checksum") != _checksum_of(read):
+                raise ValueError("its own checksum differs")
             manifest = Manifest(**read | {"files": {name: tuple(about) for name, about in read["files"].items()}})
         except FileNotFoundError:
             raise IncompleteError("it has no manifest: it was never finished") from None
         except (ValueError, TypeError, KeyError) as error:
             raise IncompleteError(f"its manifest cannot be read ({error})") from None
+        if manifest.step != step:
+            raise IncompleteError(f"its manifest is that of step {manifest.step}")
         for name, (size, _) in manifest.files.items():
             try:
                 found = self.fs.size(f"{self.folder(step)}/{name}")
@@ -106,8 +111,14 @@ class Storage:
 
     def faults(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
         """Of these files, what is not as the manifest says."""
-        found = self.describe(self.folder(manifest.step), names)
-        return [f"the checksum of {name} differs" for name, about in found.items() if about != manifest.files[name]]
+        faults = []
+        for name in names:
+            try:
+                if self._checksum(f"{self.folder(manifest.step)}/{name}") != manifest.files[name]:
+                    faults.append(f"the checksum of {name} differs")
+            except FileNotFoundError:  # somebody has just removed it
+                faults.append(f"{name} is missing")
+        return faults
 
     def remove(self, folder: str) -> None:
         """The manifest first: what is left if this is cut short is no checkpoint."""
@@ -203,6 +214,10 @@ class _IndexUnpickler(pickle.Unpickler):
         if name not in self._ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"a checkpoint's index has no use for {module}.{name}; it is not read")
         return super().find_class(module, name)
+
+
+def _checksum_of(says: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(says).encode())
 
 
 def _sync(path: Path) -> None:

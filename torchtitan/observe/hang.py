@@ -73,8 +73,11 @@ def describe(known: Mapping[int, Whereabouts], processes: Mapping[int, str], sec
     together = defaultdict(list)
     for rank in sorted(known, key=lambda rank: (rank not in laggards, rank)):
         together[str(known[rank])].append(rank)
+    late = (
+        bool(laggards) and laggards[0] in known
+    )  # it is there and at something else: the others' errors are its doing
     for where, ranks in together.items():
-        error = known[ranks[0]].error
+        error = "" if late else known[ranks[0]].error
         lines.append(f"  {ranges(ranks)}: {where}" + (f": {error}" if error else ""))
     if len(known) < len(processes):
         lines.append("  a process that gives no answer is gone, stopped, or in a call that keeps Python's lock")

@@ -1,0 +1,85 @@
+"""How long a step is held by a save, written at once and behind the training, and how long the write takes.
+
+    python -m benchmarks.saves --folder outputs/saves
+
+Trains a model of about 100M parameters in this process and saves after every other step.
+"""
+
+import argparse
+import shutil
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import train
+from torchtitan.checkpoint.manager import Checkpointer
+from torchtitan.config.load import check
+from torchtitan.hardware import Place
+from torchtitan.models.llama.args import FLAVORS, LlamaArgs
+from torchtitan.training.checkpoints import Checkpoints
+from torchtitan.training.step import ForwardBackward
+
+MODES = ("disabled", "async", "async_with_pinned_mem")
+SIZE = LlamaArgs(768, 12, 12, 4, 2048, vocab_size=16384)
+
+
+def timed(function: Callable[..., Any], spans: list[tuple[float, float]]) -> Callable[..., Any]:
+    """Keeps when each call began and ended."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spans.append((begin, time.monotonic()))
+
+    return call
+
+
+def measure(mode: str, folder: str, saves: int) -> tuple[float, float, str]:
+    """Train with this mode: how long a step is held and a write takes, and how much slower a step is beside a write."""
+    held, writes, steps = [], [], []
+    originals = Checkpoints.save, Checkpointer._write, ForwardBackward.__call__
+    Checkpoints.save = timed(originals[0], held)
+    Checkpointer._write = timed(originals[1], writes)
+    ForwardBackward.__call__ = timed(originals[2], steps)
+    shutil.rmtree(folder, ignore_errors=True)
+    section = {"enable": True, "interval": 2, "async_mode": mode, "keep_latest_k": 2}
+    values = {
+        "job": {"dump_folder": folder},
+        "model": {"flavor": "100M"},
+        "training": {"steps": 2 * saves + 1, "seq_len": 256, "local_batch_size": 2, "mixed_precision_param": "float32"},
+        "lr_scheduler": {"warmup_steps": 1},
+        "metrics": {"log_freq": 1, "enable_tensorboard": False},
+        "checkpoint": section,
+    }
+    train.main(check(values, "this benchmark", 1), Place(0, 0, 1))
+    Checkpoints.save, Checkpointer._write, ForwardBackward.__call__ = originals
+    held, writes = held[1:-1], writes[1:-1]  # the first makes room, the last is waited for
+    during = [end - begin for begin, end in steps[1:] if any(b < end and begin < e for b, e in writes)]
+    alone = [end - begin for begin, end in steps[1:] if not any(b < end and begin < e for b, e in writes)]
+    slower = f"{median(during) / median(alone):.2f}" if during else "-"
+    return median(end - begin for begin, end in held), median(end - begin for begin, end in writes), slower
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default="outputs/saves", help="on the disk that is measured; emptied first")
+    parser.add_argument("--saves", type=int, default=6, help="of each mode (default: %(default)s)")
+    args = parser.parse_args()
+    FLAVORS["llama3"]["100M"] = SIZE
+    print(
+        "| async_mode | a step is held | of `disabled` | the write takes | forward and backward beside it, to alone |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    longest = 0.0
+    for mode in MODES:
+        held, write, slower = measure(mode, args.folder, args.saves)
+        longest = longest or held
+        print(f"| {mode} | {held:.2f} s | {held / longest:.1%} | {write:.2f} s | {slower} |", flush=True)
+    shutil.rmtree(args.folder)
+
+
+if __name__ == "__main__":
+    main()
