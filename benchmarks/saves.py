@@ -6,16 +6,15 @@ Trains a model of about 100M parameters in this process and saves after every ot
 """
 
 import argparse
+import runpy
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-import train
 from torchtitan.checkpoint.manager import Checkpointer
-from torchtitan.config.load import check
-from torchtitan.hardware import Place
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs
 from torchtitan.training.checkpoints import Checkpoints
 from torchtitan.training.step import ForwardBackward
@@ -45,16 +44,12 @@ def measure(mode: str, folder: str, saves: int) -> tuple[float, float, str]:
     Checkpointer._write = timed(originals[1], writes)
     ForwardBackward.__call__ = timed(originals[2], steps)
     shutil.rmtree(folder, ignore_errors=True)
-    section = {"enable": True, "interval": 2, "async_mode": mode, "keep_latest_k": 2}
-    values = {
-        "job": {"dump_folder": folder},
-        "model": {"flavor": "100M"},
-        "training": {"steps": 2 * saves + 1, "seq_len": 256, "local_batch_size": 2, "mixed_precision_param": "float32"},
-        "lr_scheduler": {"warmup_steps": 1},
-        "metrics": {"log_freq": 1, "enable_tensorboard": False},
-        "checkpoint": section,
-    }
-    train.main(check(values, "this benchmark", 1), Place(0, 0, 1))
+    options = f"""--job.dump_folder {folder} --model.flavor 100M --training.steps {2 * saves + 1} --training.seq_len 256
+        --training.local_batch_size 2 --training.mixed_precision_param float32 --lr_scheduler.warmup_steps 1
+        --metrics.log_freq 1 --metrics.no_enable_tensorboard
+        --checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode {mode} --checkpoint.keep_latest_k 2"""
+    sys.argv = ["train.py", *options.split()]
+    runpy.run_path("train.py", run_name="__main__")
     Checkpoints.save, Checkpointer._write, ForwardBackward.__call__ = originals
     held, writes = held[1:-1], writes[1:-1]  # the first makes room, the last is waited for
     during = [end - begin for begin, end in steps[1:] if any(b < end and begin < e for b, e in writes)]

@@ -4,13 +4,13 @@ import functools
 import gc
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 NUM_RANKS = 8
 START_SECONDS = 200  # importing torch in all of them
@@ -19,6 +19,7 @@ TEST_SECONDS = 100
 
 def _serve(rank: int, pipe: Connection) -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "LOCAL_RANK": str(rank), "RANK": str(rank)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun: who starts the ranks serves their store
     import torch
 
     import train  # noqa: F401
@@ -86,11 +87,9 @@ class Ranks:
             assert pipe.poll(START_SECONDS) and pipe.recv() == "ready"
 
     def __call__(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            port = s.getsockname()[1]
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for pipe in self._pipes[:world_size]:
-            pipe.send((function, world_size, port, args))
+            pipe.send((function, world_size, store.port, args))
         answers, errors = [], []
         for rank, pipe in enumerate(self._pipes[:world_size]):
             # After one rank's error the others may hang in a collective; they get a moment to say why they do.

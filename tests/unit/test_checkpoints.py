@@ -115,6 +115,15 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytes
         assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-6"]  # nothing half written
 
 
+def test_a_disk_that_has_no_room_for_another_checkpoint_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Storage, "free_bytes", lambda self: 5 << 20)
+    run(tmp_path)
+    room = rf"{tmp_path}/checkpoint has 5 MiB free, a checkpoint takes 5; make room, or lower checkpoint.keep_latest_k"
+    assert caplog.text.count(room) == 1  # before the second save: what one takes is known from the first
+
+
 def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_last(tmp_path: Path) -> None:
     real = train.Checkpoints.save
     for folder, step, asked, message in (

@@ -124,9 +124,11 @@ def clip_gradients(
 
     The pipeline's stages have a part of them each; a copy of a parameter of another stage does not count.
     """
-    parameters = list(parameters)
-    norm = global_norm([p.grad for p in parameters if p.grad is not None and p is not copy], stages)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    with_gradients = [p for p in parameters if p.grad is not None]
+    norm = global_norm([p.grad for p in with_gradients if p is not copy], stages)
+    shards = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in with_gradients]
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(shards, scale.to(shards[0].device))
     return norm
 
 
