@@ -1,10 +1,19 @@
 """How the suite is shared among processes of pytest-xdist: what needs the started ranks in one, the rest by file."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+ROOT = Path(__file__).parents[1]
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks at the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        needs_ranks = "ranks" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if needs_ranks else item.path.name))
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByNeed(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ranks" if "ranks: Ranks" in (ROOT / file).read_text(encoding="utf-8") else file
+
+    return ByNeed(config, log)
