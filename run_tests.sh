@@ -22,5 +22,5 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # many small processes on few cores
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1  # a test that needs the network is a bug
 unset TOKENIZERS_PARALLELISM
-if (($# == 0)); then set -- --numprocesses 2; fi # those with many ranks beside all others
+if (($# == 0)); then set -- --numprocesses 2 --no-loadscope-reorder; fi # tests/conftest.py
 exec "$py" -m pytest "$@"
