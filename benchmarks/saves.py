@@ -15,12 +15,10 @@ from statistics import median
 from typing import Any
 
 from torchtitan.checkpoint.manager import Checkpointer
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs
 from torchtitan.training.checkpoints import Checkpoints
 from torchtitan.training.step import ForwardBackward
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
-SIZE = LlamaArgs(768, 12, 12, 4, 2048, vocab_size=16384)
 
 
 def timed(function: Callable[..., Any], spans: list[tuple[float, float]]) -> Callable[..., Any]:
@@ -63,7 +61,6 @@ def main() -> None:
     parser.add_argument("--folder", default="outputs/saves", help="on the disk that is measured; emptied first")
     parser.add_argument("--saves", type=int, default=6, help="of each mode (default: %(default)s)")
     args = parser.parse_args()
-    FLAVORS["llama3"]["100M"] = SIZE
     print(
         "| async_mode | a step is held | of `disabled` | the write takes | forward and backward beside it, to alone |"
     )

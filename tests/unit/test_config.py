@@ -226,7 +226,7 @@ components = ["model", "los"]
         ("[training]\nsteps = 0", "training.steps = 0: input should be greater than 0"),
         ("training = 3", "training = 3: this is a section; write [training] and its keys below"),
         ('[model]\nname = "gpt"', 'model.name = "gpt" is not a model this recipe has; use llama3 or llama2'),
-        ('[model]\nflavor = "9B"', 'model.flavor = "9B" is no flavor of llama3; use one of debugmodel, 1B, 3B'),
+        ('[model]\nflavor = "9B"', 'model.flavor = "9B" is no flavor of llama3; use one of debugmodel, 60M, 100M, 1B'),
         ('[model]\nname = "llama2"\nflavor = "7B"\n[training]\nseq_len = 8192',
          "training.seq_len = 8192 is longer than llama2 7B can be: use 4096 or less"),
         ("[lr_scheduler]\ndecay_ratio = 0.99\nwarmup_steps = 200", "lr_scheduler.decay_ratio = 0.99 of 10000 steps"),

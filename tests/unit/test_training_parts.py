@@ -11,7 +11,8 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Transformer
 from torchtitan.parallel.collectives import global_norm
 from torchtitan.parallel.recompute import apply_recompute
-from torchtitan.training.loss import IGNORED, build_loss, cross_entropy_sum
+from torchtitan.training import loss as loss_module
+from torchtitan.training.loss import IGNORED, build_loss, chunked_cross_entropy_sum, cross_entropy_sum
 from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import apply_update, build_optimizer
 
@@ -26,13 +27,34 @@ def test_the_loss_is_a_float32_sum_over_the_labels_that_count() -> None:
         for s in range(5)
         if labels[b, s] != IGNORED
     )
-    summed = cross_entropy_sum(logits, labels)
-    assert summed.dtype == torch.float32
-    assert summed.item() == pytest.approx(float(expected), rel=1e-6)
+    for loss in (cross_entropy_sum, chunked_cross_entropy_sum):
+        summed = loss(logits, labels)
+        assert summed.dtype == torch.float32
+        assert summed.item() == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_in_chunks_has_the_same_value_and_gradient(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 1000)  # 3 rows of 301, the last chunk has 1
+    hidden, weight = torch.randn(2, 14, 16, dtype=dtype), torch.randn(301, 16, dtype=dtype)
+    labels = torch.randint(301, (2, 14))
+    labels[1, ::3] = IGNORED
+    values, gradients = [], []
+    for loss in (cross_entropy_sum, chunked_cross_entropy_sum):
+        leaf = weight.clone().requires_grad_()
+        summed = loss(hidden @ leaf.T, labels)
+        (summed / 7).backward()
+        assert leaf.grad is not None
+        values.append(summed.detach())
+        gradients.append(leaf.grad)
+    assert torch.allclose(*values, rtol=1e-6)
+    assert torch.allclose(*gradients, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6)
 
 
 def test_the_loss_is_compiled_only_where_asked() -> None:
-    assert build_loss(Compile(enable=True, components=["model"])) is cross_entropy_sum
+    assert build_loss(Compile(enable=True, components=["model"])) is chunked_cross_entropy_sum
     compiled = build_loss(Compile(enable=True, components=["loss"], backend="aot_eager"))
     logits, labels = torch.randn(1, 4, 7), torch.tensor([[1, 2, IGNORED, 3]])
     assert compiled is not cross_entropy_sum

@@ -1,9 +1,13 @@
 """The training loss: a sum over tokens, so that whoever knows the whole batch can divide it once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Compile
 
@@ -11,16 +15,78 @@ IGNORED = -100  # label of a position that does not count
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
+# Logits in float32 at a time: what a CPU's caches hold, or more where that would make too many chunks.
+_CHUNK_ELEMENTS, _MOST_CHUNKS = 1 << 20, 64
+
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed cross-entropy of logits [B, S, V] and labels [B, S], in float32."""
+    """Summed cross-entropy of logits [B, S, V] and labels [B, S], in float32; the compiler makes one pass of it."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
+
+
+def chunked_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same a few rows at a time, so that never all logits are in float32; backward overwrites them.
+
+    They may be split over the vocabulary.
+    """
+    group, first = None, 0
+    if isinstance(logits, DTensor):
+        if logits.placements[0].is_shard():
+            group, first = logits.device_mesh.get_group(), logits.__create_chunk_list__()[0].offsets[-1]
+        logits = logits.to_local()
+    total: Tensor = _ChunkedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), group, first)
+    return total
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Of logits [N, V], which begin with this column of the vocabulary, and labels [N]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
+        largest = logits.amax(1).float()
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        sums, of_labels = torch.empty_like(largest), torch.empty_like(largest)
+        column, is_own = _columns(labels, first, logits.shape[1])
+        for rows in _chunks(logits):
+            x = logits[rows].float() - largest[rows, None]
+            of_labels[rows] = x.gather(1, column[rows]).squeeze(1)
+            sums[rows] = x.exp_().sum(1)
+        of_labels *= is_own
+        if group is not None:
+            both = torch.stack([sums, of_labels])
+            dist.all_reduce(both, group=group)
+            sums, of_labels = both
+        ctx.save_for_backward(logits, labels, largest, sums)
+        ctx.first = first
+        return ((sums.log() - of_labels) * (labels != IGNORED)).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, labels, largest, sums = ctx.saved_tensors
+        column, is_own = _columns(labels, ctx.first, logits.shape[1])
+        scale = (labels != IGNORED) * gradient
+        for rows in _chunks(logits):
+            x = logits[rows].float().sub_(largest[rows, None]).exp_().div_(sums[rows, None])  # the probabilities
+            x.scatter_add_(1, column[rows], -is_own[rows, None].float())
+            logits[rows] = x.mul_(scale[rows, None])
+        return logits, None, None, None
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    size = max(1, max(_CHUNK_ELEMENTS, logits.numel() // _MOST_CHUNKS) // logits.shape[1])
+    for begin in range(0, len(logits), size):
+        yield slice(begin, begin + size)
+
+
+def _columns(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where each label's logit is [N, 1], and whether it is here."""
+    column = labels - first
+    return column.clamp(0, size - 1)[:, None], (labels != IGNORED) & (column >= 0) & (column < size)
 
 
 def build_loss(compile_: Compile) -> LossFunction:
     """The loss, compiled where the configuration asks for it."""
     if compile_.enable and "loss" in compile_.components:
-        import torch
-
         return torch.compile(cross_entropy_sum, backend=compile_.backend, fullgraph=True)
-    return cross_entropy_sum
+    return chunked_cross_entropy_sum

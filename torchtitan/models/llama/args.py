@@ -56,6 +56,9 @@ def _llama3(
 FLAVORS: dict[str, dict[str, LlamaArgs]] = {
     "llama3": {
         "debugmodel": LlamaArgs(256, 6, 16, 16, 768, vocab_size=None, rope_scaling=_LLAMA31),
+        # For a few CPU cores: what the benchmarks train there.
+        "60M": LlamaArgs(512, 8, 8, 4, 1408, vocab_size=32000),
+        "100M": LlamaArgs(768, 12, 12, 4, 2048, vocab_size=16384),
         "1B": _llama3(2048, 16, 32, 8192, _LLAMA32, tied=True),
         "3B": _llama3(3072, 28, 24, 8192, _LLAMA32, tied=True),
         "8B": _llama3(4096, 32, 32, 14336),

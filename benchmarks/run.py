@@ -1,0 +1,118 @@
+"""How fast train.py is on this machine: one table, and the same as JSON in benchmarks/results.
+
+    python -m benchmarks.run cpu-60m
+
+A preset is a TOML file in benchmarks/presets; what is timed is ./run_llama_train.sh with it, as a user starts it. After
+`--` come options of train.py that the preset is to be tried with.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PRESETS = {path.stem: path for path in sorted((ROOT / "benchmarks/presets").glob("*.toml"))}
+
+
+def train(preset: str, options: list[str]) -> tuple[list[dict[str, Any]], float]:
+    """The run's records, and the seconds from the command to the first step's."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin, first = time.monotonic(), 0.0
+        written, log = Path(folder) / "metrics.jsonl", (Path(folder) / "log").open("w+")
+        process = subprocess.Popen(
+            [str(ROOT / "run_llama_train.sh"), *options, "--job.dump_folder", folder],
+            cwd=ROOT,
+            env={"PYTHON": sys.executable, **os.environ, "CONFIG_FILE": str(PRESETS[preset])},
+            stdout=log,
+            stderr=log,
+        )
+        while process.poll() is None:
+            if not first and written.exists() and written.stat().st_size:
+                first = time.monotonic() - begin
+            time.sleep(0.02)
+        if process.returncode:
+            raise SystemExit((Path(folder) / "log").read_text())
+        return [json.loads(line) for line in written.read_text().splitlines()], first
+
+
+def summarize(records: list[dict[str, Any]], first_step_seconds: float, warmup: int) -> dict[str, Any]:
+    """The median step after the first ones."""
+    steps = records[warmup:]
+    seconds = statistics.median(record["step_seconds"] for record in steps)
+    below, _, above = statistics.quantiles((record["step_seconds"] for record in steps), n=4)
+    of_median = steps[-1]["step_seconds"] / seconds
+    return {
+        "tokens_per_second": steps[-1]["tokens_per_second"] * of_median,
+        "tflops": steps[-1]["tflops"] * of_median,
+        "mfu": steps[-1]["mfu"] * of_median,
+        "memory_gib": max(record["memory_gib"] for record in records),
+        "first_step_seconds": first_step_seconds,
+        "step_seconds": seconds,
+        "step_seconds_quartiles": [below, above],
+        "data_share": statistics.median(record["data_seconds"] for record in steps) / seconds,
+        "loss": steps[-1]["loss"],
+    }
+
+
+def describe_machine() -> dict[str, str]:
+    """What a figure depends on besides the code."""
+    import torch
+
+    from torchtitan import hardware
+
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    device = hardware.pick_device(0)
+    peak = hardware.measure_matmul_flops(device, torch.bfloat16, seconds=2.0)
+    return {
+        "device": hardware.describe_device(device),
+        "product_tflops": f"{peak / 1e12:.3f}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def show(title: str, machine: dict[str, str], figures: dict[str, Any]) -> None:
+    low, high = figures["step_seconds_quartiles"]
+    print(f"{title}: {', '.join(f'{name} {value}' for name, value in machine.items())}\n\n| | |\n| --- | --- |")
+    for name, value in {
+        "tokens/s a device": f"{figures['tokens_per_second']:,.0f}",
+        "TFLOP/s a device": f"{figures['tflops']:.3f}",
+        "MFU": f"{figures['mfu']:.1%}",
+        "of the measured bf16 matrix product": f"{figures['tflops'] / float(machine['product_tflops']):.1%}",
+        "peak memory": f"{figures['memory_gib']:.2f} GiB",
+        "time to the first step": f"{figures['first_step_seconds']:.1f} s",
+        "step": f"{figures['step_seconds']:.3f} s (quartiles {low:.3f}, {high:.3f})",
+        "of it waiting for data": f"{figures['data_share']:.2%}",
+    }.items():
+        print(f"| {name} | {value} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("--warmup", type=int, default=5, help="first steps that do not count (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    machine = describe_machine()
+    figures = summarize(*train(args.preset, options), args.warmup)
+    show(" ".join([args.preset, *options]), machine, figures)
+    args.out.mkdir(parents=True, exist_ok=True)
+    about = {"preset": args.preset, "options": options, "config": PRESETS[args.preset].read_text()}
+    result = args.out / f"{args.preset}-{machine['commit']}.json"
+    result.write_text(json.dumps(about | {"machine": machine, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
