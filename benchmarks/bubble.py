@@ -80,7 +80,7 @@ def measure(rank: int, world_size: int, port: int, num_microbatches: int, second
         plan = plan_stages(args, parallelism, 8192)
         mine = plan.of_rank(rank)
         stages = {number: Stage(seconds * 2 / len(mine), number == 0) for number in mine}
-        parts = ModelParts(stages, plan.ranks, axis, dim=1)
+        parts = ModelParts(stages, plan.ranks, axis, dim=1, vocab_size=1)
         run = Pipeline(
             parts, lambda output, labels: output.sum(), schedule, "", 1, torch.float32, 1, torch.device("cpu")
         )

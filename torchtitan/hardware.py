@@ -58,9 +58,8 @@ def read_place() -> Place:
 def check_restarts(world_size: int) -> None:
     """Whether torchrun could start this run again, if it was told to."""
     restarts, is_shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
-    if (
-        world_size > 1 and int(restarts or 0) > 0 and is_shared == "True"
-    ):  # then the dead one's address stays: pytorch issue 135712
+    # A shared store keeps the addresses of the dead: https://github.com/pytorch/pytorch/issues/135712
+    if world_size > 1 and int(restarts or 0) > 0 and is_shared == "True":
         raise ValueError(
             f"torchrun's --max_restarts = {restarts} could not bring this run back: the store in which ranks find each "
             f"other would still have the addresses of those who are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.storage import IncompleteError, Manifest, Storage
 from torchtitan.config.schema import Checkpoint
@@ -40,9 +40,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # its own: a save runs beside the training
         self._began, self._bytes, self.last_step = time.monotonic(), 0, -1
         self._writing: Future[None] | None = None
-        cuda = torch.cuda.is_available()
-        pinned = cuda and config.async_mode == "async_with_pinned_mem"
-        self._stager = DefaultStager(StagingOptions(pinned, False, False, cuda))
+        self._copies: Tensors = {}  # in host memory that is kept from save to save
         for name in [] if config.load_only else self._on_rank_0(storage.sweep):
             logger.info(f"removed {name}, which an earlier run did not finish")
 
@@ -63,13 +61,24 @@ class Checkpointer:
         if self.config.async_mode == "disabled":
             self._note(step, lambda: self._write(step, tensors, run))
             return
-        copied = self._stager.stage(dict(tensors))
-        assert isinstance(copied, dict)
+        copied = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         seconds = time.monotonic() - self._began
         logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s, writing it behind the training")
         self._writing = Future()
         # A daemon: where another rank is gone it waits for it, and must not keep this process from ending.
         threading.Thread(target=self._write_behind, args=(self._writing, step, copied, run), daemon=True).start()
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Not by torch's stager: torch 2.11's can be used once."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        copy = self._copies.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (local.shape, local.dtype):
+            pinned = self.config.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
+            copy = self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=pinned)
+        copy.copy_(local, non_blocking=True)
+        return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
     def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         try:

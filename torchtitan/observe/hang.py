@@ -73,9 +73,8 @@ def describe(known: Mapping[int, Whereabouts], processes: Mapping[int, str], sec
     together = defaultdict(list)
     for rank in sorted(known, key=lambda rank: (rank not in laggards, rank)):
         together[str(known[rank])].append(rank)
-    late = (
-        bool(laggards) and laggards[0] in known
-    )  # it is there and at something else: the others' errors are its doing
+    # Who lags is there and at something else: then the others' errors are its doing, and say nothing.
+    late = bool(laggards) and laggards[0] in known
     for where, ranks in together.items():
         error = "" if late else known[ranks[0]].error
         lines.append(f"  {ranges(ranks)}: {where}" + (f": {error}" if error else ""))

@@ -33,6 +33,7 @@ class ModelParts:
     ranks: Sequence[int]  # of all stages, which pipeline rank holds them
     axis: DeviceMesh
     dim: int  # of the activations between stages
+    vocab_size: int  # of what the last one gives
     tied: tuple[str, str] | None = None  # names of one weight that the first and the last stage both have
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -131,6 +132,9 @@ class Pipeline:
         tokens = torch.empty(self.microbatch_size, seq_len, dtype=torch.long, device="meta")
         between = (self.microbatch_size, seq_len // self.sequence_shards, self.parts.dim)
         activations = torch.empty(between, dtype=self.dtype, device="meta", requires_grad=True)
+        logits = torch.empty(
+            (self.microbatch_size, seq_len, self.parts.vocab_size), dtype=self.dtype, device="meta", requires_grad=True
+        )
         stages = [
             PipelineStage(
                 module,
@@ -138,7 +142,7 @@ class Pipeline:
                 num_stages,
                 self.device,
                 input_args=tokens if number == 0 else activations,
-                output_args=activations,
+                output_args=logits if number == num_stages - 1 else activations,
                 group=self.parts.axis.get_group(),
             )
             for number, module in self.parts.stages.items()

@@ -83,7 +83,8 @@ def lay_out_model(config: Config, args: LlamaArgs, mesh: Mesh) -> ModelParts:
         )
         stages[number] = stage.train()
     tied = ("tok_embeddings.weight", "output.weight") if args.tied_embeddings and mesh.dims.pp > 1 else None
-    return ModelParts(stages, plan.ranks, mesh.devices["pp"], args.dim, tied)
+    assert args.vocab_size is not None
+    return ModelParts(stages, plan.ranks, mesh.devices["pp"], args.dim, args.vocab_size, tied)
 
 
 def build_training_loader(
