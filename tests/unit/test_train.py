@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_runs import read_records, tiny_config, train_here
@@ -332,6 +333,13 @@ def test_asynchronous_tensor_parallelism_is_refused_on_a_cpu() -> None:
     config = Config(parallelism=Parallelism(enable_async_tensor_parallel=True, tensor_parallel_degree=2))
     with pytest.raises(ValueError, match="enable_async_tensor_parallel = true needs GPUs"):
         check_environment(config, torch.device("cpu"))
+
+
+def test_a_schedule_that_an_older_torch_cannot_run_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="DualPipeV")
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(ValueError, match='"DualPipeV" needs torch 2.13 on a CPU: 2.11.0 begins with a message'):
+        check_environment(Config(parallelism=schedule), torch.device("cpu"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from torchtitan.parallel.float8 import apply_float8, check_float8
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
 
+_FOLDED_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two neighbouring stages are on one rank
+
 
 def check_environment(config: Config, device: torch.device) -> None:
     """Refuse, before anything is started, what this machine or installation cannot do."""
@@ -40,6 +42,13 @@ def check_environment(config: Config, device: torch.device) -> None:
                 f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
                 f'"selective", or mode = "none"'
             )
+    schedule = config.parallelism.pipeline_parallel_schedule
+    folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in _FOLDED_SCHEDULES
+    if folded and device.type == "cpu" and torch.__version__ < "2.13":
+        raise ValueError(
+            f'parallelism.pipeline_parallel_schedule = "{schedule}" needs torch 2.13 on a CPU: {torch.__version__} '
+            f"begins with a message from a rank to itself, which gloo cannot carry; use Interleaved1F1B, or torch 2.13"
+        )
     if config.float8 is not None:
         check_float8(config.float8, device)
     if config.parallelism.enable_async_tensor_parallel and device.type != "cuda":

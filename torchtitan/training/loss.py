@@ -16,7 +16,7 @@ IGNORED = -100  # label of a position that does not count
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 # Logits in float32 at a time: what a CPU's caches hold, or more where that would make too many chunks.
-_CHUNK_ELEMENTS, _MOST_CHUNKS = 1 << 20, 64
+_CHUNK_ELEMENTS, _MOST_CHUNKS = 1 << 20, 32
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
