@@ -109,11 +109,11 @@ def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
 
 
 @functools.cache
-def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: float = 0.6) -> float:
+def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: float = 0.3) -> float:
     """FLOP/s of the fastest of several square matrix products, tried for about this long."""
     import torch
 
-    n = 8192 if device.type == "cuda" else 2048
+    n = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
 

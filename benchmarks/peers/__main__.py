@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers cpu-60m --repeats 3
 
-Each peer has its own documented fast settings, and an environment of its own under benchmarks/.peers, which the first
+Each peer has its own documented fast settings, and an environment of its own under outputs/peers, which the first
 run makes. Printed are medians over the repeats, and ratios to the fastest peer's.
 """
 
@@ -30,7 +30,7 @@ WARMUP = 5
 
 def set_up(program: str, packages: list[str]) -> Path:
     """The Python of a peer's environment, made if need be."""
-    folder = ROOT / "benchmarks/.peers" / Path(program).stem
+    folder = ROOT / "outputs/peers" / Path(program).stem
     python = folder / "bin/python"
     if not (folder / "ready").exists():
         torch = next(

@@ -5,74 +5,76 @@ import resource
 import sys
 import tempfile
 import time
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-asked = json.loads(sys.argv[1])
-shape = asked["model"]
 
 
-class Tokens(Dataset):
+class Tokens(torch.utils.data.Dataset):
     """As many sequences as the run takes."""
 
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked
+
     def __len__(self) -> int:
-        return asked["batch"] * asked["steps"]
+        return self.asked["batch"] * self.asked["steps"]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(shape["vocab_size"], (asked["seq_len"],), generator=generator)
+        tokens = torch.randint(self.asked["model"]["vocab_size"], (self.asked["seq_len"],), generator=generator)
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Times(TrainerCallback):
-    """When each step ended."""
+def main() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    class Times(TrainerCallback):
+        def on_step_end(self, *args: object, **kwargs: object) -> None:
+            ends.append(time.perf_counter())
 
-    def on_step_end(self, *args: object, **kwargs: object) -> None:
-        self.ends.append(time.perf_counter())
-
-
-torch.manual_seed(0)
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=shape["vocab_size"],
-        hidden_size=shape["dim"],
-        intermediate_size=shape["hidden_dim"],
-        num_hidden_layers=shape["n_layers"],
-        num_attention_heads=shape["n_heads"],
-        num_key_value_heads=shape["n_kv_heads"],
-        max_position_embeddings=asked["seq_len"],
-        rope_theta=shape["rope_theta"],
-        tie_word_embeddings=shape["tied_embeddings"],
-        use_cache=False,
-        attn_implementation="sdpa",
+    ends: list[float] = []
+    asked = json.loads(sys.argv[1])
+    shape = asked["model"]
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=shape["vocab_size"],
+            hidden_size=shape["dim"],
+            intermediate_size=shape["hidden_dim"],
+            num_hidden_layers=shape["n_layers"],
+            num_attention_heads=shape["n_heads"],
+            num_key_value_heads=shape["n_kv_heads"],
+            max_position_embeddings=asked["seq_len"],
+            rope_theta=shape["rope_theta"],
+            tie_word_embeddings=shape["tied_embeddings"],
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
     )
-)
-times = Times()
-with tempfile.TemporaryDirectory() as folder:
-    arguments = TrainingArguments(
-        folder,
-        per_device_train_batch_size=asked["batch"],
-        max_steps=asked["steps"],
-        learning_rate=asked["lr"],
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        optim="adamw_torch_fused",
-        weight_decay=0.1,
-        max_grad_norm=1.0,
-        torch_compile=asked["compile"],
-        save_strategy="no",
-        report_to=[],
-        logging_steps=1,
-        disable_tqdm=True,
-    )
-    Trainer(model, arguments, train_dataset=Tokens(), callbacks=[times]).train()
-memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-if torch.cuda.is_available():
-    memory = torch.cuda.max_memory_reserved() / 2**30
-seconds = [b - a for a, b in zip(times.ends, times.ends[1:], strict=False)]
-print(json.dumps({"step_seconds": seconds, "memory_gib": memory}))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=asked["batch"],
+            max_steps=asked["steps"],
+            learning_rate=asked["lr"],
+            bf16=True,
+            use_cpu=not torch.cuda.is_available(),
+            optim="adamw_torch_fused",
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            torch_compile=asked["compile"],
+            save_strategy="no",
+            report_to=[],
+            logging_steps=1,
+            disable_tqdm=True,
+        )
+        Trainer(model, arguments, train_dataset=Tokens(asked), callbacks=[Times()]).train()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if torch.cuda.is_available():
+        memory = torch.cuda.max_memory_reserved() / 2**30
+    seconds = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    print(json.dumps({"step_seconds": seconds, "memory_gib": memory}))
+
+
+if __name__ == "__main__":
+    main()
