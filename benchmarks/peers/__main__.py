@@ -3,7 +3,7 @@
     python -m benchmarks.peers cpu-60m --repeats 3
 
 Each peer has its own documented fast settings, and an environment of its own under outputs/peers, which the first
-run makes. Printed are medians over the repeats, and ratios to the fastest peer's.
+run makes. Printed are medians over the repeats, and for each peer the median of this recipe's figure over the peer's.
 """
 
 import argparse
