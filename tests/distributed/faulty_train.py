@@ -1,6 +1,7 @@
 """train.py where one rank fails at one step: `FAULT="KIND RANK STEP" python -m tests.distributed.faulty_train ...`.
 
-KIND is `raise`, `sleep` or the name of a signal that the rank sends itself. Started again, a rank does not fail.
+KIND is `raise`, `sleep`, `preemption` (torchrun and the rank are both told to end) or the name of a signal that the
+rank sends itself. Started again, a rank does not fail.
 """
 
 import os
@@ -30,7 +31,12 @@ def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
             raise OSError("the disk is gone")
         if kind == "sleep":
             time.sleep(1000)
-        os.kill(os.getpid(), getattr(signal, kind))
+        if kind == "preemption":
+            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)  # torchrun passes its signal on meanwhile
+        else:
+            os.kill(os.getpid(), getattr(signal, kind))
     return healthy_step(self, batch)
 
 

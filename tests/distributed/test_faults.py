@@ -30,7 +30,7 @@ class Run:
             k.replace("__", "."): v for k, v in overrides.items()
         }
         options = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-        options += ["--checkpoint.enable"] if restarts else []
+        options += ["--checkpoint.enable"] if restarts or kind == "preemption" else []
         with socket.socket() as s:
             s.bind(("localhost", 0))
             port = str(s.getsockname()[1])
@@ -117,3 +117,10 @@ def test_torchrun_brings_a_killed_rank_back_and_the_run_goes_on(tmp_path: Path) 
     assert run.codes == [0], run.console
     assert "go on from step 2 in " in run.console
     assert [record["step"] for record in read_records(run.folder)] == list(range(1, 11))
+
+
+def test_a_warning_that_comes_to_torchrun_and_to_the_rank_is_one_and_the_run_is_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path, "preemption 1 3", 2, torchrun=True)
+    assert "the run is saved after this step and ends" in run.console, run.console
+    (step,) = (int(path.name[5:]) for path in (run.folder / "checkpoint").glob("step-*"))
+    assert step in (3, 4), run.console

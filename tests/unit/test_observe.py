@@ -4,6 +4,9 @@ import json
 import logging
 import math
 import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +253,19 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="local rank 2 has no GPU: this machine has 2; start at most that many"):
         hardware.pick_device(2)
+
+
+def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warning() -> None:
+    program = (
+        "import os, signal, time\n"
+        "from torchtitan.observe import interrupt\n"
+        "interrupt._ONE_WARNING_SECONDS = 0.5\n"
+        "with interrupt.Interrupt() as asked:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM), os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print(asked.asked, flush=True)\n"
+        "    time.sleep(0.6)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "SIGTERM\n"), done.stderr

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.config.load import key_names, load_config, sections
-from torchtitan.config.schema import Config, Parallelism, Section
+from torchtitan.config.schema import Checkpoint, Config, Parallelism, Section
 from torchtitan.hardware import Place
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.training.build import check_environment
@@ -333,6 +333,14 @@ def test_asynchronous_tensor_parallelism_is_refused_on_a_cpu() -> None:
     config = Config(parallelism=Parallelism(enable_async_tensor_parallel=True, tensor_parallel_degree=2))
     with pytest.raises(ValueError, match="enable_async_tensor_parallel = true needs GPUs"):
         check_environment(config, torch.device("cpu"))
+
+
+def test_a_place_for_checkpoints_that_nothing_here_can_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for url, reason in (("gs://bucket/run", "gcsfs"), ("s4://bucket/run", "Protocol not known: s4")):
+        config = Config(checkpoint=Checkpoint(enable=True, folder=url))
+        with pytest.raises(ValueError, match=f'"{url}" cannot hold checkpoints: .*{reason}.*; give a path, or a URL'):
+            check_environment(config, torch.device("cpu"))
 
 
 def test_a_schedule_that_an_older_torch_cannot_run_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,13 @@ class Storage:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.fs, self.root = url_to_fs(self.url)
+        try:
+            self.fs, self.root = url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ValueError(
+                f'"{url}" cannot hold checkpoints: {error}; give a path, or a URL that fsspec knows and install its '
+                "package (s3:// needs s3fs, gs:// gcsfs)"
+            ) from None
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
 
     def steps(self) -> list[int]:

@@ -3,18 +3,21 @@
 import os
 import signal
 import threading
+import time
 from types import FrameType
 
 from torchtitan.observe.log import logger
 
+# A cluster warns every process and torchrun passes its own warning on: what comes within this time is one warning.
+_ONE_WARNING_SECONDS = 3.0
 EXIT_CODE = 75  # "try again" of sysexits.h: the run is not done, and goes on when it is started again
 
 
 class Interrupt:
-    """Inside, the first signal only sets `asked`; a second one ends the process at once."""
+    """Inside, the first signal only sets `asked`; a second one, not of the same warning, ends the process at once."""
 
     def __init__(self) -> None:
-        self.asked = ""
+        self.asked, self._since = "", 0.0
 
     def __enter__(self) -> "Interrupt":
         self._before = {}
@@ -31,6 +34,9 @@ class Interrupt:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.asked:
-            os._exit(128 + number)
+            if time.monotonic() - self._since > _ONE_WARNING_SECONDS:
+                os._exit(128 + number)
+            return
+        self._since = time.monotonic()
         self.asked = signal.Signals(number).name
         logger.warning(f"{self.asked}: the run is saved after this step and ends; once more ends it at once")

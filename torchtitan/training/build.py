@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config, DataSource
 from torchtitan.data.loader import Loader, build_loader
@@ -42,6 +43,9 @@ def check_environment(config: Config, device: torch.device) -> None:
                 f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
                 f'"selective", or mode = "none"'
             )
+    for url in (config.checkpoint.folder, config.checkpoint.initial_load_path or ""):
+        if config.checkpoint.enable and "://" in url:
+            Storage(url)
     schedule = config.parallelism.pipeline_parallel_schedule
     folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in _FOLDED_SCHEDULES
     if folded and device.type == "cpu" and torch.__version__ < "2.13":
