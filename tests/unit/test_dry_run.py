@@ -66,6 +66,7 @@ def estimate_tiny(world_size: int, rank: int = 0, replay: bool = True, **overrid
     return estimate(config, args, rank, world_size, replay=replay)
 
 
+@pytest.mark.timeout(300)  # 405B: eight pipeline ranks
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path, capsys) -> None:
     header = path.read_text().partition("[job]")[0]

@@ -34,24 +34,24 @@ def chunked_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
         if logits.placements[0].is_shard():
             group, first = logits.device_mesh.get_group(), logits.__create_chunk_list__()[0].offsets[-1]
         logits = logits.to_local()
-    total: Tensor = _ChunkedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), group, first)
+    total: Tensor = _ChunkedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten()[:, None], group, first)
     return total
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Of logits [N, V], which begin with this column of the vocabulary, and labels [N]."""
+    """Of logits [N, V], which begin with this column of the vocabulary, and labels [N, 1]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
-        largest = logits.amax(1).float()
+        largest = logits.amax(1, keepdim=True).float()
         if group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         sums, of_labels = torch.empty_like(largest), torch.empty_like(largest)
         column, is_own = _columns(labels, first, logits.shape[1])
-        for rows in _chunks(logits):
-            x = logits[rows].float() - largest[rows, None]
-            of_labels[rows] = x.gather(1, column[rows]).squeeze(1)
-            sums[rows] = x.exp_().sum(1)
+        for rows, top, place, of_label, total in _in_chunks(logits, largest, column, of_labels, sums):
+            x = rows.float() - top
+            of_label.copy_(x.gather(1, place))
+            total.copy_(x.exp_().sum(1, keepdim=True))
         of_labels *= is_own
         if group is not None:
             both = torch.stack([sums, of_labels])
@@ -65,24 +65,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, largest, sums = ctx.saved_tensors
         column, is_own = _columns(labels, ctx.first, logits.shape[1])
-        scale = (labels != IGNORED) * gradient
-        for rows in _chunks(logits):
-            x = logits[rows].float().sub_(largest[rows, None]).exp_().div_(sums[rows, None])  # the probabilities
-            x.scatter_add_(1, column[rows], -is_own[rows, None].float())
-            logits[rows] = x.mul_(scale[rows, None])
+        one_less, scale = -is_own.float(), (labels != IGNORED) * gradient
+        for rows, top, place, change, total, factor in _in_chunks(logits, largest, column, one_less, sums, scale):
+            probabilities = rows.float().sub_(top).exp_().div_(total)
+            rows.copy_(probabilities.scatter_add_(1, place, change).mul_(factor))
         return logits, None, None, None
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def _in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """A few rows of each at a time."""
     size = max(1, max(_CHUNK_ELEMENTS, logits.numel() // _MOST_CHUNKS) // logits.shape[1])
-    for begin in range(0, len(logits), size):
-        yield slice(begin, begin + size)
+    return zip(*(tensor.split(size) for tensor in (logits, *others)), strict=True)
 
 
 def _columns(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where each label's logit is [N, 1], and whether it is here."""
+    """Where each label's logit is, and whether it is here."""
     column = labels - first
-    return column.clamp(0, size - 1)[:, None], (labels != IGNORED) & (column >= 0) & (column < size)
+    return column.clamp(0, size - 1), (labels != IGNORED) & (column >= 0) & (column < size)
 
 
 def build_loss(compile_: Compile) -> LossFunction:
