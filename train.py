@@ -103,7 +103,7 @@ def main(config: Config, place: Place) -> None:
         config.parallelism,
         device,
     )
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    optimizer = build_optimizer(model.parameters(), config.optimizer, config.compile)
     step = checkpoints.restore(config, args, model, optimizer, loader)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
@@ -151,10 +151,8 @@ def main(config: Config, place: Place) -> None:
             watch.step = step = step + 1
             learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)
             loss = forward_backward(batch.to(device))
-            gradient_norm = collectives.clip_gradients(
-                model.parameters(), training.max_norm, mesh.stage_group, model.copy()
-            )
-            apply_update(optimizer, learning_rate, gradient_norm)
+            gradient_norm = collectives.global_norm(model.own_gradients(), mesh.stage_group)
+            apply_update(optimizer, learning_rate, gradient_norm, training.max_norm)
             update_float8_scales(model.stages.values(), config.float8)
 
             reporter.add(batch.origin, loss, gradient_norm, data_seconds)

@@ -18,29 +18,47 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.where import shares
+
 ROOT = Path(__file__).parents[1]
 PRESETS = {path.stem: path for path in sorted((ROOT / "benchmarks/presets").glob("*.toml"))}
 
 
-def train(preset: str, options: list[str]) -> tuple[list[dict[str, Any]], float]:
-    """The run's records, and the seconds from the command to the first step's."""
+def measure(preset: str, options: list[str], warmup: int, root: Path = ROOT) -> dict[str, Any]:
+    """What a run's steps after the first ones were like, with the code of a folder."""
     with tempfile.TemporaryDirectory() as folder:
-        begin, first = time.monotonic(), 0.0
-        written, log = Path(folder) / "metrics.jsonl", (Path(folder) / "log").open("w+")
+        first_step_seconds = train(preset, options, Path(folder), root)
+        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        return summarize(records, first_step_seconds, warmup)
+
+
+def train(preset: str, options: list[str], folder: Path, root: Path = ROOT) -> float:
+    """Run the preset in this folder; the seconds from the command to the first step's end."""
+    begin, first = time.monotonic(), 0.0
+    written, log = folder / "metrics.jsonl", folder / "log"
+    with log.open("w") as output:
         process = subprocess.Popen(
-            [str(ROOT / "run_llama_train.sh"), *options, "--job.dump_folder", folder],
-            cwd=ROOT,
+            [str(root / "run_llama_train.sh"), *options, "--job.dump_folder", str(folder)],
+            cwd=root,
             env={"PYTHON": sys.executable, **os.environ, "CONFIG_FILE": str(PRESETS[preset])},
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=output,
         )
         while process.poll() is None:
             if not first and written.exists() and written.stat().st_size:
                 first = time.monotonic() - begin
             time.sleep(0.02)
-        if process.returncode:
-            raise SystemExit((Path(folder) / "log").read_text())
-        return [json.loads(line) for line in written.read_text().splitlines()], first
+    if process.returncode:
+        raise SystemExit(log.read_text())
+    return first
+
+
+def profile(preset: str, options: list[str]) -> dict[str, float]:
+    """Where the time of one step goes; a run of its own, for being watched takes time."""
+    tracing = ["--training.steps", "10", "--profiling.enable_profiling", "--profiling.profile_freq", "10"]
+    with tempfile.TemporaryDirectory() as folder:
+        train(preset, [*options, *tracing], Path(folder))
+        return shares(next(Path(folder).rglob("rank0.json")))
 
 
 def summarize(records: list[dict[str, Any]], first_step_seconds: float, warmup: int) -> dict[str, Any]:
@@ -102,12 +120,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", choices=PRESETS)
     parser.add_argument("--warmup", type=int, default=5, help="first steps that do not count (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also say where a step's time goes")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     machine = describe_machine()
-    figures = summarize(*train(args.preset, options), args.warmup)
+    figures = measure(args.preset, options, args.warmup)
     show(" ".join([args.preset, *options]), machine, figures)
+    if args.profile:
+        figures["shares"] = profile(args.preset, options)
+        print("\n| where a step's time goes | |\n| --- | --- |")
+        print("\n".join(f"| {sort} | {share:.1%} |" for sort, share in figures["shares"].items()))
     args.out.mkdir(parents=True, exist_ok=True)
     about = {"preset": args.preset, "options": options, "config": PRESETS[args.preset].read_text()}
     result = args.out / f"{args.preset}-{machine['commit']}.json"

@@ -35,8 +35,8 @@ def train_two_steps(config: Config, world_size: int, device: torch.device) -> No
     batch = blank_batch(config, dims.dp).to(device)
     for _ in range(2):
         forward_backward(batch)
-        norm = collectives.clip_gradients(model.parameters(), 1.0, mesh.stage_group, model.copy())
-        apply_update(optimizer, config.optimizer.lr, norm)
+        norm = collectives.global_norm(model.own_gradients(), mesh.stage_group)
+        apply_update(optimizer, config.optimizer.lr, norm, 1.0)
 
 
 def peak_on_cpu(rank: int, world_size: int, overrides: dict[str, Any]) -> int:

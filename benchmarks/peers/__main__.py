@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import PRESETS, ROOT, summarize, train
+from benchmarks.run import PRESETS, ROOT, measure
 from torchtitan.config.load import load_config
 from torchtitan.models.llama.args import FLAVORS
 
@@ -24,6 +24,7 @@ from torchtitan.models.llama.args import FLAVORS
 PEERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "Trainer": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0"], {"compile": False}),
     "Trainer, torch_compile": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0"], {"compile": True}),
+    "LitGPT, compiled": ("lit.py", ["litgpt==0.5.13"], {"compile": True}),
 }
 WARMUP = 5
 
@@ -74,7 +75,7 @@ def main() -> None:
         set_up(program, packages)
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in ["this recipe", *PEERS]}
     for _ in range(args.repeats):
-        seen["this recipe"].append(summarize(*train(args.preset, []), WARMUP))
+        seen["this recipe"].append(measure(args.preset, [], WARMUP))
         for name in PEERS:
             seen[name].append(run_peer(name, args.preset))
     ours = seen["this recipe"]

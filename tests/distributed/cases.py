@@ -190,9 +190,7 @@ def parameters_after(
         batch = loader.next()
         assert batch is not None
         step(batch)
-        apply_update(
-            optimizer, 3e-3, collectives.clip_gradients(model.parameters(), 1.0, mesh.stage_group, model.copy())
-        )
+        apply_update(optimizer, 3e-3, collectives.global_norm(model.own_gradients(), mesh.stage_group), 1.0)
     loader.close()
     whole, local = {}, {}
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.training import loss as loss_module
 from torchtitan.training.loss import IGNORED, build_loss, chunked_cross_entropy_sum, cross_entropy_sum
 from torchtitan.training.lr_schedule import learning_rate_factor
-from torchtitan.training.optimizer import apply_update, build_optimizer
+from torchtitan.training.optimizer import _update, apply_update, build_optimizer
 
 
 def test_the_loss_is_a_float32_sum_over_the_labels_that_count() -> None:
@@ -94,6 +94,9 @@ def test_a_longer_schedule_than_the_run_keeps_its_curve() -> None:
     assert factors(config, 20) == factors(config, 100)[:20]
 
 
+SHORT = Optimizer(moments_dtype="bfloat16")
+
+
 def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -124,10 +127,52 @@ def test_all_implementations_take_the_same_step(implementation: str) -> None:
     assert model[0].weight.grad is None
 
 
+@pytest.mark.parametrize("config", [Optimizer(), Optimizer(implementation="foreach"), SHORT])
+def test_gradients_are_scaled_down_to_the_largest_norm(config: Optimizer) -> None:
+    """A gradient five times too long gives the moments of one a fifth as long."""
+    model, gradient = small_model(), torch.randn(4, 4)
+    optimizer = build_optimizer(model.parameters(), config)
+    model[0].weight.grad = gradient.clone()
+    apply_update(optimizer, 1e-3, torch.tensor(10.0), max_norm=2.0)
+    mean = optimizer.state[model[0].weight]["exp_avg"].float()
+    assert torch.allclose(mean, 0.1 * gradient / 5, rtol=1e-2 if config is SHORT else 1e-5)
+
+
+@pytest.mark.parametrize("compile_", [None, Compile(enable=True)])
+def test_moments_in_bfloat16_train_as_those_in_float32_do(compile_: Compile | None) -> None:
+    """With a decay of 0.999 a change of the mean square is far below what bfloat16 can tell apart."""
+    torch.manual_seed(0)
+    initial, moved, squares = torch.randn(64, 32), [], []
+    for config in (Optimizer(beta2=0.999), SHORT.model_copy(update={"beta2": 0.999})):
+        weight, generator = nn.Parameter(initial.clone()), torch.Generator().manual_seed(1)
+        optimizer = build_optimizer([weight], config, compile_)
+        for _ in range(200):
+            weight.grad = 0.01 + 0.1 * torch.randn(64, 32, generator=generator)
+            apply_update(optimizer, 1e-3, torch.tensor(1.0))
+        moved.append(weight.detach() - initial)
+        squares.append(optimizer.state[weight]["exp_avg_sq"].float())
+    assert optimizer.state[weight]["exp_avg_sq"].dtype == torch.bfloat16
+    assert (squares[1] / squares[0]).mean().item() == pytest.approx(1.0, abs=2e-3)
+    assert (moved[1] - moved[0]).abs().max() < 0.03 * moved[0].abs().mean()
+
+
+def test_moments_are_rounded_by_a_parameters_place_in_the_whole() -> None:
+    """A shard of a matrix is rounded as the same elements of the whole are."""
+    torch.manual_seed(0)
+    whole = [torch.randn(8, 6) for _ in range(2)] + [torch.zeros(8, 6, dtype=torch.bfloat16) for _ in range(2)]
+    shard = [tensor[4:, 2:].clone() for tensor in whole]
+    for tensors, place in ((whole, (0, 0, 6)), (shard, (4, 2, 6))):
+        one = torch.tensor(1.0)
+        _update(*tensors, place, one, one.bool(), one, one * 1e-3, 0.9, 0.999, 1e-8, 0.1)
+    for of_whole, of_shard in zip(whole, shard, strict=True):
+        assert torch.equal(of_whole[4:, 2:], of_shard)
+
+
+@pytest.mark.parametrize("config", [Optimizer(), SHORT])
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_an_update_with_a_norm_that_is_not_finite_changes_nothing(norm: float) -> None:
+def test_an_update_with_a_norm_that_is_not_finite_changes_nothing(norm: float, config: Optimizer) -> None:
     model = small_model()
-    optimizer = build_optimizer(model.parameters(), Optimizer())
+    optimizer = build_optimizer(model.parameters(), config)
     model[0].weight.grad = torch.ones(4, 4)
     apply_update(optimizer, 1e-3, torch.tensor(1.0))
     weight = model[0].weight.detach().clone()

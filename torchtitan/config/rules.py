@@ -12,16 +12,26 @@ from torchtitan.models.llama.args import FLAVORS
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
     findings = [*_zeros(config), *_model(config), *_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_checkpoint(config), *_float8(config)]
-    if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
-        findings.append(
-            (
-                ("training.on_nonfinite", "optimizer.implementation"),
-                f'training.on_nonfinite = "skip" leaves updates out on the device, which '
-                f'optimizer.implementation = "{config.optimizer.implementation}" cannot; use "fused"',
-            )
-        )
+    findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config)]
     return [*findings, *find_layout_conflicts(config, world_size)]
+
+
+def _optimizer(config: Config) -> Iterator[Finding]:
+    implementation = config.optimizer.implementation
+    if implementation == "fused":
+        return
+    if config.training.on_nonfinite == "skip":
+        yield (
+            ("training.on_nonfinite", "optimizer.implementation"),
+            f'training.on_nonfinite = "skip" leaves updates out on the device, which '
+            f'optimizer.implementation = "{implementation}" cannot; use "fused"',
+        )
+    if config.optimizer.moments_dtype != "float32":
+        yield (
+            ("optimizer.moments_dtype", "optimizer.implementation"),
+            f'optimizer.moments_dtype = "{config.optimizer.moments_dtype}" has an implementation of its own, in one '
+            f'pass; "{implementation}" is another; set optimizer.implementation = "fused"',
+        )
 
 
 def _zeros(config: Config) -> Iterator[Finding]:

@@ -117,24 +117,9 @@ def from_rank_0(value: int) -> int:
     return int(tensor)
 
 
-def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float, stages: dist.ProcessGroup, copy: nn.Parameter | None = None
-) -> Tensor:
-    """Scale gradients down to a global norm of at most `max_norm`; returns the norm they had, still on the device.
-
-    The pipeline's stages have a part of them each; a copy of a parameter of another stage does not count.
-    """
-    with_gradients = [p for p in parameters if p.grad is not None]
-    norm = global_norm([p.grad for p in with_gradients if p is not copy], stages)
-    shards = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in with_gradients]
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(shards, scale.to(shards[0].device))
-    return norm
-
-
 @torch.no_grad()
 def global_norm(tensors: list[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all tensors of all stages together, each shard counted once, the same on all ranks.
+    """The 2-norm of all tensors of all stages together, each shard counted once, the same on all ranks and on the device.
 
     Row by row and then in float64: torch's own float32 norm of a whole tensor is off by 1e-4 at 5 million elements on
     a CPU, by different amounts for different shardings.

@@ -24,8 +24,10 @@ def apply_fsdp(
     """Shard each unit, and what is left over with the model itself; gradients are summed over ranks, not averaged.
 
     `reshard` says which units are freed after forward. By default all but what ends the forward pass: it is needed
-    first in backward, and freeing it would only gather it again. With `offload`, what is sharded stays on the host.
+    first in backward, and freeing it would only gather it again; on one rank none, for there it would be cast again.
+    With `offload`, what is sharded stays on the host.
     """
+    is_alone = mesh.size() == 1
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -36,11 +38,11 @@ def apply_fsdp(
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place)
     for unit in units:
-        free = reshard == "always" or (reshard == "default" and unit is not units[-1])
+        free = reshard == "always" or (reshard == "default" and not is_alone and unit is not units[-1])
         shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=free)
     shard(model, reshard_after_forward=reshard == "always")
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and not is_alone:  # where it would divide by 1, in two more passes
             # The loss is already divided by the global number of tokens. SUM, because gloo has no scaled sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -50,6 +50,11 @@ class ModelParts:
     def has_loss(self) -> bool:
         return len(self.ranks) - 1 in self.stages
 
+    def own_gradients(self) -> list[Tensor]:
+        """The gradients here, those of a tied weight on one stage only."""
+        copy = self.copy()
+        return [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
+
     def copy(self) -> nn.Parameter | None:
         """The last stage's copy of the tied weight, if it is here: the same parameter a second time."""
         last = len(self.ranks) - 1

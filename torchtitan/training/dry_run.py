@@ -30,7 +30,7 @@ from torchtitan.hardware import Place, gpu_memory_bytes
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, count_parameters
 from torchtitan.observe.footprint import COLLECTIVES, KINDS, Footprint
 from torchtitan.observe.log import logger
-from torchtitan.parallel.collectives import clip_gradients, stop_process_group
+from torchtitan.parallel.collectives import global_norm, stop_process_group
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
 from torchtitan.training.loss import build_loss
@@ -142,8 +142,8 @@ def estimate(
 
         forward_backward(blank_batch(config, dims.dp))
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
-        norm = clip_gradients(model.parameters(), config.training.max_norm, mesh.stage_group, model.copy())
-        apply_update(optimizer, config.optimizer.lr, norm)
+        norm = global_norm(model.own_gradients(), mesh.stage_group)
+        apply_update(optimizer, config.optimizer.lr, norm, config.training.max_norm)
         parameters = sum(p.numel() for p in model.parameters())
         return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved))
 
