@@ -235,6 +235,8 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # a platform may have numbered its containers so
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
         return Start(_understood(env, node, config, gpus), settings, train)
+    if node.num_nodes > 1:  # else each node's lines say they are of rank 0
+        settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     if node.restarts:
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store for each try: pytorch issue 135712
     if "PET_STANDALONE" in env:
@@ -270,7 +272,7 @@ def main(options: list[str]) -> None:
     python = os.path.relpath(sys.executable)
     python = sys.executable if python.startswith("..") else python
     if start.understood:
-        settings = [f"{name}={value}" for name, value in start.settings.items()]
+        settings = [f"{name}={shlex.quote(value)}" for name, value in start.settings.items()]
         print(start.understood)
         print(" ".join([*settings, shlex.join([python, *start.arguments])]), flush=True)
     if not only_prints(os.environ):
