@@ -1,5 +1,7 @@
 """What launchers say of a node becomes one torchrun command, or a refusal by name; two such nodes are one run."""
 
+import contextlib
+import io
 import os
 import re
 import socket
@@ -8,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from torchtitan.__main__ import main
+from torchtitan.launch import submit
 from torchtitan.launch.node import count_gpus, first_host, plan_start, read_node
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "launched"  # what is submitted where; renew a file with its command and --dry-run
 CONFIG = {"CONFIG_FILE": str(ROOT / "train_configs" / "debug_model.toml")}
 
 # What each platform gives the second of two nodes with eight GPUs.
@@ -255,3 +261,135 @@ def test_two_pods_with_what_a_platform_gives_them_are_one_run_of_two_nodes(tmp_p
     assert "2 x CPU" in outputs[0] and "mesh dp_shard 2" in outputs[0] and "trained 2 steps" in outputs[0]
     assert "[rank0]:" in outputs[0] and "[rank0]:" not in outputs[1]
     assert "trained 2 steps" not in outputs[1]  # rank 0 is on the head node
+
+
+TWO_NODES = "--config train_configs/llama3_8b.toml --nodes 2 --env MAX_RESTARTS=3"
+KUBERNETES = f"{TWO_NODES} --image registry.example/torchtitan:1 --mount data:/data --secret hugging-face"
+OPTIONS = ["--job.dump_folder", "/data/runs/8b", "--job.description", "two nodes: 'a' \"b\" $(HOME) #c"]
+SUBMITTED = {
+    "slurm": f"slurm {TWO_NODES} --image image.sqsh --mount /scratch:/data",
+    "slurm_without_gpus": "slurm --nodes 2 --gpus 0 --env NGPU=4",
+    "runai": f"runai {KUBERNETES}",
+    "runai_one_node": "runai --image registry.example/torchtitan:1 --gpus 1 --name try",
+    "runai_v1": f"runai --api 1 {KUBERNETES}",
+    "runai_v1_one_node": "runai --api 1 --image registry.example/torchtitan:1 --gpus 1 --name try",
+    "k8s": f"k8s {KUBERNETES}",
+    "k8s_v1": f"k8s --api 1 {KUBERNETES}",
+    "sky": f"sky {TWO_NODES} --gpu_kind H100 --mount s3://bucket/data:/data --mount texts:/texts",
+}
+
+
+def launch(command: str, options: list[str] | None = None) -> str:
+    """What `python -m torchtitan launch` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main(["launch", *command.split(), *(["--", *options] if options else [])])
+    return printed.getvalue()
+
+
+@pytest.fixture
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+@pytest.mark.parametrize("place", SUBMITTED)
+def test_a_dry_run_prints_what_each_site_is_given(place: str, in_the_repository: None) -> None:
+    printed = launch(f"{SUBMITTED[place]} --dry-run", OPTIONS if "MAX_RESTARTS" in SUBMITTED[place] else None)
+    assert printed == (GOLDEN / f"{place}.txt").read_text()
+
+
+@pytest.mark.parametrize(("place", "pods"), [("k8s", 1), ("k8s_v1", 2)])
+def test_a_manifest_is_yaml_that_keeps_every_word(place: str, pods: int) -> None:
+    text = (GOLDEN / f"{place}.txt").read_text()
+    manifest = yaml.safe_load(text.partition("<<'END'\n")[2].removesuffix("END\n"))
+    specs = [manifest["spec"].get("trainer")]
+    if pods == 2:
+        replicas = manifest["spec"]["pytorchReplicaSpecs"]
+        assert [replicas[role]["replicas"] for role in ("Master", "Worker")] == [1, 1]
+        specs = [replica["template"]["spec"]["containers"][0] for replica in replicas.values()]
+    for spec in specs:
+        assert spec["command"] == ["./run_llama_train.sh", *OPTIONS[:-1], OPTIONS[-1].replace("$(", "$$(")]
+        assert {"name": "MAX_RESTARTS", "value": "3"} in spec["env"]
+        assert not any("HF_TOKEN" in str(variable.get("value")) for variable in spec["env"])
+
+
+@pytest.mark.parametrize(
+    "value", [{}, [], {"a": []}, [[1, 2], {"b": None}], {"x.y/z": True, "on": "no", "t": "a\nb: 'c' \u00e9 \U0001f600"}]
+)
+def test_what_is_written_as_yaml_is_read_as_the_same(value: object) -> None:
+    assert yaml.safe_load(submit._yaml({"value": value})) == {"value": value}
+
+
+def test_a_token_is_named_and_never_shown(in_the_repository: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_person")
+    for site in ("sky --gpu_kind H100", "slurm", f"k8s {KUBERNETES}", f"runai {KUBERNETES}"):
+        assert "hf_of_a_person" not in launch(f"{site} --dry-run")
+    assert "--secret HF_TOKEN" in launch("sky --gpu_kind H100 --dry-run")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("slurm --nodes 0", "--nodes 0 is no number of nodes; use 1 or more"),
+        ("slurm --gpus -1", "--gpus -1 is no number of gpus; use 0 or more"),
+        ("slurm --mount /a:/b", "--mount /a:/b is for a container; give its --image"),
+        ("slurm --secret s", "--secret s is of Kubernetes, not slurm; set HF_TOKEN where you submit"),
+        ("slurm --gpu_kind H100", "--gpu_kind H100 is for SkyPilot; ask slurm for it in its own way"),
+        ("sky --api 1", "--api 1: sky has one way to submit; leave it out"),
+        ("sky", "--gpus 8: SkyPilot looks for a kind of GPU; give it as --gpu_kind H100"),
+        ("k8s", "no --image is given, and the nodes have no code without one; build and push it"),
+        ("k8s --image i --mount data", "--mount data is no claim or folder and its path; use WHAT:/WHERE"),
+        ("k8s --image i --env A", "--env A sets nothing; use NAME=VALUE"),
+        (
+            "k8s --image i --env HF_TOKEN=hf_x",
+            "--env HF_TOKEN=... would show the token to all who see the job; use --secret",
+        ),
+        (
+            "k8s --image i --name My_Job",
+            "--name My_Job cannot name a job; use a letter, then up to 39 of a-z, 0-9 and -",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(command: str, message: str, in_the_repository: None) -> None:
+    with pytest.raises(SystemExit, match=f"^error: {re.escape(message)}"):
+        main(["launch", *command.split(), "--dry-run"])
+
+
+def test_a_configuration_is_checked_before_it_is_queued_with_seeds_of_32_bits(
+    in_the_repository: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "slurm", "--dry-run", "--", "--debug.seed", str(2**32)])
+    assert "debug.seed = 4294967296" in capsys.readouterr().err
+
+
+def test_a_site_without_its_client_is_told_so(in_the_repository: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        SystemExit, match="^error: kubectl is not on PATH; install k8s's client here, or give --dry-run"
+    ):
+        main(["launch", "k8s", "--image", "i"])
+
+
+@pytest.mark.parametrize("place", ["slurm", "k8s", "sky"])
+def test_a_job_is_submitted_by_the_sites_client(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = {"slurm": "sbatch", "k8s": "kubectl", "sky": "sky"}[place]
+    (tmp_path / client).write_text(f'#!/bin/sh\n{{ echo "$CONFIG_FILE" "$@"; cat; }} > {tmp_path}/got\nexit 7\n')
+    (tmp_path / client).chmod(0o755)
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", *SUBMITTED[place].split(), "--", *OPTIONS])
+    got = (tmp_path / "got").read_text()
+    golden = (GOLDEN / f"{place}.txt").read_text()
+    assert ended.value.code == 7
+    if place == "slurm":
+        assert got.startswith("train_configs/llama3_8b.toml --job-name=llama3-8b --nodes=2")
+    elif place == "k8s":
+        assert got.splitlines()[1:] == golden.splitlines()[1:-1]
+    else:
+        written = (tmp_path / "outputs/launch/llama3-8b.sky.yaml").read_text()
+        assert written == golden.partition("\n")[2].rpartition("\nsky launch")[0] + "\n"
