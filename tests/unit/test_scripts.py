@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomli
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "scripts" / "check_requirements.py"
@@ -272,3 +273,27 @@ def test_a_slurm_job_outside_the_repository_is_refused(tmp_path):
     done = run([ROOT / "multinode_trainer.slurm"], cwd=tmp_path)
     assert done.returncode == 2
     assert f"{tmp_path} has no run_llama_train.sh; run sbatch in the repository" in done.stderr
+
+
+def test_what_is_copied_into_the_image_is_enough_to_start_a_run(tmp_path):
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] not in "#!"]
+    assert {".git", ".venv*", "outputs", "tests/*"} <= set(ignored)
+    for name in run(["git", "ls-files"]).stdout.splitlines():
+        top = Path(name).parts[0]
+        if top not in ignored and (top != "tests" or name.startswith("tests/assets/")) and (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    done = run([tmp_path / "run_llama_train.sh"], cwd=tmp_path, DRY_RUN="1", **HERE)
+    assert done.returncode == 0, done.stderr
+    config = tomli.loads((tmp_path / "train_configs" / "debug_model.toml").read_text())
+    for file in ("tests/assets/pydocs/train.jsonl", config["model"]["hf_assets_path"]):
+        assert (tmp_path / file).exists()
+
+
+def test_the_image_is_of_a_python_that_fits_runs_as_no_root_and_starts_the_run_script():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    minor = next(int(line.split("python:3.")[1].split("-")[0]) for line in lines if line.startswith("FROM "))
+    assert 10 <= minor < 14
+    steps = [line.split()[0] for line in lines if line[:1].isupper()]
+    assert lines[-2:] == ["USER 1000", 'CMD ["./run_llama_train.sh"]']
+    assert steps.index("COPY") < len(steps) - 4, "packages are installed before the code is copied"
