@@ -242,7 +242,7 @@ def cluster(tmp_path):
 
 
 def test_slurms_nodes_are_told_the_address_of_the_first_and_each_starts_the_run_script(cluster):
-    done = cluster('echo "$MASTER_ADDR $PYTHON $SRUN_CPUS_PER_TASK: $@"', "--a", "b c", SLURM_CPUS_PER_TASK="8")
+    done = cluster('echo "$MASTER_ADDR $PYTHON $SRUN_CPUS_PER_TASK: $@"', "--a", "b c", SLURM_CPUS_ON_NODE="8")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["srun bash", "10.0.0.1 python 8: --checkpoint.enable --a b c"]
 
