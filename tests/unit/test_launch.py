@@ -93,7 +93,8 @@ def test_an_elastic_pytorchjob_of_one_size_is_numbered_by_torchrun() -> None:
 
 def test_slurm_speaks_of_this_run_only_inside_srun() -> None:
     outside = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "a[1-4]"}
-    assert read_node(outside | {"NNODES": "1"}, gpus=0).num_nodes == 1
+    alone = read_node(outside | {"NNODES": "1"}, gpus=0)
+    assert alone.num_nodes == 1 and alone.read == ("NNODES",)
     step = PLATFORMS["Slurm"] | {"SLURM_NNODES": "4", "SLURM_STEP_NODELIST": "gpu[7,9]"}  # two nodes of the job's four
     assert read_node(step, gpus=8).head == "gpu7:29500"
 
@@ -177,6 +178,7 @@ def test_contradictory_and_half_set_variables_are_refused_by_name(env: dict[str,
 def test_a_part_of_a_gpu_is_one_process_and_none_is_the_cpu() -> None:
     assert read_node({"RUNAI_NUM_OF_GPUS": "0.5"}, gpus=1).num_processes == 1
     assert read_node({"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, gpus=0).num_processes == 1
+    assert read_node({"RUNAI_NUM_OF_GPUS": "2.0"}, gpus=2).num_processes == 2
     assert read_node({"NGPU": "2", "SLURM_GPUS_ON_NODE": "8"}, gpus=8).num_processes == 2
 
 

@@ -23,6 +23,17 @@ _PORT = ("MASTER_PORT", "PET_MASTER_PORT")
 _PROCESSES = ("NGPU", "PET_NPROC_PER_NODE")
 _DEVICES = ("RUNAI_NUM_OF_GPUS", "SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_GPUS_PER_NODE")
 _RESTARTS = ("MAX_RESTARTS", "PET_MAX_RESTARTS")
+_ALL = (
+    *_NUM_NODES,
+    *_NODE_RANK,
+    *_HEAD,
+    *_PORT,
+    *_PROCESSES,
+    *_DEVICES,
+    *_RESTARTS,
+    "PET_RDZV_ENDPOINT",
+    "RDZV_TIMEOUT",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Node:
     run_id: str
     restarts: int
     timeout_seconds: int  # how long a node waits for the others
+    read: tuple[str, ...]  # the variables that say so
 
     @property
     def world_size(self) -> int:
@@ -71,33 +83,16 @@ def read_node(given: Mapping[str, str], gpus: int | None, alone: bool = False) -
     """The node that variables describe; `gpus` are here (None: not looked for). Alone, it only plays the others."""
     env = {name: value.strip() for name, value in given.items() if value.strip()}
     _take_slurm_at_its_word(env)
-    if ":" in (elastic := env.get("PET_NNODES", "")):  # least and most nodes
-        least, _, most = elastic.partition(":")
-        if least != most:
-            raise ValueError(
-                f"PET_NNODES = {elastic} lets the number of nodes change, which a run's layout cannot follow; "
-                f"use {most} (elasticPolicy: minReplicas = maxReplicas)"
-            )
-        env["PET_NNODES"] = most
-    num_nodes = _number(env, _NUM_NODES, "number of nodes", 1)
-    rank = _number(env, _NODE_RANK, "node rank", 0)
-    head, port = _agreed(env, _HEAD), _number(env, _PORT, "port", 1)
-    if num_nodes is None:
-        for name in (*_NODE_RANK, *_HEAD, *_PORT):
-            if name in env:
-                hint = " (NNODES=$WORLD_SIZE NODE_RANK=$RANK, if these count nodes here)" if "WORLD_SIZE" in env else ""
-                raise ValueError(
-                    f"{name} = {env[name]}, but how many nodes there are is not said; set NNODES and NODE_RANK on each"
-                    f"{hint}, or unset {name} for a run on this node alone"
-                )
+    num_nodes, rank = _num_nodes(env), _number(env, _NODE_RANK, "node rank", 0)
     node = Node(
-        num_nodes=num_nodes or 1,
+        num_nodes=num_nodes,
         rank=rank,
         num_processes=_processes(env, gpus),
         head="",
         run_id=env.get("PET_RDZV_ID") or env.get("SLURM_JOB_ID") or "run",
         restarts=_number(env, _RESTARTS, "number of restarts", 0) or 0,
         timeout_seconds=_number(env, ("RDZV_TIMEOUT",), "number of seconds", 1) or 900,
+        read=tuple(name for name in _ALL if name in env),
     )
     if node.num_nodes == 1 or alone:
         return replace(node, rank=None)
@@ -111,15 +106,43 @@ def read_node(given: Mapping[str, str], gpus: int | None, alone: bool = False) -
     if rank >= node.num_nodes:
         name = next(name for name in _NODE_RANK if name in env)
         raise ValueError(f"{name} = {rank}, but {of_nodes}; node ranks go from 0 to {node.num_nodes - 1}")
+    return replace(node, head=_head(env, of_nodes))
+
+
+def _num_nodes(env: dict[str, str]) -> int:
+    if ":" in (elastic := env.get("PET_NNODES", "")):  # least and most nodes
+        least, _, most = elastic.partition(":")
+        if least != most:
+            raise ValueError(
+                f"PET_NNODES = {elastic} lets the number of nodes change, which a run's layout cannot follow; "
+                f"use {most} (elasticPolicy: minReplicas = maxReplicas)"
+            )
+        env["PET_NNODES"] = most
+    if num_nodes := _number(env, _NUM_NODES, "number of nodes", 1):
+        return num_nodes
+    for name in (*_NODE_RANK, *_HEAD, *_PORT):
+        if name in env:
+            hint = " (NNODES=$WORLD_SIZE NODE_RANK=$RANK, if these count nodes here)" if "WORLD_SIZE" in env else ""
+            raise ValueError(
+                f"{name} = {env[name]}, but how many nodes there are is not said; set NNODES and NODE_RANK on each"
+                f"{hint}, or unset {name} for a run on this node alone"
+            )
+    return 1
+
+
+def _head(env: Mapping[str, str], of_nodes: str) -> str:
+    """Where node 0 is asked; a list of nodes counts where no address is given."""
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    head = head or (nodes and first_host(nodes)) or next(iter(env.get("SKYPILOT_NODE_IPS", "").split()), None)
+    first = (first_host(nodes) if nodes else "") or next(iter(env.get("SKYPILOT_NODE_IPS", "").split()), "")
+    head = _agreed(env, _HEAD) or first
     if not head:
         raise ValueError(
             f"{of_nodes}, but no head node is set; set MASTER_ADDR to an address of node 0 that all nodes reach"
         )
+    port = _number(env, _PORT, "port", 1)
     if port is None:  # two jobs of Slurm may share a node
         port = 20000 + int(env["SLURM_JOB_ID"]) % 10000 if env.get("SLURM_JOB_ID", "").isdigit() else 29500
-    return replace(node, head=f"[{head}]:{port}" if head.count(":") > 1 and head[0] != "[" else f"{head}:{port}")
+    return f"[{head}]:{port}" if head.count(":") > 1 and head[0] != "[" else f"{head}:{port}"
 
 
 def first_host(nodes: str) -> str:
@@ -175,7 +198,8 @@ def _processes(env: Mapping[str, str], gpus: int | None) -> int:
     if wants_gpus:
         del orders["PET_NPROC_PER_NODE"]
     order = _number(orders, _PROCESSES, "number of processes", 1)
-    whole = {name: re.sub(r"^0?\.[0-9]+$", "1", env[name]) for name in _DEVICES if env.get(name, "0") != "0"}  # a part
+    devices_said = {name: re.sub(r"\.0+$", "", env[name]) for name in _DEVICES if name in env}
+    whole = {name: re.sub(r"^0?\.[0-9]+$", "1", said) for name, said in devices_said.items() if said != "0"}  # a part
     devices = _number(whole, _DEVICES, "number of GPUs", 1)
     given = next((f"{name} = {env[name]}" for name in (*orders, *whole)), "PET_NPROC_PER_NODE = gpu")
     if order and devices and order > devices:
@@ -234,14 +258,14 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     if fake or (node.world_size == 1 and node.restarts == 0):
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # a platform may have numbered its containers so
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
-        return Start(_understood(env, node, config, gpus), settings, train)
+        return Start(_understood(node, config, gpus), settings, train)
     if node.num_nodes > 1:  # else each node's lines say they are of rank 0
         settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     if node.restarts:
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store for each try: pytorch issue 135712
     if "PET_STANDALONE" in env:
         settings["PET_STANDALONE"] = "0"  # an option that no other can undo
-    return Start(_understood(env, node, config, gpus), settings, [*node.torchrun(shown_ranks), *train])
+    return Start(_understood(node, config, gpus), settings, [*node.torchrun(shown_ranks), *train])
 
 
 def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
@@ -253,14 +277,13 @@ def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]
     return {name: str(value) for name, value in kept.items() if not env.get(name)}
 
 
-def _understood(env: Mapping[str, str], node: Node, config: str, gpus: int) -> str:
+def _understood(node: Node, config: str, gpus: int) -> str:
     nodes = ""
     if node.num_nodes > 1:
         rank = "" if node.rank is None else f"NODE_RANK={node.rank}, "
         nodes = f"NNODES={node.num_nodes}, {rank}" + (f"head {node.head}, " if node.head else "")
-    names = (*_NUM_NODES, *_NODE_RANK, *_HEAD, *_PORT, *_PROCESSES, *_DEVICES, *_RESTARTS, "PET_RDZV_ENDPOINT")
-    said = ", ".join(name for name in names if env.get(name))
-    return f"training {config}, {nodes}NGPU={node.num_processes} (NVIDIA GPUs here: {gpus}){said and f'; read {said}'}"
+    read = f"; read {', '.join(node.read)}" if node.read else ""
+    return f"training {config}, {nodes}NGPU={node.num_processes} (NVIDIA GPUs here: {gpus}){read}"
 
 
 def only_prints(env: Mapping[str, str]) -> bool:
