@@ -10,7 +10,7 @@ py="$("$here/scripts/setup_env.sh" requirements-dev.txt)"
 cd "$here"
 
 if [[ "${1:-}" == --lint ]]; then
-  typed=(torchtitan/config torchtitan/parallel/mesh.py torchtitan/data)
+  typed=(torchtitan/config torchtitan/parallel/mesh.py torchtitan/data torchtitan/launch)
   if [[ -d torchtitan/checkpoint ]]; then typed+=(torchtitan/checkpoint); fi
   failed=0
   "$py" -m ruff check . || failed=1

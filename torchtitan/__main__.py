@@ -60,12 +60,17 @@ def main(argv: list[str]) -> None:
     drill.add_argument("--out", default="outputs/drill", help="folder, emptied first (default: %(default)s)")
     drill.epilog = "After --: options of train.py."
 
+    from torchtitan.launch import submit
+
+    submit.add_arguments(verbs.add_parser("launch", help="submit a run to Slurm, Run:ai, Kubernetes or SkyPilot"))
+
     from torchtitan.data import prepare
 
     prepare.add_arguments(verbs.add_parser("prepare", help="tokenise text once, to train from at memory speed"))
 
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
-    end = argv.index("--") if argv[:1] in (["compare"], ["drill"], ["eval"]) and "--" in argv else len(argv)
+    takes_options = argv[:1] in (["compare"], ["drill"], ["eval"], ["launch"])
+    end = argv.index("--") if takes_options and "--" in argv else len(argv)
     try:
         _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
     except ValueError as error:
@@ -93,6 +98,10 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
         from torchtitan import drill
 
         raise SystemExit(drill.run(args, options))
+    elif args.verb == "launch":
+        from torchtitan.launch import submit
+
+        raise SystemExit(submit.run(args, options))
     elif args.verb == "convert":
         from torchtitan import convert
 

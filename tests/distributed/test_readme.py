@@ -56,7 +56,7 @@ def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
         command = "python -m torchtitan check --world_size 8 -- --job.config_file train_configs/llama3_8b.toml"
     elif command.startswith("./run_tests.sh"):
         command += " --collect-only -q tests/unit"
-    elif "run_llama_train.sh" in command and "--help" not in command and "COMM_MODE" not in command:
+    elif "run_llama_train.sh" in command and not any(word in command for word in ("--help", "COMM_MODE", "DRY_RUN")):
         command = f"{command.replace('--training.steps 20', '')} {SHORT}"
     command = re.sub(r"(^|\s)(\.venv/bin/)?python\b", rf"\1{sys.executable}", command)
     done = run(command, clone)

@@ -20,6 +20,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 LEVEL_1 = ("torchtitan.config", "torchtitan.hardware", "torchtitan.models.llama.args", "torchtitan.models.llama.stages")
 PURE_TRAINING = ("torchtitan.training.loss", "torchtitan.training.optimizer", "torchtitan.training.lr_schedule")
 ROOMS = ("torchtitan.parallel", "torchtitan.data", "torchtitan.checkpoint", "torchtitan.observe")
+LAUNCH = "torchtitan.launch"
 LLAMA = "torchtitan.models.llama"
 VERBS = ("torchtitan.compare", "torchtitan.convert", "torchtitan.drill", "torchtitan.evaluate", "torchtitan.generate")
 TOP = (*VERBS, "torchtitan.__main__", "benchmarks", "train")
@@ -69,6 +70,8 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     loggable = (*LEVEL_1, "torchtitan.observe.log")
     if within(module, LEVEL_1):
         return LEVEL_1
+    if within(module, (LAUNCH,)):
+        return (*LEVEL_1, LAUNCH)
     for room in ROOMS:
         if within(module, (room,)):
             return (*loggable, room)
@@ -89,7 +92,7 @@ def broken_rules(module: str, source: str) -> list[str]:
     rooms = allowed_rooms(module)
     if rooms is None:
         return [f"{module} is in none of the rooms of docs/architecture.md; give it one there and in allowed_rooms"]
-    without_torch = within(module, LEVEL_1)
+    without_torch = within(module, (*LEVEL_1, LAUNCH))
     alone = module in (f"{LLAMA}.model", f"{LLAMA}.hf")
     outside = {"torch"} if alone else LIGHT if without_torch else ALWAYS_THERE
     broken = []
@@ -141,6 +144,8 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.config.load", "def f():\n    import torch"),
         ("torchtitan.config.load", "from torchtitan.observe import log"),
         ("torchtitan.hardware", "import torch.distributed"),
+        ("torchtitan.launch.node", "def f():\n    import torch"),
+        ("torchtitan.launch.node", "from torchtitan.observe.log import logger"),
         ("torchtitan.models.llama.args", "from torch import nn"),
         ("torchtitan.models.llama.model", "from torchtitan.parallel.mesh import Mesh"),
         ("torchtitan.models.llama.model", "import numpy"),
@@ -177,7 +182,10 @@ def test_an_allowed_import_is_left_alone(module, line):
     assert broken_rules(module, line) == []
 
 
-@pytest.mark.parametrize("module", ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.models.llama.args"])
+@pytest.mark.parametrize(
+    "module",
+    ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.node", "torchtitan.models.llama.args"],
+)
 def test_reading_a_config_loads_no_torch_and_takes_no_time(module):
     program = (
         f"import sys, time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t, *sys.modules)"

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomli
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "scripts" / "check_requirements.py"
@@ -204,7 +205,9 @@ def test_a_second_way_to_name_the_config_file_is_refused():
     assert "CONFIG_FILE" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["run_llama_train.sh", "run_tests.sh", "scripts/setup_env.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["run_llama_train.sh", "run_tests.sh", "scripts/setup_env.sh", ".ci/run", "multinode_trainer.slurm"]
+)
 def test_a_script_is_executable_and_parses(name):
     assert (ROOT / name).stat().st_mode & stat.S_IXUSR
     assert run(["bash", "-n", ROOT / name]).stderr == ""
@@ -215,3 +218,82 @@ def test_comm_mode_dry_runs_as_many_ranks_as_asked_for():
     assert done.returncode == 0, done.stderr
     assert "on 8 ranks, mesh dp_shard 8" in done.stderr
     assert "every pipeline rank" in done.stdout
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A repository in which nothing trains, and Slurm's programs as one node would see them."""
+    for name in ("repository", "repository/scripts"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / "multinode_trainer.slurm", tmp_path / "repository")
+    fake_program(tmp_path / "repository" / "scripts", "setup_env.sh", "echo python")
+    address = "echo 'NodeName=gpu1 Arch=x86_64'; echo '   NodeAddr=10.0.0.1 NodeHostName=gpu1'"
+    scontrol = f"case $2 in hostnames) echo gpu1; echo gpu2;; node) {address};; *) echo scontrol $@;; esac"
+    fake_program(tmp_path / "bin", "scontrol", scontrol)
+    fake_program(tmp_path / "bin", "srun", 'echo srun "$1"; while [ "$1" != bash ]; do shift; done; exec "$@"')
+
+    def submit(node, *options, **env):
+        fake_program(tmp_path / "repository", "run_llama_train.sh", node)
+        env |= {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        env["SLURM_JOB_NODELIST"] = "gpu[1-2]"
+        return run(["./multinode_trainer.slurm", *options], cwd=tmp_path / "repository", **env)
+
+    return submit
+
+
+def test_slurms_nodes_are_told_the_address_of_the_first_and_each_starts_the_run_script(cluster):
+    done = cluster('echo "$MASTER_ADDR $PYTHON $SRUN_CPUS_PER_TASK: $@"', "--a", "b c", SLURM_CPUS_ON_NODE="8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["srun bash", "10.0.0.1 python 8: --checkpoint.enable --a b c"]
+
+
+def test_a_container_sees_the_repository_and_what_is_mounted(cluster):
+    done = cluster("echo ran", CONTAINER_IMAGE="image.sqsh", CONTAINER_MOUNTS="/data:/data")
+    assert done.stdout.splitlines() == ["srun --container-image=image.sqsh", "ran"]
+
+
+@pytest.mark.parametrize("signal_name", ["USR1", "TERM"])
+def test_a_slurm_job_that_was_told_to_end_is_queued_again(cluster, signal_name):
+    done = cluster(f"kill -{signal_name} $PPID; sleep 0.3; echo saved; exit 1")
+    assert done.returncode == 75
+    assert done.stdout.splitlines()[1:] == [
+        "saved",
+        "asked to end: queued again, to go on from its newest checkpoint",
+        "scontrol requeue 7",
+    ]
+
+
+@pytest.mark.parametrize(("node", "code"), [("exit 3", 3), ("kill -USR1 $PPID; sleep 0.3", 0)])
+def test_a_slurm_job_that_failed_or_is_done_is_not_queued_again(cluster, node, code):
+    done = cluster(node)
+    assert done.returncode == code and "requeue" not in done.stdout
+
+
+def test_a_slurm_job_outside_the_repository_is_refused(tmp_path):
+    done = run([ROOT / "multinode_trainer.slurm"], cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"{tmp_path} has no run_llama_train.sh; run sbatch in the repository" in done.stderr
+
+
+def test_what_is_copied_into_the_image_is_enough_to_start_a_run(tmp_path):
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] not in "#!"]
+    assert {".git", ".venv*", "outputs", "tests/*"} <= set(ignored)
+    for name in run(["git", "ls-files"]).stdout.splitlines():
+        top = Path(name).parts[0]
+        if top not in ignored and (top != "tests" or name.startswith("tests/assets/")) and (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    done = run([tmp_path / "run_llama_train.sh"], cwd=tmp_path, DRY_RUN="1", **HERE)
+    assert done.returncode == 0, done.stderr
+    config = tomli.loads((tmp_path / "train_configs" / "debug_model.toml").read_text())
+    for file in ("tests/assets/pydocs/train.jsonl", config["model"]["hf_assets_path"]):
+        assert (tmp_path / file).exists()
+
+
+def test_the_image_is_of_a_python_that_fits_runs_as_no_root_and_starts_the_run_script():
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    minor = next(int(line.split("python:3.")[1].split("-")[0]) for line in lines if line.startswith("FROM "))
+    assert 10 <= minor < 14
+    steps = [line.split()[0] for line in lines if line[:1].isupper()]
+    assert lines[-2:] == ["USER 1000", 'CMD ["./run_llama_train.sh"]']
+    assert steps.index("COPY") < len(steps) - 4, "packages are installed before the code is copied"
