@@ -15,7 +15,8 @@ from torchtitan.models.llama.args import (
     resolve_vocab_size,
 )
 from torchtitan.models.llama.hf import to_hf_name
-from torchtitan.models.llama.model import Transformer, document_mask, fill_initial, rope_table
+from torchtitan.models.llama.model import CausalAttention, Transformer, document_mask, fill_initial, rope_table
+from torchtitan.parallel.cpu_attention import AttentionByProducts, causal_attention
 
 TINY = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, hidden_dim=160, vocab_size=97, rope_theta=10000.0)
 # The stretched frequencies differ from the plain ones within 64 positions only if the original length is short.
@@ -128,6 +129,30 @@ def test_documents_of_a_sequence_do_not_see_each_other() -> None:
     assert torch.allclose(together[:, :20], model(first), atol=1e-5)
     # Rotation is relative, so the second document's place in the sequence changes nothing.
     assert torch.allclose(together[:, 20:], model(second), atol=1e-4)
+
+
+@pytest.mark.parametrize("seq_len", [3, 128, 300, 1100])  # one piece, and the last one shorter than the others
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+def test_attention_by_products_equals_torchs(seq_len: int, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    shapes, results = [(2, seq_len, 4, 16), (2, seq_len, 2, 16), (2, seq_len, 2, 16)], []
+    drawn, arriving = [torch.randn(shape) for shape in shapes], torch.randn(shapes[0])
+    for attend, type_ in ((CausalAttention(), torch.float32), (causal_attention, dtype)):
+        q, k, v = (tensor.to(dtype).to(type_).requires_grad_() for tensor in drawn)
+        out = attend(q, k, v, *([None] if isinstance(attend, CausalAttention) else []))
+        out.backward(arriving.to(type_))
+        results.append([out, q.grad, k.grad, v.grad])
+    for reference, ours in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        assert (ours - reference).abs().max() < tolerance * reference.abs().max()
+
+
+def test_what_is_masked_or_long_is_left_to_torchs_kernel() -> None:
+    attend = AttentionByProducts(lambda q, k, v, mask: "kernel")
+    q, kv = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 1, 4)
+    assert attend(q, kv, kv, None).shape == q.shape
+    assert attend(q, kv, kv, torch.ones(8, 8, dtype=torch.bool)) == "kernel"
+    assert attend(torch.randn(1, 5000, 2, 4), kv, kv, None) == "kernel"
 
 
 def test_positions_say_where_in_the_text_a_token_stands() -> None:

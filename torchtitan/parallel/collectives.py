@@ -1,13 +1,13 @@
 """Process groups from start to end, and the few reductions a training loop needs."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
@@ -119,7 +119,7 @@ def from_rank_0(value: int) -> int:
 
 @torch.no_grad()
 def global_norm(tensors: list[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all tensors of all stages together, each shard counted once, the same on all ranks and on the device.
+    """The 2-norm of all tensors of all stages together, each shard counted once, the same on all ranks.
 
     Row by row and then in float64: torch's own float32 norm of a whole tensor is off by 1e-4 at 5 million elements on
     a CPU, by different amounts for different shardings.

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.llama import cpu_attention
 from torchtitan.models.llama.args import LlamaArgs
 
 
@@ -40,8 +39,6 @@ class CausalAttention(nn.Module):
     """Scaled dot products under a causal mask or a given one; a module of its own, so that it can be exchanged."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None and torch.compiler.is_compiling() and cpu_attention.is_faster(q):
-            return cpu_attention.causal_attention(q, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, S, D]
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and (mask is not None or q.dtype == torch.float32):

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan.models.llama.model import Transformer, fill_initial
 from torchtitan.parallel.context import GatheredAttention
+from torchtitan.parallel.cpu_attention import AttentionByProducts
 from torchtitan.parallel.float8 import float8_plan
 from torchtitan.parallel.fsdp import apply_fsdp, copy_first_replica
 from torchtitan.parallel.mesh import Mesh
@@ -50,6 +51,9 @@ def apply_parallelism(
     if mesh.dims.cp > 1:
         for layer in model.layers.values():
             layer.attention.core = GatheredAttention(mesh.devices["cp"])
+    elif compile_.model and mesh.devices.device_type == "cpu":
+        for layer in model.layers.values():
+            layer.attention.core = AttentionByProducts(layer.attention.core)
     apply_recompute(model.layers, recompute)
     if compile_.enable and mesh.dims.tp > 1:
         # What split tensors compile to depends on the rank, but the key it is cached under does not, and with another

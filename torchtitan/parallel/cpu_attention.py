@@ -1,22 +1,30 @@
 """Causal attention on a CPU: some queries at a time over the keys they may see, by matrix products.
 
-Compiled and with short sequences it takes a third to a half of the time of torch's kernel, see docs/performance.md. As in
-FlashAttention (arXiv:2205.14135) backward computes the probabilities again: memory does not grow with the square.
+Compiled and with short sequences it takes a third to a half of the time of torch's kernel (docs/performance.md). As
+in FlashAttention (arXiv:2205.14135) backward computes the probabilities again: memory does not grow with the square.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _LEAST_ROWS, _MOST_PIECES = 128, 8
 _LONGEST = 4096  # beyond, torch's kernel is faster
 
 
-def is_faster(q: Tensor) -> bool:
-    """Than torch's kernel, if compiled."""
-    return q.device.type == "cpu" and q.shape[1] <= _LONGEST
+class AttentionByProducts(nn.Module):
+    """Stands for attention by torch's kernel, which has what is masked and what is long."""
+
+    def __init__(self, by_kernel: nn.Module) -> None:
+        super().__init__()
+        self.by_kernel = by_kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None or q.shape[1] > _LONGEST:
+            return self.by_kernel(q, k, v, mask)
+        return causal_attention(q, k, v)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
