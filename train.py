@@ -103,7 +103,7 @@ def main(config: Config, place: Place) -> None:
         config.parallelism,
         device,
     )
-    optimizer = build_optimizer(model.parameters(), config.optimizer, config.compile)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile)
     step = checkpoints.restore(config, args, model, optimizer, loader)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
@@ -182,7 +182,7 @@ def main(config: Config, place: Place) -> None:
     if writer is not None:
         writer.close()
         logger.info(reporter.summary(step))
-        logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.iterdir()))})")
+        logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
         if config.metrics.enable_tensorboard:
             tensorboard = f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {run_folder}"
             logger.info(f"look at it: {tensorboard}, then open http://localhost:6006")

@@ -31,7 +31,7 @@ def train_two_steps(config: Config, world_size: int, device: torch.device) -> No
     forward_backward = ForwardBackward(
         model, build_loss(config.compile), mesh, config.training, config.parallelism, device
     )
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     batch = blank_batch(config, dims.dp).to(device)
     for _ in range(2):
         forward_backward(batch)

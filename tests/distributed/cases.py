@@ -185,7 +185,7 @@ def parameters_after(
     loader = build.build_training_loader(config, plan, tokenizer, mesh, 0, device)
     model = build.build_model(config, build.build_model_args(config, tokenizer), mesh, device, 0)
     step = ForwardBackward(model, build_loss(config.compile), mesh, config.training, config.parallelism, device)
-    optimizer = build_optimizer(model.parameters(), config.optimizer)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     for _ in range(steps):
         batch = loader.next()
         assert batch is not None

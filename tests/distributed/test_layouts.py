@@ -86,6 +86,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tied embeddings, accumulating, recomputing": {
         "tied": True, "training__global_batch_size": 16, "activation_checkpoint__mode": "full"},
 }  # fmt: skip
+OPTIMIZERS = {
+    "moments in bfloat16": {"optimizer__moments_dtype": "bfloat16"},
+    "Muon, moments in bfloat16": {"optimizer__name": "Muon", "optimizer__moments_dtype": "bfloat16"},
+}
 COVERED = [
     *(("tied embeddings, accumulating, recomputing", name) for name in LAYOUTS),
     *(("tied embeddings", name) for name in ("FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2")),
@@ -194,6 +198,19 @@ def test_an_option_trains_alike_on_a_layout(
         return
     assert differences(records, reference, "loss") <= 1e-5
     assert differences(records, reference, "grad_norm") <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["FSDP 2 x TP 2", "PP 2 x FSDP 2"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_that_rounds_trains_nearly_alike_on_a_layout(
+    ranks: Ranks, one_process: Reference, tmp_path: Path, optimizer: str, name: str
+) -> None:
+    """Where sums in another order fall on the other side of a rounding to bfloat16, the update differs by it."""
+    world_size, overrides = LAYOUTS[name]
+    overrides = overrides | OPTIMIZERS[optimizer]
+    records = ranks(cases.train, world_size, str(tmp_path), overrides)[0]
+    assert differences(records, one_process(overrides), "loss") <= 1e-3
+    assert records[-1]["loss"] < records[0]["loss"] - 0.1
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
-from tests.distributed.test_layouts import LAYOUTS, differences, layout, of_one_process
+from tests.distributed.test_layouts import LAYOUTS, OPTIMIZERS, differences, layout, of_one_process
 from tests.tiny_runs import read_records
 
 SAVING = {"checkpoint__enable": True, "lr_scheduler__total_steps": 10}
@@ -34,10 +34,18 @@ def test_a_run_goes_from_layout_to_layout_as_if_nothing_had_happened(ranks: Rank
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("FSDP 2", "disabled"), ("PP 2 x TP 2", "async"), ("HSDP 2 x 2", "async_with_pinned_mem")]
+    ("name", "mode", "optimizer"),
+    [
+        ("FSDP 2", "disabled", "AdamW"),
+        ("PP 2 x TP 2", "async", "AdamW"),
+        ("HSDP 2 x 2", "async_with_pinned_mem", "Muon, moments in bfloat16"),
+    ],
 )
-def test_on_the_same_layout_it_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, name: str, mode: str) -> None:
+def test_on_the_same_layout_it_is_the_same_to_the_bit(
+    ranks: Ranks, tmp_path: Path, name: str, mode: str, optimizer: str
+) -> None:
     world_size, overrides = LAYOUTS[name]
+    overrides = overrides | OPTIMIZERS.get(optimizer, {})
     keys = {"checkpoint__async_mode": mode}
     through = ranks(cases.train_and_keep, world_size, str(tmp_path / "through"), saving(overrides, 4))
     ranks(cases.train, world_size, str(tmp_path / "in two"), saving(overrides, 2, **keys))

@@ -237,6 +237,8 @@ components = ["model", "los"]
          'activation_checkpoint.mode = "memory_budget" is carried out by the compiler'),
         ('[training]\non_nonfinite = "skip"\n[optimizer]\nimplementation = "foreach"',
          'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.implementation = "foreach"'),
+        ('[optimizer]\nname = "Muon"\n[training]\non_nonfinite = "skip"',
+         'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.name = "Muon" cannot'),
         ('[optimizer]\nimplementation = "foreach"\nmoments_dtype = "bfloat16"',
          'optimizer.moments_dtype = "bfloat16" has an implementation of its own, in one pass; "foreach" is another'),
         ('[training]\ndataset_path = "x"\nsources = [{dataset = "c4"}]',

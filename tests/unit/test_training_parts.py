@@ -1,9 +1,11 @@
 """Loss, learning-rate schedule, optimizer and recompute, each against arithmetic done by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.config.schema import ActivationCheckpoint, Compile, LRScheduler, Optimizer
@@ -11,8 +13,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Transformer
 from torchtitan.parallel.collectives import global_norm
 from torchtitan.parallel.recompute import apply_recompute
-from torchtitan.training import loss as loss_module
-from torchtitan.training.loss import IGNORED, build_loss, chunked_cross_entropy_sum, cross_entropy_sum
+from torchtitan.training.loss import IGNORED, _Kernels, build_loss, cross_entropy_sum
 from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import _update, apply_update, build_optimizer
 
@@ -27,24 +28,28 @@ def test_the_loss_is_a_float32_sum_over_the_labels_that_count() -> None:
         for s in range(5)
         if labels[b, s] != IGNORED
     )
-    for loss in (cross_entropy_sum, chunked_cross_entropy_sum):
-        summed = loss(logits, labels)
-        assert summed.dtype == torch.float32
-        assert summed.item() == pytest.approx(float(expected), rel=1e-6)
+    summed = cross_entropy_sum(logits, labels)
+    assert summed.dtype == torch.float32
+    assert summed.item() == pytest.approx(float(expected), rel=1e-6)
+
+
+def plain_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_in_chunks_has_the_same_value_and_gradient(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 1000)  # 3 rows of 301, the last chunk has 1
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_loss_has_the_value_and_the_gradient_of_torchs(dtype: torch.dtype, is_compiled: bool) -> None:
+    loss = partial(cross_entropy_sum, kernels=_Kernels(least_elements=1000))  # 3 rows of 301, the last chunk has 1
+    if is_compiled:
+        loss = build_loss(Compile(enable=True))
     hidden, weight = torch.randn(2, 14, 16, dtype=dtype), torch.randn(301, 16, dtype=dtype)
     labels = torch.randint(301, (2, 14))
     labels[1, ::3] = IGNORED
     values, gradients = [], []
-    for loss in (cross_entropy_sum, chunked_cross_entropy_sum):
+    for compute in (plain_cross_entropy, loss):
         leaf = weight.clone().requires_grad_()
-        summed = loss(hidden @ leaf.T, labels)
+        summed = compute(hidden @ leaf.T, labels)
         (summed / 7).backward()
         assert leaf.grad is not None
         values.append(summed.detach())
@@ -54,7 +59,7 @@ def test_the_loss_in_chunks_has_the_same_value_and_gradient(
 
 
 def test_the_loss_is_compiled_only_where_asked() -> None:
-    assert build_loss(Compile(enable=True, components=["model"])) is chunked_cross_entropy_sum
+    assert build_loss(Compile(enable=True, components=["model"])) is cross_entropy_sum
     compiled = build_loss(Compile(enable=True, components=["loss"], backend="aot_eager"))
     logits, labels = torch.randn(1, 4, 7), torch.tensor([[1, 2, IGNORED, 3]])
     assert compiled is not cross_entropy_sum
@@ -94,6 +99,7 @@ def test_a_longer_schedule_than_the_run_keeps_its_curve() -> None:
     assert factors(config, 20) == factors(config, 100)[:20]
 
 
+TINY = LlamaArgs(dim=32, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=64, vocab_size=64)
 SHORT = Optimizer(moments_dtype="bfloat16")
 
 
@@ -103,10 +109,10 @@ def small_model() -> nn.Module:
 
 
 def test_weight_decay_can_be_kept_off_norms_and_biases() -> None:
-    everything = build_optimizer(small_model().parameters(), Optimizer())
+    everything = build_optimizer(small_model().named_parameters(), Optimizer())
     assert [group["weight_decay"] for group in everything.param_groups] == [0.1]
     matrices, vectors = build_optimizer(
-        small_model().parameters(), Optimizer(weight_decay_norms_and_biases=False)
+        small_model().named_parameters(), Optimizer(weight_decay_norms_and_biases=False)
     ).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert [p.ndim for p in matrices["params"]] == [2]
@@ -117,7 +123,7 @@ def test_weight_decay_can_be_kept_off_norms_and_biases() -> None:
 def test_all_implementations_take_the_same_step(implementation: str) -> None:
     model = small_model()
     config = Optimizer(lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, implementation=implementation)  # type: ignore[arg-type]
-    optimizer = build_optimizer(model.parameters(), config)
+    optimizer = build_optimizer(model.named_parameters(), config)
     weight, gradient = model[0].weight.detach().clone(), torch.randn(4, 4)
     model[0].weight.grad = gradient.clone()
     apply_update(optimizer, 0.5e-2, torch.tensor(1.0))
@@ -131,11 +137,30 @@ def test_all_implementations_take_the_same_step(implementation: str) -> None:
 def test_gradients_are_scaled_down_to_the_largest_norm(config: Optimizer) -> None:
     """A gradient five times too long gives the moments of one a fifth as long."""
     model, gradient = small_model(), torch.randn(4, 4)
-    optimizer = build_optimizer(model.parameters(), config)
+    optimizer = build_optimizer(model.named_parameters(), config)
     model[0].weight.grad = gradient.clone()
     apply_update(optimizer, 1e-3, torch.tensor(10.0), max_norm=2.0)
     mean = optimizer.state[model[0].weight]["exp_avg"].float()
     assert torch.allclose(mean, 0.1 * gradient / 5, rtol=1e-2 if config is SHORT else 1e-5)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_muon_takes_the_matrices_within_blocks_and_adamw_the_rest(moments: str) -> None:
+    model = Transformer(TINY)
+    reference = Transformer(TINY)
+    reference.load_state_dict(model.state_dict())
+    optimizer = build_optimizer(model.named_parameters(), Optimizer(name="Muon", moments_dtype=moments))
+    matrices = [p for name, p in reference.named_parameters() if p.ndim == 2 and name.startswith("layers.")]
+    muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        ours.grad, theirs.grad = torch.randn_like(ours), None
+        theirs.grad = ours.grad / (torch.tensor(2.0) + 1e-6)
+    apply_update(optimizer, 1e-3, torch.tensor(2.0), max_norm=1.0)
+    muon.step()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        by_muon = name.startswith("layers.") and ours.ndim == 2
+        assert set(optimizer.state[ours]) == ({"momentum_buffer"} if by_muon else {"step", "exp_avg", "exp_avg_sq"})
+        assert torch.allclose(ours, theirs, atol=1e-7) == by_muon
 
 
 @pytest.mark.parametrize("compile_", [None, Compile(enable=True)])
@@ -145,7 +170,8 @@ def test_moments_in_bfloat16_train_as_those_in_float32_do(compile_: Compile | No
     initial, moved, squares = torch.randn(64, 32), [], []
     for config in (Optimizer(beta2=0.999), SHORT.model_copy(update={"beta2": 0.999})):
         weight, generator = nn.Parameter(initial.clone()), torch.Generator().manual_seed(1)
-        optimizer = build_optimizer([weight], config, compile_)
+        optimizer = build_optimizer([("weight", weight)], config, compile_)
+        optimizer._elements = None if compile_ else 320  # ten rows at a time
         for _ in range(200):
             weight.grad = 0.01 + 0.1 * torch.randn(64, 32, generator=generator)
             apply_update(optimizer, 1e-3, torch.tensor(1.0))
@@ -172,7 +198,7 @@ def test_moments_are_rounded_by_a_parameters_place_in_the_whole() -> None:
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 def test_an_update_with_a_norm_that_is_not_finite_changes_nothing(norm: float, config: Optimizer) -> None:
     model = small_model()
-    optimizer = build_optimizer(model.parameters(), config)
+    optimizer = build_optimizer(model.named_parameters(), config)
     model[0].weight.grad = torch.ones(4, 4)
     apply_update(optimizer, 1e-3, torch.tensor(1.0))
     weight = model[0].weight.detach().clone()
@@ -188,9 +214,6 @@ def test_the_global_norm_is_exact_for_large_tensors() -> None:
     tensors = [torch.randn(20000, 256) * 1e-3, torch.randn(256), torch.empty(0, 256)]
     exact = torch.cat([t.flatten() for t in tensors]).double().norm().item()
     assert global_norm(tensors).item() == pytest.approx(exact, rel=1e-6)
-
-
-TINY = LlamaArgs(dim=32, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=64, vocab_size=64)
 
 
 @pytest.mark.parametrize(

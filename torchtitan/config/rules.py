@@ -18,6 +18,12 @@ def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
 
 def _optimizer(config: Config) -> Iterator[Finding]:
     implementation = config.optimizer.implementation
+    if config.optimizer.name == "Muon" and config.training.on_nonfinite == "skip":
+        yield (
+            ("optimizer.name", "training.on_nonfinite"),
+            'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.name = "Muon" cannot; '
+            'use "AdamW", or on_nonfinite = "stop"',
+        )
     if implementation == "fused":
         return
     if config.training.on_nonfinite == "skip":

@@ -108,10 +108,10 @@ class Model(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its hyperparameters."""
+    """AdamW or Muon and their hyperparameters."""
 
-    name: Literal["AdamW"] = "AdamW"
-    """Optimizer."""
+    name: Literal["AdamW", "Muon"] = "AdamW"
+    """Optimizer; Muon for the matrices within blocks, and AdamW for the rest (ours)."""
 
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""

@@ -136,7 +136,7 @@ def estimate(
         forward_backward = ForwardBackward(
             model, build_loss(config.compile), mesh, config.training, config.parallelism, _DEVICE
         )
-        optimizer = build_optimizer(model.parameters(), config.optimizer)
+        optimizer = build_optimizer(model.named_parameters(), config.optimizer)
         _fill_optimizer(optimizer, footprint)
         footprint.moved.clear()
 

@@ -1,11 +1,15 @@
-"""The training loss: a sum over tokens, so that whoever knows the whole batch can divide it once."""
+"""The training loss: a sum over tokens, so that whoever knows the whole batch can divide it once.
+
+Logits are never all in float32, and backward overwrites them with their gradient.
+"""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,77 +19,92 @@ IGNORED = -100  # label of a position that does not count
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
-# Logits in float32 at a time: what a CPU's caches hold, or more where that would make too many chunks.
-_CHUNK_ELEMENTS, _MOST_CHUNKS = 1 << 20, 32
+
+def _sum_rows(rows: Tensor, largest: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row less its largest value: the value at a place, and the sum of the exponentials."""
+    x = rows.float() - largest
+    return x.gather(1, place), x.exp_().sum(1, keepdim=True)
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed cross-entropy of logits [B, S, V] and labels [B, S], in float32; the compiler makes one pass of it."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
+def _write_gradient(rows: Tensor, largest: Tensor, total: Tensor, place: Tensor, own: Tensor, scale: Tensor) -> None:
+    """The probabilities over the logits, less one at the labels that are here, scaled."""
+    of_label = ((rows.gather(1, place).float() - largest).exp() / total - own.float()) * scale
+    rows.copy_((rows.float() - largest).exp_().div_(total).mul_(scale))
+    rows.scatter_(1, place, of_label.to(rows.dtype))
 
 
-def chunked_cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """The same a few rows at a time, so that never all logits are in float32; backward overwrites them.
+@dataclass(frozen=True)
+class _Kernels:
+    """Written out, a few rows at a time; compiled, each is one pass over all rows."""
 
-    They may be split over the vocabulary.
-    """
+    sum_rows: Callable[..., Any] = _sum_rows
+    write_gradient: Callable[..., Any] = _write_gradient
+    least_elements: int = 1 << 20  # in float32 at a time: what a CPU's caches hold,
+    most_chunks: int | None = 32  # or more where that would make too many chunks
+
+    def chunks(self, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        size = len(logits)
+        if self.most_chunks is not None:
+            size = max(1, max(self.least_elements, logits.numel() // self.most_chunks) // logits.shape[1])
+        return zip(*(tensor.split(size) for tensor in (logits, *others)), strict=True)
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor, kernels: _Kernels | None = None) -> Tensor:
+    """Summed cross-entropy of logits [B, S, V], which may be split over the vocabulary, and labels [B, S]."""
     group, first = None, 0
     if isinstance(logits, DTensor):
         if logits.placements[0].is_shard():
             group, first = logits.device_mesh.get_group(), logits.__create_chunk_list__()[0].offsets[-1]
         logits = logits.to_local()
-    total: Tensor = _ChunkedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten()[:, None], group, first)
+    total: Tensor = _CrossEntropy.apply(
+        logits.flatten(0, 1), labels.flatten()[:, None], group, first, kernels or _Kernels()
+    )
     return total
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     """Of logits [N, V], which begin with this column of the vocabulary, and labels [N, 1]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int, kernels: _Kernels
+    ) -> Tensor:
+        place, is_own = _places(labels, first, logits.shape[1])
         largest = logits.amax(1, keepdim=True).float()
         if group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        sums, of_labels = torch.empty_like(largest), torch.empty_like(largest)
-        column, is_own = _columns(labels, first, logits.shape[1])
-        for rows, top, place, of_label, total in _in_chunks(logits, largest, column, of_labels, sums):
-            x = rows.float() - top
-            of_label.copy_(x.gather(1, place))
-            total.copy_(x.exp_().sum(1, keepdim=True))
-        of_labels *= is_own
+        parts = [kernels.sum_rows(*chunk) for chunk in kernels.chunks(logits, largest, place)]
+        of_labels, sums = (torch.cat(part) for part in zip(*parts, strict=True))
         if group is not None:
-            both = torch.stack([sums, of_labels])
+            both = torch.stack([of_labels * is_own, sums])
             dist.all_reduce(both, group=group)
-            sums, of_labels = both
+            of_labels, sums = both
         ctx.save_for_backward(logits, labels, largest, sums)
-        ctx.first = first
+        ctx.first, ctx.kernels = first, kernels
         return ((sums.log() - of_labels) * (labels != IGNORED)).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, largest, sums = ctx.saved_tensors
-        column, is_own = _columns(labels, ctx.first, logits.shape[1])
-        one_less, scale = -is_own.float(), (labels != IGNORED) * gradient
-        for rows, top, place, change, total, factor in _in_chunks(logits, largest, column, one_less, sums, scale):
-            probabilities = rows.float().sub_(top).exp_().div_(total)
-            rows.copy_(probabilities.scatter_add_(1, place, change).mul_(factor))
-        return logits, None, None, None
+        place, is_own = _places(labels, ctx.first, logits.shape[1])
+        scale = (labels != IGNORED) * gradient
+        for chunk in ctx.kernels.chunks(logits, largest, sums, place, is_own, scale):
+            ctx.kernels.write_gradient(*chunk)
+        return logits, None, None, None, None
 
 
-def _in_chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """A few rows of each at a time."""
-    size = max(1, max(_CHUNK_ELEMENTS, logits.numel() // _MOST_CHUNKS) // logits.shape[1])
-    return zip(*(tensor.split(size) for tensor in (logits, *others)), strict=True)
-
-
-def _columns(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+def _places(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
     """Where each label's logit is, and whether it is here."""
-    column = labels - first
-    return column.clamp(0, size - 1), (labels != IGNORED) & (column >= 0) & (column < size)
+    place = labels - first
+    return place.clamp(0, size - 1), (labels != IGNORED) & (place >= 0) & (place < size)
 
 
 def build_loss(compile_: Compile) -> LossFunction:
     """The loss, compiled where the configuration asks for it."""
-    if compile_.enable and "loss" in compile_.components:
-        return torch.compile(cross_entropy_sum, backend=compile_.backend, fullgraph=True)
-    return chunked_cross_entropy_sum
+    if not (compile_.enable and "loss" in compile_.components):
+        return cross_entropy_sum
+    compiled = partial(torch.compile, backend=compile_.backend, fullgraph=True)
+    return partial(
+        cross_entropy_sum,
+        kernels=_Kernels(compiled(_sum_rows), compiled(_write_gradient), most_chunks=None),
+    )

@@ -1,6 +1,6 @@
-"""AdamW over a model's parameters, and the update that leaves itself out when the gradients are not finite."""
+"""AdamW or Muon over a model's parameters, and the update that leaves itself out when gradients are not finite."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,17 +9,25 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Compile, Optimizer
 
+_ELEMENTS = 1 << 24  # of a tensor that are updated at a time where each operation is a pass of its own
+_ENDS = ("tok_embeddings.", "output.")  # matrices whose rows are tokens, which Muon is not for
+
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: Optimizer, compile_: Compile | None = None
-) -> torch.optim.AdamW:
-    """AdamW; weight decay on everything, or on matrices only."""
-    parameters = [p for p in parameters if p.requires_grad]
-    matrices = [p for p in parameters if p.ndim > 1]
-    vectors = [p for p in parameters if p.ndim <= 1]
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: Optimizer, compile_: Compile | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer; weight decay on everything, or on matrices only."""
+    named = [(name, p) for name, p in named_parameters if p.requires_grad]
+    parameters, by_muon = [p for _, p in named], []
+    if config.name == "Muon":
+        by_muon = [p for name, p in named if p.ndim == 2 and not name.startswith(_ENDS)]
+        parameters = [p for name, p in named if p.ndim != 2 or name.startswith(_ENDS)]
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if not config.weight_decay_norms_and_biases:
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1]},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
@@ -29,13 +37,15 @@ def build_optimizer(
         "foreach": config.implementation == "foreach",
     }
     if config.moments_dtype == "bfloat16":
-        return ShortAdamW(groups, compile_ if compile_ and compile_.enable else None, **options)
-    return getattr(torch.optim, config.name)(groups, **options)
+        adamw: torch.optim.AdamW = ShortAdamW(groups, compile_ if compile_ and compile_.enable else None, **options)
+    else:
+        adamw = torch.optim.AdamW(groups, **options)
+    return MuonAndAdamW(by_muon, adamw) if by_muon else adamw
 
 
 @torch.no_grad()
 def apply_update(
-    optimizer: torch.optim.AdamW, learning_rate: float, gradient_norm: Tensor, max_norm: float = float("inf")
+    optimizer: torch.optim.Optimizer, learning_rate: float, gradient_norm: Tensor, max_norm: float = float("inf")
 ) -> None:
     """One update at this rate with gradients scaled down to a norm of at most `max_norm`.
 
@@ -49,11 +59,40 @@ def apply_update(
         optimizer.grad_scale = too_long  # type: ignore[attr-defined]
         optimizer.found_inf = (~gradient_norm.isfinite()).float()  # type: ignore[attr-defined]
     else:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [_local(p.grad) for p in parameters]
-        torch._foreach_div_(gradients, too_long.to(gradients[0].device))
+        _divide_gradients(optimizer, too_long)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _divide_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
+    gradients = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, divisor.to(gradients[0].device))
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for the matrices within blocks, AdamW for the rest, at one learning rate and weight decay.
+
+    Muon's updates are scaled to the size of AdamW's (arXiv:2502.16982).
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], adamw: torch.optim.AdamW) -> None:
+        options = adamw.defaults
+        self.muon = torch.optim.Muon(
+            matrices, lr=options["lr"], weight_decay=options["weight_decay"], adjust_lr_fn="match_rms_adamw"
+        )
+        self.adamw = adamw
+        super().__init__([*self.muon.param_groups, *adamw.param_groups], options)
+        # The same objects throughout: a rate that is set here counts there, and what they remember is seen here.
+        self.muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        self.muon.state = adamw.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if self.defaults["fused"]:
+            self.adamw.grad_scale, self.adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
+            _divide_gradients(self.muon, self.grad_scale)  # type: ignore[attr-defined]
+        self.muon.step()
+        self.adamw.step()
 
 
 class ShortAdamW(torch.optim.AdamW):
@@ -65,9 +104,10 @@ class ShortAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: list[dict[str, Any]], compile_: Compile | None, **options: Any) -> None:
         super().__init__(groups, **options)
-        self._update = _update
-        if compile_ is not None:
+        self._update, self._elements = _update, _ELEMENTS
+        if compile_ is not None:  # one pass, with nothing in between
             self._update = torch.compile(_update, backend=compile_.backend, dynamic=True, fullgraph=True)
+            self._elements = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -82,20 +122,28 @@ class ShortAdamW(torch.optim.AdamW):
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 tensors = [_local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
-                applies = 1.0 - self.found_inf  # type: ignore[attr-defined]
+                device = tensors[0].device
+                applies = 1.0 - self.found_inf.to(device)  # type: ignore[attr-defined]
                 state["step"] += applies
-                if tensors[0].numel():
+                for begin, piece in self._pieces(tensors):
                     self._update(
-                        *tensors,
-                        _place(parameter),
+                        *piece,
+                        _place(parameter, begin),
                         state["step"],
                         applies.bool(),
-                        self.grad_scale,  # type: ignore[attr-defined]
+                        self.grad_scale.to(device),  # type: ignore[attr-defined]
                         rate,
                         *group["betas"],
                         group["eps"],
                         group["weight_decay"],
                     )
+
+    def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """Some rows of each at a time, and the first one's number."""
+        rows, columns = len(tensors[0]), tensors[0][:1].numel()
+        size = rows if self._elements is None else max(1, self._elements // max(1, columns))
+        for begin in range(0, rows if columns else 0, max(1, size)):
+            yield begin, [tensor[begin : begin + size] for tensor in tensors]
 
 
 def _update(
@@ -125,12 +173,12 @@ def _update(
     mean_square.copy_(torch.where(applies, _round_at_random(v, (noise >> 16) & 0xFFFF), mean_square))
 
 
-def _place(parameter: Tensor) -> tuple[int, int, int]:
-    """Of a matrix's shard: its first row and column in the whole, and the columns of the whole."""
-    row, column = 0, 0
+def _place(parameter: Tensor, begin: int) -> tuple[int, int, int]:
+    """Of a matrix's shard from this row on: its first row and column in the whole, and the columns of the whole."""
+    row, column = begin, 0
     if isinstance(parameter, DTensor):
         offsets = parameter.__create_chunk_list__()[0].offsets
-        row, column = offsets[0], offsets[1] if len(offsets) > 1 else 0
+        row, column = begin + offsets[0], offsets[1] if len(offsets) > 1 else 0
     return row, column, parameter.shape[1] if parameter.ndim > 1 else 1
 
 

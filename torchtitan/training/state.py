@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchtitan.data.loader import Loader
 from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.training.optimizer import apply_update
 
 Tensors = dict[str, Tensor]
 
@@ -43,13 +44,12 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
     """One update by nothing, at a rate of 0, which is not counted."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    apply_update(optimizer, 0.0, torch.zeros(()))
     for state in optimizer.state.values():
-        state["step"].zero_()
+        if "step" in state:
+            state["step"].zero_()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
