@@ -207,10 +207,10 @@ def test_an_optimizer_that_rounds_trains_nearly_alike_on_a_layout(
 ) -> None:
     """Where sums in another order fall on the other side of a rounding to bfloat16, the update differs by it."""
     world_size, overrides = LAYOUTS[name]
-    overrides = overrides | OPTIMIZERS[optimizer]
+    overrides = overrides | OPTIMIZERS[optimizer] | {"training__steps": 6}
     records = ranks(cases.train, world_size, str(tmp_path), overrides)[0]
     assert differences(records, one_process(overrides), "loss") <= 1e-3
-    assert records[-1]["loss"] < records[0]["loss"] - 0.1
+    assert records[-1]["loss"] < records[0]["loss"] - 0.05
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")

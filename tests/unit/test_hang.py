@@ -1,13 +1,17 @@
 """Who lags: read off stacks, decided from them, and said in one message; and what NCCL is told to write down."""
 
+import gc
 import sys
+import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from torchtitan.config.schema import Comm
+from torchtitan.observe import watch
 from torchtitan.observe.hang import Whereabouts, describe, find_laggards, locate, ranges
 from torchtitan.parallel.collectives import flight_recorder
 
@@ -89,3 +93,26 @@ def test_nccl_is_told_to_write_its_last_collectives_to_the_run_folder(tmp_path: 
         flight_recorder(Comm(), Path("outputs"))["TORCH_FR_DUMP_TEMP_FILE"] == f"{Path.cwd()}/outputs/comm_traces/rank_"
     )
     assert flight_recorder(Comm(trace_buf_size=0), tmp_path)["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+
+
+def test_looking_at_a_step_keeps_nothing_of_it() -> None:
+    """Collections are off in a run: what only they would free stays, and grows with every look."""
+
+    class Activation:
+        pass
+
+    looker = watch.Watch.__new__(watch.Watch)
+    looker.step, looker._thrown, looker._loop = 1, [], threading.get_ident()
+
+    def step() -> weakref.ref:
+        activation = Activation()
+        look = threading.Thread(target=looker._where)
+        look.start()
+        look.join()
+        return weakref.ref(activation)
+
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()

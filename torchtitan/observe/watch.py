@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 import torch.distributed as dist
@@ -120,15 +120,16 @@ class Watch:
 
     def _waits_long(self, seconds: float) -> bool:
         """Whether torch is about to give up, which may end the process at once."""
-        patience = self.timeout_seconds - min(30.0, self.timeout_seconds / 3)
+        if seconds <= self.timeout_seconds - min(30.0, self.timeout_seconds / 3):
+            return False
         where = self._where()
         saves = where.place.startswith("torchtitan/checkpoint/")  # which takes as long as its disk does
-        return seconds > patience and bool(where.collective) and not saves
+        return bool(where.collective) and not saves
 
     def _where(self) -> Whereabouts:
         if self._thrown:
             return self._thrown[0]
-        frames = sys._current_frames()
+        frames = _frames_of_others()
         where = locate(self.step, traceback.walk_stack(frames[self._loop]))
         if not where.collective and where.place.startswith("torchtitan/training/report.py"):
             where = replace(where, collective="what is queued on the device")  # it reads numbers from there
@@ -179,9 +180,8 @@ class Watch:
     def _write_stacks(self, where: Whereabouts) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = [f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}, {time.ctime()}: {where}\n"]
-        for thread, frame in sys._current_frames().items():
-            if thread != threading.get_ident():
-                stacks += [f"\nthread {names.get(thread, thread)}\n", *traceback.format_stack(frame)]
+        for thread, frame in _frames_of_others().items():
+            stacks += [f"\nthread {names.get(thread, thread)}\n", *traceback.format_stack(frame)]
         if self._thrown:
             stacks += ["\n", *traceback.format_exception(self._thrown[1])]
         try:
@@ -189,3 +189,14 @@ class Watch:
             (self._folder / f"rank_{self._rank}.txt").write_text("".join(stacks), encoding="utf-8")
         except OSError as error:
             logger.warning(f"the stacks could not be written to {self._folder}: {error.strerror}")
+
+
+def _frames_of_others() -> dict[int, FrameType]:
+    """Where all threads but this one are.
+
+    This one's frame would hold a dict that holds the frame, and so keep, until garbage is collected, all tensors that
+    the frames of a step had at that moment.
+    """
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
