@@ -47,8 +47,9 @@ def run_peer(name: str, preset: str) -> dict[str, Any]:
     """A peer's median step after the first ones, as benchmarks.run has it."""
     program, packages, options = PEERS[name]
     config = load_config(["--job.config_file", str(PRESETS[preset])], 1)
+    shape = asdict(FLAVORS[config.model.name][config.model.flavor])
     asked = options | {
-        "model": asdict(FLAVORS[config.model.name][config.model.flavor]),
+        "model": shape | {"vocab_size": config.model.vocab_size or shape["vocab_size"]},
         "batch": config.training.local_batch_size,
         "seq_len": config.training.seq_len,
         "steps": config.training.steps,

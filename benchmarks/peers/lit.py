@@ -39,6 +39,8 @@ def main() -> None:
                 mlp_class_name="LLaMAMLP",
             )
         )
+    if shape["tied_embeddings"]:
+        model.transformer.wte.weight = model.lm_head.weight
     model = fabric.setup(torch.compile(model) if asked["compile"] else model)
     optimizer = fabric.setup_optimizers(
         instantiate_torch_optimizer(
