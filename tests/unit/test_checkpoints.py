@@ -76,6 +76,14 @@ def test_another_model_is_refused_with_all_the_names_that_differ(tmp_path: Path)
         run(tmp_path, 2, model__flavor="tiny-deep")
 
 
+def test_another_optimizer_begins_anew_only_where_that_is_said(tmp_path: Path) -> None:
+    run(tmp_path, 1)
+    with pytest.raises(ValueError, match=r'optimizer.name = "Muon", but step 1 in .* was saved with "AdamW"'):
+        run(tmp_path, 2, optimizer__name="Muon")
+    records = run(tmp_path, 2, optimizer__name="Muon", checkpoint__exclude_from_loading=["optimizer"])
+    assert [record["step"] for record in records] == [1, 2]
+
+
 def test_damaged_checkpoints_are_passed_over_and_it_is_said_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -55,7 +55,7 @@ class Checkpoints:
         return self.found[1].config["debug"]["seed"] if self.found and self.resumes else None
 
     def restore(
-        self, config: Config, args: LlamaArgs, model: ModelParts, optimizer: torch.optim.AdamW, loader: Loader
+        self, config: Config, args: LlamaArgs, model: ModelParts, optimizer: torch.optim.Optimizer, loader: Loader
     ) -> int:
         """Fill the parts of the run with what was found; the step it was saved after."""
         self.model, self.optimizer, self.loader = model, optimizer, loader
@@ -78,6 +78,13 @@ class Checkpoints:
             raise ValueError(
                 f"step {manifest.step} in {storage.url} has only weights (checkpoint.last_save_model_only), a run "
                 "cannot go on from it; begin another with checkpoint.initial_load_path, in another job.dump_folder"
+            )
+        saved = manifest.config["optimizer"]["name"]
+        if "optimizer" not in anew and saved != config.optimizer.name:
+            raise ValueError(
+                f'optimizer.name = "{config.optimizer.name}", but step {manifest.step} in {storage.url} was saved with '
+                f'"{saved}", which remembers other things; set it back, or let it begin anew with '
+                f'checkpoint.exclude_from_loading = ["optimizer"]'
             )
         tensors, streams = state.model_tensors(model), {}
         if "optimizer" not in anew:
