@@ -45,7 +45,7 @@ from torchtitan.training.checkpoints import Checkpoints
 from torchtitan.training.dry_run import dry_run
 from torchtitan.training.loss import build_loss
 from torchtitan.training.lr_schedule import learning_rate_factor
-from torchtitan.training.optimizer import apply_update, build_optimizer
+from torchtitan.training.optimizer import apply_update, build_optimizer, update_in_backward
 from torchtitan.training.report import Reporter
 from torchtitan.training.step import ForwardBackward
 from torchtitan.training.validate import Validator
@@ -86,6 +86,16 @@ def main(config: Config, place: Place) -> None:
     peak = hardware.find_peak(device, getattr(torch, training.mixed_precision_param))
     logger.info(f"{config.job.description}: {place.world_size} x {hardware.describe_device(device)}, mesh {dims}")
     logger.info(f"peak {peak.flops / 1e12:.2f} TFLOP/s a device ({peak.origin}), seed {seed}")
+    kernel, attention = hardware.pick_attention(
+        device,
+        getattr(torch, training.mixed_precision_param),
+        args.n_heads // dims.tp,
+        args.n_kv_heads // dims.tp,
+        args.head_dim,
+        is_masked=config.model.attn_mask_type == "block_causal",
+    )
+    if kernel and dims.cp == 1:  # context parallelism has torch pick one for each piece
+        logger.info(f"attention by {kernel}")
 
     # The data
     interrupt = Interrupt()
@@ -104,6 +114,9 @@ def main(config: Config, place: Place) -> None:
         device,
     )
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile)
+    norm = collectives.GlobalNorm(mesh.stage_group)
+    if config.optimizer.early_step_in_backward:
+        update_in_backward(optimizer, norm.add, lambda: learning_rate)
     step = checkpoints.restore(config, args, model, optimizer, loader)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
@@ -120,7 +133,7 @@ def main(config: Config, place: Place) -> None:
     collectives.make_trace_folder(config.comm, run_folder, device)
     reporter = Reporter(
         training,
-        optimizer.defaults["fused"],
+        optimizer.defaults["fused"] and not config.optimizer.early_step_in_backward,
         writer,
         mesh.loss_group,
         place.world_size,
@@ -138,7 +151,7 @@ def main(config: Config, place: Place) -> None:
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     learning_rate, stopping = 0.0, False
     last_step = 0 if config.checkpoint.create_seed_checkpoint else training.steps
-    with profile(config.profiling, run_folder, place.rank, step, device) as profiler, watch, interrupt:
+    with attention, profile(config.profiling, run_folder, place.rank, step, device) as profiler, watch, interrupt:
         while step < last_step:
             asked = time.perf_counter()
             batch = loader.next()
@@ -151,7 +164,9 @@ def main(config: Config, place: Place) -> None:
             watch.step = step = step + 1
             learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)
             loss = forward_backward(batch.to(device))
-            gradient_norm = collectives.global_norm(model.own_gradients(), mesh.stage_group)
+            for gradient in model.own_gradients():
+                norm.add(gradient)
+            gradient_norm = norm.total()
             apply_update(optimizer, learning_rate, gradient_norm, training.max_norm)
             update_float8_scales(model.stages.values(), config.float8)
 

@@ -198,3 +198,34 @@ def parameters_after(
         whole[name] = parameter.full_tensor().detach().clone()
         local[name] = parameter.to_local().detach().clone()
     return whole, local
+
+
+def exchange(rank: int, world_size: int, folder_of_rank_1: str) -> tuple[bool, list[torch.Tensor], list[torch.Tensor]]:
+    """FSDP's exchanges of growing, then smaller tensors: whether by shared memory, what came, and what gloo brings."""
+    from torchtitan.parallel import shared_memory
+
+    collectives.start_process_group(torch.device("cpu"), rank, world_size, 60)
+    group = dist.group.WORLD
+    assert group is not None
+    if rank == 1:
+        shared_memory._FOLDER = folder_of_rank_1
+    gather, reduce_scatter = shared_memory.SharedGather(group), shared_memory.SharedReduceScatter(group)
+    came, expected = [], []
+    try:
+        for numel, dtype in ((3, torch.bfloat16), (5000, torch.float32), (7, torch.uint8)):
+            mine = (torch.arange(numel) % 100 + rank).to(dtype)
+            everyones = gather.allocate((numel * world_size,), dtype=dtype, device=mine.device)
+            everyones[rank * numel : (rank + 1) * numel] = mine
+            gather(everyones, everyones[rank * numel : (rank + 1) * numel], group)
+            came.append(everyones)
+            expected.append(torch.cat([(torch.arange(numel) % 100 + r).to(dtype) for r in range(world_size)]))
+            gradients = reduce_scatter.allocate((numel * world_size,), dtype=torch.float32, device=mine.device)
+            gradients.copy_(torch.arange(numel * world_size) * (rank + 1))
+            summed = reduce_scatter.allocate((numel,), dtype=torch.float32, device=mine.device)
+            reduce_scatter(summed, gradients, group, dist.ReduceOp.SUM)
+            came.append(summed)
+            part = torch.arange(numel * world_size)[rank * numel : (rank + 1) * numel].float()
+            expected.append(part * sum(range(1, world_size + 1)))
+    finally:
+        shared_memory._FOLDER = "/dev/shm"
+    return bool(gather._memory.parts(1, torch.uint8)), came, expected

@@ -1,5 +1,6 @@
 """Any layout trains as one process does: same batches, loss, gradient norm, parameters."""
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compiled with a memory budget": {
         "compile__enable": True, "compile__backend": "aot_eager_decomp_partition",
         "activation_checkpoint__mode": "memory_budget"},
+    "updated in backward": {"optimizer__early_step_in_backward": True, "training__max_norm": math.inf, "tied": True},
     "bfloat16": {"training__mixed_precision_param": "bfloat16"},
     "tied embeddings, accumulating, recomputing": {
         "tied": True, "training__global_batch_size": 16, "activation_checkpoint__mode": "full"},
@@ -102,6 +104,7 @@ COVERED = [
     ("compiled, tied embeddings, recompute by operation", "FSDP 2 x TP 2"),
     ("compiled, tied embeddings, recompute by operation", "PP 2 x TP 2"),
     ("compiled with a memory budget", "TP 2"),
+    *(("updated in backward", name) for name in ("FSDP 2 x TP 2", "HSDP 2 x 2")),
     *(("bfloat16", name) for name in (
         "FSDP 4", "TP 2", "CP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2 x FSDP 2", "PP 2 x FSDP 2 x TP 2, 1F1B")),
 ]  # fmt: skip
@@ -117,7 +120,8 @@ def of_one_process(overrides: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in overrides.items()
-        if not key.startswith(("parallelism", "compile", "activation")) and key != "training__local_batch_size"
+        if not key.startswith(("parallelism", "compile", "activation", "optimizer__early"))
+        and key != "training__local_batch_size"
     }
 
 

@@ -8,7 +8,9 @@ import torch
 
 from tests.measured_peak import train_two_steps
 from tests.tiny_runs import tiny_config, train_here
+from torchtitan import hardware
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.models.llama.model import CausalAttention
 from torchtitan.parallel.collectives import start_process_group, stop_process_group
 from torchtitan.training import build
 from torchtitan.training.dry_run import estimate
@@ -97,3 +99,16 @@ def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
     finally:
         stop_process_group()
     assert estimate(config, args, rank=0, world_size=1).peak_bytes == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_attention_runs_by_the_kernel_that_is_named(is_masked: bool) -> None:
+    device = torch.device("cuda", 0)
+    name, fastest = hardware.pick_attention(device, torch.bfloat16, 8, 2, 64, is_masked)
+    q, k = (torch.randn(1, 128, heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 2))
+    mask = torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool).tril() if is_masked else None
+    with fastest, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        CausalAttention()(q.requires_grad_(), k, k, mask)
+    operations = {event.key for event in profile.key_averages()}
+    part = {"cuDNN": "cudnn", "FlashAttention": "flash", "memory-efficient attention": "efficient"}[name]
+    assert any(f"_scaled_dot_product_{part}_attention" in operation for operation in operations)

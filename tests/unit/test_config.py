@@ -239,6 +239,13 @@ components = ["model", "los"]
          'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.implementation = "foreach"'),
         ('[optimizer]\nname = "Muon"\n[training]\non_nonfinite = "skip"',
          'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.name = "Muon" cannot'),
+        ("[optimizer]\nearly_step_in_backward = true",
+         "optimizer.early_step_in_backward = true with training.max_norm = 1.0: gradients are scaled by the norm"),
+        ('[optimizer]\nearly_step_in_backward = true\n[training]\nmax_norm = inf\non_nonfinite = "skip"',
+         'optimizer.early_step_in_backward = true with training.on_nonfinite = "skip": an update is left out once'),
+        ("[optimizer]\nearly_step_in_backward = true\n[training]\nmax_norm = inf\n"
+         "[parallelism]\npipeline_parallel_degree = 2",
+         "optimizer.early_step_in_backward = true with parallelism.pipeline_parallel_degree = 2: gradients of several"),
         ('[optimizer]\nimplementation = "foreach"\nmoments_dtype = "bfloat16"',
          'optimizer.moments_dtype = "bfloat16" has an implementation of its own, in one pass; "foreach" is another'),
         ('[training]\ndataset_path = "x"\nsources = [{dataset = "c4"}]',
@@ -508,3 +515,11 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_one_that_can(tmp_path: P
 
 def test_shipped_files_are_plain_toml() -> None:
     assert SHIPPED and all(tomli.loads(path.read_text()) for path in SHIPPED)
+
+
+def test_an_update_in_backward_has_one_microbatch_a_step(tmp_path: Path) -> None:
+    text = "[optimizer]\nearly_step_in_backward = true\n[training]\nmax_norm = inf\nglobal_batch_size = %d"
+    assert mistakes_of(tmp_path, text % 64, world_size=2) == [
+        "optimizer.early_step_in_backward = true with 4 microbatches a step: their gradients are added up; set "
+        "training.global_batch_size = 16, or optimizer.early_step_in_backward = false"
+    ]

@@ -1,5 +1,6 @@
 """The dry run: what it counts, what it prints, what it refuses. tests/distributed holds it against real memory."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,15 @@ def test_a_stage_sends_each_microbatch_forward_and_receives_its_gradient() -> No
     moved = estimate_tiny(2, **PP).moved
     vote = 4  # whether shapes are known, to the next stage and back
     assert (moved["send"], moved["recv"]) == (activations + vote, activations + vote)
+
+
+def test_an_update_in_backward_never_holds_all_gradients() -> None:
+    sizes = {"training__seq_len": 16, "training__local_batch_size": 1, "training__global_batch_size": 1}
+    options = sizes | {"training__max_norm": math.inf, "training__mixed_precision_param": "bfloat16"}
+    plain = estimate_tiny(1, **options)
+    early = estimate_tiny(1, optimizer__early_step_in_backward=True, **options)
+    assert plain.peak["gradients"] > plain.peak["parameters"]  # all of them, and the last block's a second time
+    assert early.peak["gradients"] < plain.peak["gradients"] / 2 and early.peak_bytes < plain.peak_bytes
 
 
 def test_one_rank_holds_all_parameters_gradients_and_two_states_of_each() -> None:

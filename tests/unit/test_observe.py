@@ -215,6 +215,31 @@ def test_a_measured_peak_is_that_of_a_real_product() -> None:
     assert 1e9 < hardware.measure_matmul_flops(torch.device("cpu"), torch.float32, seconds=0.1) < 1e14
 
 
+@pytest.mark.parametrize(
+    ("capability", "cannot", "name", "second"),
+    [
+        ((9, 0), [], "cuDNN", "FLASH_ATTENTION"),
+        ((9, 0), ["cudnn", "flash"], "memory-efficient attention", "FLASH_ATTENTION"),
+        ((8, 0), [], "FlashAttention", "CUDNN_ATTENTION"),
+        ((8, 0), ["cudnn", "flash", "efficient"], "separate products and a softmax", "CUDNN_ATTENTION"),
+    ],
+)
+def test_attention_is_by_the_fastest_kernel_that_a_gpu_can_run(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cannot: list[str], name: str, second: str
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for kernel in ("cudnn", "flash", "efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda taken, k=kernel: k not in cannot)
+    chosen, context = hardware.pick_attention(torch.device("cuda"), torch.bfloat16, 8, 2, 64, is_masked=False)
+    assert chosen == name
+    with context:
+        order = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    assert [backend.name for backend in order][1] == second
+    assert hardware.pick_attention(torch.device("cpu"), torch.bfloat16, 8, 2, 64, is_masked=False)[0] == ""
+
+
 def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

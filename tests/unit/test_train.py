@@ -379,9 +379,18 @@ def test_data_for_less_than_one_step_is_refused(tmp_path: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("implementation", "left_out"), [("fused", True), ("foreach", False)])
-def test_a_stop_says_whether_the_bad_update_was_applied(tmp_path: Path, implementation: str, left_out: bool) -> None:
-    options = {"optimizer__implementation": implementation, "optimizer__lr": 1e30, "training__max_norm": math.inf}
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [
+        ({}, True),
+        ({"optimizer__implementation": "foreach"}, False),
+        ({"optimizer__early_step_in_backward": True}, False),
+    ],
+    ids=["fused", "foreach", "in backward"],
+)
+def test_a_stop_says_whether_the_bad_update_was_applied(
+    tmp_path: Path, options: dict[str, Any], left_out: bool
+) -> None:
     with pytest.raises(NotFiniteError, match="left out" if left_out else "was applied"):
-        train_here(tiny_config(tmp_path, **options))
+        train_here(tiny_config(tmp_path, optimizer__lr=1e30, training__max_norm=math.inf, **options))
     torch.distributed.destroy_process_group()

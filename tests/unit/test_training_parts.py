@@ -11,11 +11,11 @@ from torch import nn
 from torchtitan.config.schema import ActivationCheckpoint, Compile, LRScheduler, Optimizer
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Transformer
-from torchtitan.parallel.collectives import global_norm
+from torchtitan.parallel.collectives import GlobalNorm, global_norm
 from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.training.loss import IGNORED, _Kernels, build_loss, cross_entropy_sum
 from torchtitan.training.lr_schedule import learning_rate_factor
-from torchtitan.training.optimizer import _update, apply_update, build_optimizer
+from torchtitan.training.optimizer import _update, apply_update, build_optimizer, update_in_backward
 
 
 def test_the_loss_is_a_float32_sum_over_the_labels_that_count() -> None:
@@ -207,6 +207,31 @@ def test_an_update_with_a_norm_that_is_not_finite_changes_nothing(norm: float, c
     apply_update(optimizer, 1e-3, torch.tensor(norm))
     assert torch.equal(model[0].weight, weight)
     assert all(torch.equal(value, state[name]) for name, value in optimizer.state[model[0].weight].items())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_an_update_in_backward_is_the_same_to_the_bit(name: str, moments: str) -> None:
+    trained, norms = [], []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        config = Optimizer(name=name, moments_dtype=moments, weight_decay_norms_and_biases=False)  # type: ignore[arg-type]
+        optimizer, norm = build_optimizer(model.named_parameters(), config), GlobalNorm()
+        if early:
+            update_in_backward(optimizer, norm.add, lambda: 1e-2)
+        for _ in range(3):
+            model(torch.ones(2, 6)).square().sum().backward()
+            assert all((p.grad is None) is early for p in model.parameters())
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    norm.add(parameter.grad)
+            norms.append(norm.total().item())
+            apply_update(optimizer, 1e-2, torch.tensor(norms[-1]))
+        trained.append([p.detach() for p in model.parameters()])
+    assert norms[:3] == pytest.approx(norms[3:], rel=1e-6)
+    for late, soon in zip(*trained, strict=True):
+        assert torch.equal(late, soon)
 
 
 def test_the_global_norm_is_exact_for_large_tensors() -> None:

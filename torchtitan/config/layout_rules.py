@@ -133,8 +133,16 @@ def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
         yield degrees, str(error)
         return
     if config.training.global_batch_size and config.training.num_streams:  # zeros have their own message
+        batch = ("training.global_batch_size", "training.local_batch_size", "training.num_streams")
         try:
-            plan_batch(config.training, dims.dp)
+            plan = plan_batch(config.training, dims.dp)
         except ValueError as error:
-            batch = ("training.global_batch_size", "training.local_batch_size", "training.num_streams")
             yield (*degrees, *batch), str(error)
+            return
+        early = "optimizer.early_step_in_backward"
+        if config.optimizer.early_step_in_backward and plan.num_microbatches > 1:
+            yield (
+                (early, *degrees, *batch),
+                f"{early} = true with {plan.num_microbatches} microbatches a step: their gradients are added up; set "
+                f"training.global_batch_size = {plan.global_batch_size // plan.num_microbatches}, or {early} = false",
+            )

@@ -17,7 +17,6 @@ KEYS: dict[str, dict[str, Any]] = {
     "job": {"save_config_file": None, "custom_config_module": ""},
     "metrics": {"save_for_all_ranks": False},
     "model": {"tokenizer_path": None, "print_after_conversion": False},
-    "optimizer": {"early_step_in_backward": False},
     "training": {"gc_debug": False},
     "training.dataloader": {
         "num_workers": 0,

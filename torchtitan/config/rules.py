@@ -1,5 +1,6 @@
 """What makes a configuration impossible although every single value is fine: pure, no torch, all findings at once."""
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -24,6 +25,8 @@ def _optimizer(config: Config) -> Iterator[Finding]:
             'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.name = "Muon" cannot; '
             'use "AdamW", or on_nonfinite = "stop"',
         )
+    if config.optimizer.early_step_in_backward:
+        yield from _early_step(config)
     if implementation == "fused":
         return
     if config.training.on_nonfinite == "skip":
@@ -38,6 +41,35 @@ def _optimizer(config: Config) -> Iterator[Finding]:
             f'optimizer.moments_dtype = "{config.optimizer.moments_dtype}" has an implementation of its own, in one '
             f'pass; "{implementation}" is another; set optimizer.implementation = "fused"',
         )
+
+
+def _early_step(config: Config) -> Iterator[Finding]:
+    name = "optimizer.early_step_in_backward"
+    for cannot, key, value, reason, fix in (
+        (
+            config.training.max_norm != math.inf,
+            "training.max_norm",
+            config.training.max_norm,
+            "gradients are scaled by the norm of all of them",
+            "inf",
+        ),
+        (
+            config.training.on_nonfinite == "skip",
+            "training.on_nonfinite",
+            '"skip"',
+            "an update is left out once all gradients are known",
+            '"stop"',
+        ),
+        (
+            config.parallelism.pipeline_parallel_degree > 1,
+            "parallelism.pipeline_parallel_degree",
+            config.parallelism.pipeline_parallel_degree,
+            "gradients of several microbatches are added up",
+            "1",
+        ),
+    ):
+        if cannot:
+            yield (name, key), f"{name} = true with {key} = {value}: {reason}; use {fix}, or set {name} = false"
 
 
 def _zeros(config: Config) -> Iterator[Finding]:

@@ -134,6 +134,9 @@ class Optimizer(Section):
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """How torch runs the update; fused is the fastest and the only one that can skip an update on the device."""
 
+    early_step_in_backward: bool = False
+    """Update each parameter in backward and free its gradient at once; no clipping, no accumulation."""
+
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the moments; bfloat16 halves their memory, rounded at random; needs `implementation = "fused"` (ours)."""
 

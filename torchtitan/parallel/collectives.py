@@ -117,28 +117,45 @@ def from_rank_0(value: int) -> int:
     return int(tensor)
 
 
-@torch.no_grad()
-def global_norm(tensors: list[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
+class GlobalNorm:
     """The 2-norm of all tensors of all stages together, each shard counted once, the same on all ranks.
 
     Row by row and then in float64: torch's own float32 norm of a whole tensor is off by 1e-4 at 5 million elements on
     a CPU, by different amounts for different shardings.
     """
-    squares: dict[tuple, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
+
+    def __init__(self, stages: dist.ProcessGroup | None = None) -> None:
+        self.stages = stages
+        self._squares: dict[tuple, list[Tensor]] = defaultdict(list)
+
+    @torch.no_grad()
+    def add(self, tensor: Tensor) -> None:
         layout: tuple = ()
         if isinstance(tensor, DTensor):
             layout = (tensor.device_mesh, tensor.placements)
             tensor = tensor.to_local()
-        squares[layout].append(torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32).double().square().sum())
-    totals = []
-    for layout, parts in squares.items():
-        total = torch.stack(parts).sum()
-        if layout:
-            mesh, placements = layout
-            for axis, placement in enumerate(placements):
-                if not placement.is_replicate() and mesh.size(axis) > 1:
-                    dist.all_reduce(total, group=mesh.get_group(axis))
-        totals.append(total)
-    total = torch.stack(totals).sum()
-    return (total if stages is None else sum_over(total, stages)).sqrt().float()
+        rows = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
+        self._squares[layout].append(rows.double().square().sum())
+
+    def total(self) -> Tensor:
+        """Of what was added since it was last asked for."""
+        totals = []
+        for layout, parts in self._squares.items():
+            total = torch.stack(parts).sum()
+            if layout:
+                mesh, placements = layout
+                for axis, placement in enumerate(placements):
+                    if not placement.is_replicate() and mesh.size(axis) > 1:
+                        dist.all_reduce(total, group=mesh.get_group(axis))
+            totals.append(total)
+        self._squares.clear()
+        total = torch.stack(totals).sum()
+        return (total if self.stages is None else sum_over(total, self.stages)).sqrt().float()
+
+
+def global_norm(tensors: list[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
+    """The same of tensors that are all there."""
+    norm = GlobalNorm(stages)
+    for tensor in tensors:
+        norm.add(tensor)
+    return norm.total()

@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchtitan.parallel.shared_memory import ReduceScatterOfOne, SharedGather, SharedReduceScatter
+
 
 def apply_fsdp(
     model: nn.Module,
@@ -41,11 +43,21 @@ def apply_fsdp(
         free = reshard == "always" or (reshard == "default" and not is_alone and unit is not units[-1])
         shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=free)
     shard(model, reshard_after_forward=reshard == "always")
+    shards = mesh.get_group(-1)
+    shared = mesh.device_type == "cpu" and shards.size() > 1 and dist.get_backend(shards) == "gloo"
+    gather, reduce_scatter = SharedGather(shards), SharedReduceScatter(shards)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and not is_alone:  # where it would divide by 1, in two more passes
+        if not isinstance(module, FSDPModule):
+            continue
+        if not is_alone:  # where it would divide by 1, in two more passes
             # The loss is already divided by the global number of tokens. SUM, because gloo has no scaled sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        if shards.size() == 1:
+            module.set_custom_reduce_scatter(ReduceScatterOfOne())
+        elif shared:
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(reduce_scatter)
 
 
 @torch.no_grad()

@@ -30,11 +30,11 @@ from torchtitan.hardware import Place, gpu_memory_bytes
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, count_parameters
 from torchtitan.observe.footprint import COLLECTIVES, KINDS, Footprint
 from torchtitan.observe.log import logger
-from torchtitan.parallel.collectives import global_norm, stop_process_group
+from torchtitan.parallel.collectives import GlobalNorm, stop_process_group
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
 from torchtitan.training.loss import build_loss
-from torchtitan.training.optimizer import apply_update, build_optimizer
+from torchtitan.training.optimizer import apply_update, build_optimizer, make_states, update_in_backward
 from torchtitan.training.replay import Replay
 from torchtitan.training.step import ForwardBackward
 
@@ -137,25 +137,21 @@ def estimate(
             model, build_loss(config.compile), mesh, config.training, config.parallelism, _DEVICE
         )
         optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-        _fill_optimizer(optimizer, footprint)
+        make_states(optimizer)  # a run has them throughout, from its second step on
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        footprint.mark((value for value in states if isinstance(value, Tensor)), "optimizer")
+        norm = GlobalNorm(mesh.stage_group)
+        if config.optimizer.early_step_in_backward:
+            update_in_backward(optimizer, norm.add, lambda: config.optimizer.lr)
         footprint.moved.clear()
 
         forward_backward(blank_batch(config, dims.dp))
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
-        norm = global_norm(model.own_gradients(), mesh.stage_group)
-        apply_update(optimizer, config.optimizer.lr, norm, config.training.max_norm)
+        for gradient in model.own_gradients():
+            norm.add(gradient)
+        apply_update(optimizer, config.optimizer.lr, norm.total(), config.training.max_norm)
         parameters = sum(p.numel() for p in model.parameters())
         return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved))
-
-
-def _fill_optimizer(optimizer: torch.optim.Optimizer, footprint: Footprint) -> None:
-    """An update with gradients of zero: a run has the optimizer's states throughout from its second step on."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    apply_update(optimizer, 0.0, torch.ones(()))  # type: ignore[arg-type]
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    footprint.mark((value for value in states if isinstance(value, Tensor)), "optimizer")
 
 
 def blank_batch(config: Config, dp: int) -> Batch:

@@ -1,6 +1,7 @@
 """AdamW or Muon over a model's parameters, and the update that leaves itself out when gradients are not finite."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,6 +63,50 @@ def apply_update(
         _divide_gradients(optimizer, too_long)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def update_in_backward(
+    optimizer: torch.optim.Optimizer, note: Callable[[Tensor], None], learning_rate: Callable[[], float]
+) -> None:
+    """Have each parameter updated as soon as its gradient is there and noted; the gradient is freed at once.
+
+    An update afterwards finds no gradients and does nothing.
+    """
+
+    def update(own_group: dict[str, Any], parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        note(parameter.grad)
+        _update_one(optimizer, own_group, parameter, learning_rate())
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(functools.partial(update, group))
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """What a first update would make, by updates with nothing at a rate of 0, which are not counted."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for parameter in group["params"].copy():
+            parameter.grad = torch.zeros_like(parameter)
+            _update_one(optimizer, group, parameter, 0.0)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _update_one(
+    optimizer: torch.optim.Optimizer, own_group: dict[str, Any], parameter: Tensor, learning_rate: float
+) -> None:
+    """An update of one parameter, whose gradient is freed."""
+    everyone = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [parameter] if group is own_group else []
+    apply_update(optimizer, learning_rate, torch.ones((), device=_local(parameter).device))
+    for group, parameters in zip(optimizer.param_groups, everyone, strict=True):
+        group["params"] = parameters
 
 
 def _divide_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchtitan.data.loader import Loader
 from torchtitan.parallel.pipeline import ModelParts
-from torchtitan.training.optimizer import apply_update
+from torchtitan.training.optimizer import make_states
 
 Tensors = dict[str, Tensor]
 
@@ -32,26 +32,12 @@ def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Te
     """Its states, made first where there has been no update yet."""
     named = saved_parameters(model)
     if not optimizer.state:
-        _make_states(optimizer)
+        make_states(optimizer)
     return {
         f"optimizer.{name}.{key}": value
         for name, parameter in named.items()
         for key, value in optimizer.state[parameter].items()
     }
-
-
-def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """One update by nothing, at a rate of 0, which is not counted."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    apply_update(optimizer, 0.0, torch.zeros(()))
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 @torch.no_grad()

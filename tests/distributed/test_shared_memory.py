@@ -1,0 +1,30 @@
+"""What FSDP exchanges through shared memory is what gloo would bring, and where there is none gloo does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import cases
+from tests.distributed.conftest import Ranks
+from torchtitan.parallel.shared_memory import ReduceScatterOfOne
+
+
+@pytest.mark.parametrize("folder_of_rank_1", ["/dev/shm", "/no/such/folder"])
+def test_ranks_of_one_machine_exchange_what_gloo_would_bring(ranks: Ranks, folder_of_rank_1: str) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    for shared, came, expected in ranks(cases.exchange, 3, folder_of_rank_1):
+        assert shared is (folder_of_rank_1 == "/dev/shm")
+        for one, other in zip(came, expected, strict=True):
+            assert torch.equal(one, other)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_on_one_rank_input_and_output_are_one() -> None:
+    device = torch.device("cpu")
+    reduce_scatter = ReduceScatterOfOne()
+    first, second = (reduce_scatter.allocate((4,), dtype=torch.float32, device=device) for _ in range(2))
+    assert first is second
+    assert reduce_scatter.allocate((4,), dtype=torch.float32, device=device) is not first
+    with pytest.raises(AssertionError, match="one rank"):
+        reduce_scatter(first, second)
