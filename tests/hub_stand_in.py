@@ -1,4 +1,4 @@
-"""The Hugging Face hub's part that downloads use, on loopback: repositories of a commit each, gates, old names, faults."""
+"""What downloads use of the Hugging Face hub, on loopback: repositories of one commit, gates, old names, faults."""
 
 import hashlib
 import json
@@ -17,6 +17,7 @@ class Repository:
     gated: bool = False
     claimed: dict[str, int] = field(default_factory=dict)  # sizes of files that are larger than they are here
     cut: set[str] = field(default_factory=set)  # files whose next answer breaks off in the middle
+    stalled: set[str] = field(default_factory=set)  # files of which half comes, and then nothing
     faults: dict[str, int] = field(default_factory=dict)  # status instead of a file
 
     @property
@@ -34,6 +35,7 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
         self.renamed: dict[str, str] = {}
         self.fetched: list[str] = []
+        self.closed = threading.Event()
         hub = self
 
         class Answer(BaseHTTPRequestHandler):
@@ -49,6 +51,11 @@ class Hub:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.closed.set()
+        self.server.shutdown()
+        self.server.server_close()
 
     def answer(self, to: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(to.path).path).strip("/")
@@ -86,6 +93,10 @@ class Hub:
         if to.command == "GET":
             self.fetched.append(file)
         body = data
+        if to.command == "GET" and file in repository.stalled:
+            send(to, 200, body=data[: len(data) // 2], length=len(data), ETag=etag)
+            self.closed.wait()
+            return
         if to.command == "GET" and file in repository.cut:
             repository.cut.discard(file)
             body, to.close_connection = data[: len(data) // 2], True

@@ -2,7 +2,7 @@
 
     python -m torchtitan download tokenizer meta-llama/Llama-3.1-8B      into assets/hf/Llama-3.1-8B
 
-Only what is read here is fetched. The token is HF_TOKEN's or `hf auth login`'s, not an argument, which others could see.
+Only what is read here is fetched. The token is HF_TOKEN's or `hf auth login`'s, not an argument, for others see those.
 """
 
 import argparse
@@ -123,8 +123,8 @@ def explain(error: Exception, kind: str, repo: str, revision: str | None) -> str
         )
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"{repo} is gated, and the account of your token has no access, or not yet ({said})\n  ask for it at {page};"
-            f" {hub}/settings/gated-repos shows the answer. A fine-grained token also needs 'Read access to contents "
+            f"{repo} is gated, and the account of your token has no access, or not yet ({said})\n  ask at {page}; "
+            f"{hub}/settings/gated-repos shows the answer. A fine-grained token also needs 'Read access to contents "
             "of all public gated repos you can access'"
         )
     if status == 401 and token:
