@@ -88,6 +88,7 @@ class Machine:
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     machine = Machine(tmp_path_factory.mktemp("machine"))
     yield machine
+    machine.worker.kill()
     machine.worker.communicate()
     machine.hub.close()
 
