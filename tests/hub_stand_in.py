@@ -78,11 +78,20 @@ class Hub:
         if is_api and verb == "tree":
             return send_json(to, [{"type": "file", "path": file, "size": size, "oid": "0" * 40}
                                   for file, size in repository.sizes().items()])  # fmt: skip
+        gate = repository.gated and TOKENS.get(token) != "has access"
+        if gate and (verb == "auth-check" or not is_api):
+            return send(to, 403 if token else 401, "GatedRepo", f"Access to {name} is restricted")
         if is_api:
             siblings = [{"rfilename": file, "size": size} for file, size in repository.sizes().items()]
-            return send_json(to, {"id": name.removeprefix("datasets/"), "sha": repository.commit, "siblings": siblings})
-        if repository.gated and TOKENS.get(token) != "has access":
-            return send(to, 403 if token else 401, "GatedRepo", f"Access to {name} is restricted")
+            return send_json(
+                to,
+                {
+                    "id": name.removeprefix("datasets/"),
+                    "sha": repository.commit,
+                    "siblings": siblings,
+                    "gated": "manual" if repository.gated else False,
+                },
+            )
         if file in repository.faults:
             return send(to, repository.faults[file], message="Something is broken here")
         self._send_file(to, repository, file)

@@ -16,6 +16,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 TOKENIZER = ("tokenizer*", "original/tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
@@ -72,7 +73,11 @@ def fetch(kind: str, repo: str, commit: str, sizes: dict[str, int], folder: Path
     # Where the hub fails half way, the library is content with older files of the same name, and only warns.
     for name, size in sizes.items():
         note = folder / NOTES / f"{name}.metadata"
-        if _size(folder / name) != size or not note.is_file() or note.read_text().partition("\n")[0] != commit:
+        if (
+            (size and _size(folder / name) != size)
+            or not note.is_file()
+            or note.read_text().partition("\n")[0] != commit
+        ):
             raise ValueError(f"{folder / name} is not yet that of {repo} at {commit[:12]}; run this again to go on")
 
 
@@ -85,19 +90,19 @@ def describe(kind: str, folder: Path, names: list[str]) -> tuple[str, str]:
         for config in sorted(Path("train_configs").glob("*.toml")):
             if f'hf_assets_path = "./{folder}"' in config.read_text():
                 return what, f"CONFIG_FILE={config} ./run_llama_train.sh"
-        return what, f"./run_llama_train.sh --model.hf_assets_path {folder}"
+        return what, f"./run_llama_train.sh --model.hf_assets_path {quote(str(folder))}"
     if kind == "model":
         from torchtitan.training.weights import open_source
 
         count = sum(tensor.numel() for tensor in open_source(str(folder)).weights.outline.values())
-        next_one = f"python -m torchtitan generate --checkpoint {folder} --prompt 'Once upon a time'"
+        next_one = f"python -m torchtitan generate --checkpoint {quote(str(folder))} --prompt 'Once upon a time'"
         return f"{count:,} parameters", next_one
     from torchtitan.data.sources import locate_text
 
     what, next_one = f"all {locate_text('', str(folder)).kind}", "./run_llama_train.sh --training.dataset_path "
     held_out = [name for name in names if re.search(r"(?<![a-z])(valid|test|dev|eval)", name.lower())]
     if not held_out or len(held_out) == len(names):
-        return what, next_one + str(folder)
+        return what, next_one + quote(str(folder))
     what += f", {len(held_out)} of them not to train on by their names ({held_out[0]})"
     return what, f"{next_one}'{folder}/**/*train*'  # or another glob that leaves those out"
 
@@ -165,6 +170,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--include chooses files of a dataset; which a {kind} needs is known, so leave it out")
     try:
         info: Any = HfApi().repo_info(repo, repo_type=_type(kind), revision=args.revision, files_metadata=True)
+        if info.gated:  # what it holds may be told to all; a mirror without gates may not know this question
+            HfApi().auth_check(repo, repo_type=_type(kind))
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         names = choose(kind, repo, sorted(sizes), args.include)
         # info.id: a repository that was renamed answers to its old name, too
