@@ -17,9 +17,10 @@ WORKDIR /workspace
 COPY requirements.txt ./
 RUN pip install --no-cache-dir --disable-pip-version-check -r requirements.txt
 
-# Run:ai may run it as another user still, who has no home and no name: caches go to /tmp, runs to a folder open to all.
-RUN useradd --create-home --uid 1000 trainer && install --directory --mode 1777 outputs
-ENV PYTHON=/usr/local/bin/python3 LOGNAME=trainer TRITON_CACHE_DIR=/tmp/triton
+# Run:ai may run it as another user still, who has no home and no name: caches go to /tmp, runs and downloads to folders
+# open to all.
+RUN useradd --create-home --uid 1000 trainer && install --directory --mode 1777 outputs assets
+ENV PYTHON=/usr/local/bin/python3 LOGNAME=trainer TRITON_CACHE_DIR=/tmp/triton HF_HOME=/tmp/huggingface
 COPY . .
 USER 1000
 CMD ["./run_llama_train.sh"]

@@ -199,7 +199,8 @@ def main(config: Config, place: Place) -> None:
         logger.info(reporter.summary(step))
         logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
         if config.metrics.enable_tensorboard:
-            tensorboard = f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {run_folder}"
+            python = min(os.path.relpath(sys.executable), sys.executable, key=len)
+            tensorboard = f"{python} -m tensorboard.main --logdir {run_folder}"
             logger.info(f"look at it: {tensorboard}, then open http://localhost:6006")
     collectives.stop_process_group()
     if claimed is not None:

@@ -68,6 +68,10 @@ def main(argv: list[str]) -> None:
 
     prepare.add_arguments(verbs.add_parser("prepare", help="tokenise text once, to train from at memory speed"))
 
+    from torchtitan import download
+
+    download.add_arguments(verbs.add_parser("download", help="a tokenizer, model or dataset of the Hugging Face hub"))
+
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
     takes_options = argv[:1] in (["compare"], ["drill"], ["eval"], ["launch"])
     end = argv.index("--") if takes_options and "--" in argv else len(argv)
@@ -90,6 +94,10 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
         from torchtitan.data import prepare
 
         prepare.run(args)
+    elif args.verb == "download":
+        from torchtitan import download
+
+        download.run(args)
     elif args.verb == "compare":
         from torchtitan import compare
 

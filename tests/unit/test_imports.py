@@ -22,7 +22,8 @@ PURE_TRAINING = ("torchtitan.training.loss", "torchtitan.training.optimizer", "t
 ROOMS = ("torchtitan.parallel", "torchtitan.data", "torchtitan.checkpoint", "torchtitan.observe")
 LAUNCH = "torchtitan.launch"
 LLAMA = "torchtitan.models.llama"
-VERBS = ("torchtitan.compare", "torchtitan.convert", "torchtitan.drill", "torchtitan.evaluate", "torchtitan.generate")
+TOOLS = ("compare", "convert", "download", "drill", "evaluate", "generate")
+VERBS = tuple(f"torchtitan.{tool}" for tool in TOOLS)
 TOP = (*VERBS, "torchtitan.__main__", "benchmarks", "train")
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.

@@ -160,11 +160,15 @@ def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
     return next(iter(found))
 
 
-def _file_kind(file: Path) -> FileKind | None:
+def kind_by_name(file: Path) -> FileKind | None:
     if file.suffix in COMPRESSIONS and SUFFIXES.get(Path(file.stem).suffix) == "jsonl":
         return "compressed"
-    if file.suffix in SUFFIXES:
-        return SUFFIXES[file.suffix]
+    return SUFFIXES.get(file.suffix)
+
+
+def _file_kind(file: Path) -> FileKind | None:
+    if (kind := kind_by_name(file)) is not None:
+        return kind
     try:
         with file.open("rb") as opened:
             head = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()

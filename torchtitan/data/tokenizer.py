@@ -210,9 +210,9 @@ def _find_file(path: Path) -> Path:
         if candidate.is_file():
             return candidate
     raise ValueError(
-        f"no tokenizer at {path}; looked for {', '.join(map(str, looked))}. Put tokenizer files there ({EXPECTED}; "
-        "for example tokenizer.json and tokenizer_config.json of the model's Hugging Face page), or set "
-        "model.hf_assets_path to where they are"
+        f"no tokenizer at {path}; looked for {', '.join(map(str, looked))}. Fetch one by `python -m torchtitan "
+        f"download tokenizer OWNER/NAME --to {path}`, put its files there ({EXPECTED}), or set model.hf_assets_path "
+        "to where they are"
     )
 
 

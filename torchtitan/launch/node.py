@@ -61,7 +61,8 @@ class Node:
         said by number. A static meeting happens once, though. A run that is to be brought back needs torchrun's
         dynamic one (c10d), which drops the dead, waits for all and numbers the nodes anew, in the order of their names.
         """
-        rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+        # Without an address torchrun goes by the machine's own name, and waits where a container cannot resolve it.
+        rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1"]
         if self.num_nodes > 1:
             common = [f"--rdzv_endpoint={self.head}", f"--rdzv_id={self.run_id}"]
             if self.rank is not None and not self.restarts:

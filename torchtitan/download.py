@@ -1,0 +1,200 @@
+"""A tokenizer, a model or a data set from the Hugging Face hub, as a folder that everything here reads as it is.
+
+    python -m torchtitan download tokenizer meta-llama/Llama-3.1-8B      into assets/hf/Llama-3.1-8B
+
+Only what is read here is fetched. The token is HF_TOKEN's or `hf auth login`'s, not an argument, for others see those.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+TOKENIZER = ("tokenizer*", "original/tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+             "generation_config.json")  # fmt: skip
+HUGGING_FACE = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
+META = ("params.json", "consolidated.*.pth")
+ABOUT_DATA = ("*.md", "dataset_info*.json")
+NOTES = ".cache/huggingface/download"  # where the library keeps the commit of each file, and what is not complete
+
+
+def choose(kind: str, repo: str, names: list[str], include: list[str] | None = None) -> list[str]:
+    """The files to fetch of those that a repository has."""
+    from torchtitan.data.sources import READABLE, kind_by_name
+
+    def matching(*patterns: str) -> list[str]:
+        return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+    has = f"it has {', '.join(names[:12]) or 'no file'}{f' and {len(names) - 12} more' if len(names) > 12 else ''}"
+    tokenizer = matching(*TOKENIZER)
+    if kind == "model":
+        for form, weights in ((HUGGING_FACE, ".safetensors"), (META, ".pth")):
+            chosen = matching(*form)
+            if form[0] in chosen and any(name.endswith(weights) for name in chosen):
+                return chosen + tokenizer
+        neither = "neither config.json and model*.safetensors nor Meta's params.json and consolidated.*.pth"
+        raise ValueError(f"{repo} has {neither} ({has}); choose a repository or a --revision that has")
+    if kind == "tokenizer":
+        if matching("tokenizer.json", "tokenizer.model", "original/tokenizer.model"):
+            return tokenizer
+        raise ValueError(f"{repo} has no tokenizer.json or tokenizer.model ({has}); name one of a model that brings it")
+    if include:
+        if chosen := matching(*include):
+            return chosen
+        raise ValueError(f"--include {' '.join(include)} matches no file of {repo}; {has}")
+    kinds = {name: kind_by_name(Path(name)) for name in names if name not in matching(*ABOUT_DATA)}
+    found = Counter(kind for kind in kinds.values() if kind is not None)
+    if len(found) == 1:
+        return [name for name, kind in kinds.items() if kind is not None]
+    which = ", ".join(f"{count} {kind}" for kind, count in found.items()) or f"none of {READABLE} ({has})"
+    raise ValueError(f"{repo}: {which}, but text to train on is files of one kind; choose them: --include '*.jsonl'")
+
+
+def fetch(kind: str, repo: str, commit: str, sizes: dict[str, int], folder: Path) -> None:
+    """These files of this commit, all of them or an error."""
+    from huggingface_hub import snapshot_download
+
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = sum(size for name, size in sizes.items() if _size(folder / name) != size)
+    if missing > (free := shutil.disk_usage(folder).free):
+        room = f"{missing / 1e9:,.1f} GB more, but the disk of {folder} has {free / 1e9:,.1f} GB left"
+        raise ValueError(f"{repo} needs {room}; make room, or give a folder elsewhere by --to")
+    patterns = [escape(name) for name in sizes]
+    snapshot_download(repo, repo_type=_type(kind), revision=commit, local_dir=folder, allow_patterns=patterns)
+    # Where the hub fails half way, the library is content with older files of the same name, and only warns.
+    for name, size in sizes.items():
+        note = folder / NOTES / f"{name}.metadata"
+        if (
+            (size and _size(folder / name) != size)
+            or not note.is_file()
+            or note.read_text().partition("\n")[0] != commit
+        ):
+            raise ValueError(f"{folder / name} is not yet that of {repo} at {commit[:12]}; run this again to go on")
+
+
+def describe(kind: str, folder: Path, names: list[str]) -> tuple[str, str]:
+    """What has come, as the rest of the project reads it, and what to do next."""
+    if kind == "tokenizer":
+        from torchtitan.data.tokenizer import build_tokenizer
+
+        what = f"{build_tokenizer(folder).vocab_size:,} ids"
+        for config in sorted(Path("train_configs").glob("*.toml")):
+            if f'hf_assets_path = "./{folder}"' in config.read_text():
+                return what, f"CONFIG_FILE={config} ./run_llama_train.sh"
+        return what, f"./run_llama_train.sh --model.hf_assets_path {quote(str(folder))}"
+    if kind == "model":
+        from torchtitan.training.weights import open_source
+
+        count = sum(tensor.numel() for tensor in open_source(str(folder)).weights.outline.values())
+        next_one = f"python -m torchtitan generate --checkpoint {quote(str(folder))} --prompt 'Once upon a time'"
+        return f"{count:,} parameters", next_one
+    from torchtitan.data.sources import locate_text
+
+    what, next_one = f"all {locate_text('', str(folder)).kind}", "./run_llama_train.sh --training.dataset_path "
+    held_out = [name for name in names if re.search(r"(?<![a-z])(valid|test|dev|eval)", name.lower())]
+    if not held_out or len(held_out) == len(names):
+        return what, next_one + quote(str(folder))
+    what += f", {len(held_out)} of them not to train on by their names ({held_out[0]})"
+    return what, f"{next_one}'{folder}/**/*train*'  # or another glob that leaves those out"
+
+
+def explain(error: Exception, kind: str, repo: str, revision: str | None) -> str:
+    """What went wrong, and what to do about it."""
+    from huggingface_hub import constants, errors, get_token
+
+    hub, token = constants.ENDPOINT, get_token()
+    page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # the library looked for the file here, because of this
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
+    offline = "or run this where there is a network and copy the folder"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE is set, and {repo} has to come from {hub}; unset it, {offline}"
+    if isinstance(error, errors.GatedRepoError) and not token:
+        return (
+            f"{repo} is gated: only accounts that were given access get its files, and there is no token of one\n"
+            f"  1. ask for access at {page}\n  2. make a token of the type Read at {hub}/settings/tokens\n"
+            "  3. export HF_TOKEN=hf_..., and run this again"
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{repo} is gated, and the account of your token has no access, or not yet ({said})\n  ask at {page}; "
+            f"{hub}/settings/gated-repos shows the answer. A fine-grained token also needs 'Read access to contents "
+            "of all public gated repos you can access'"
+        )
+    if status == 401 and token:
+        return f"{hub} refuses your token ({said}); make one at {hub}/settings/tokens and export HF_TOKEN=hf_..."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        private = "what your token may read" if token else "if it is private, set HF_TOKEN"
+        return f"{hub} has no {_type(kind)} {repo} to show; check owner and name, model or dataset, and {private}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repo} has no --revision {revision}; take a branch, tag or commit of {page}/commits/main"
+    if status is not None:
+        return f"{hub} answered {status} for {repo} ({said}); mend that or wait, and run this again to go on"
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+        return f"the folder cannot be written ({error}); mend that, or give another by --to"
+    return f"{hub} is out of reach or broke off ({said}); check the network, run this again to go on, {offline}"
+
+
+def _type(kind: str) -> str:
+    return "dataset" if kind == "dataset" else "model"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=("tokenizer", "model", "dataset"), help="what to fetch of the repository")
+    parser.add_argument("repo", metavar="REPO", help="owner/name on the hub, as in the address of its page")
+    parser.add_argument("--to", type=Path, help="folder (default: assets/hf/NAME, of a dataset assets/datasets/NAME)")
+    parser.add_argument("--revision", help="branch, tag or commit (default: the main branch)")
+    parser.add_argument("--include", nargs="+", metavar="GLOB", help="of a dataset: only files such as 'en/*.json.gz'")
+
+
+def run(args: argparse.Namespace) -> None:
+    from huggingface_hub import HfApi, errors
+
+    kind, repo, begin = args.kind, args.repo, time.perf_counter()
+    if args.include and kind != "dataset":
+        raise ValueError(f"--include chooses files of a dataset; which a {kind} needs is known, so leave it out")
+    try:
+        info: Any = HfApi().repo_info(repo, repo_type=_type(kind), revision=args.revision, files_metadata=True)
+        if info.gated:  # what it holds may be told to all; a mirror without gates may not know this question
+            HfApi().auth_check(repo, repo_type=_type(kind))
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        names = choose(kind, repo, sorted(sizes), args.include)
+        # info.id: a repository that was renamed answers to its old name, too
+        folder = args.to or Path("assets", "datasets" if kind == "dataset" else "hf", info.id.split("/")[-1])
+        signal.signal(signal.SIGINT, lambda *_: _stop(folder))
+        if kind == "model" and "config.json" in names:  # read it before 100 GB of what cannot be used have come
+            from torchtitan.models.llama.hf import from_hf_config
+
+            fetch(kind, repo, info.sha, {"config.json": sizes["config.json"]}, folder)
+            from_hf_config(json.loads((folder / "config.json").read_bytes()))
+        fetch(kind, repo, info.sha, {name: sizes[name] for name in names}, folder)
+    # What they are besides OSError: the HTTP library's, which changed with the versions, and those of hf_xet.
+    except (OSError, errors.HTTPError, RuntimeError) as error:
+        raise ValueError(explain(error, kind, repo, args.revision)) from error
+    size, seconds = sum(sizes[name] for name in names), time.perf_counter() - begin
+    what, command = describe(kind, folder, names)
+    what = f"{kind} of {info.id} at {info.sha}, {len(names)} files, {size / 1e6:,.1f} MB, {what}"
+    print(f"{folder}: {what}; {seconds:.0f} s\nnext:  {command}")
+
+
+def _stop(folder: Path) -> None:
+    """On Ctrl-C. The library would finish the files under way first, and begins parts of files anew."""
+    for part in (folder / NOTES).rglob("*.incomplete"):
+        part.unlink(missing_ok=True)
+    print("\nstopped; run this again to go on", flush=True)
+    os._exit(128 + signal.SIGINT)
