@@ -45,6 +45,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHON": sys.executable}
     environment.pop("OMP_NUM_THREADS", None)
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait by turning round take the cores from other tests
     return subprocess.run(
         ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=280, check=False
     )

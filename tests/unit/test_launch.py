@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from torchtitan.__main__ import main
-from torchtitan.launch import submit
+from torchtitan.launch import interface, submit
 from torchtitan.launch.node import count_gpus, first_host, plan_start, read_node
 
 ROOT = Path(__file__).parents[2]
@@ -213,6 +213,48 @@ def test_what_torchrun_would_read_itself_cannot_undo_the_command() -> None:
     env = CONFIG | PLATFORMS["by hand"] | {"PET_STANDALONE": "1", "MAX_RESTARTS": "1", "NGPU": "1"}
     settings = plan_start(env, [], gpus=1).settings
     assert settings["PET_STANDALONE"] == "0" and settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+# Debian's /etc/hosts: the machine's name means 127.0.1.1 there, where gloo would listen.
+@pytest.mark.parametrize(
+    ("name", "head", "found"),
+    [
+        ("127.0.1.1", "{here}:29500", "{interface}"),
+        ("127.0.1.1", "127.0.0.1:29500", ""),  # all on one machine
+        ("127.0.1.1", "no.such.host.invalid:29500", ""),
+        ("no.such.host.invalid", "{here}:29500", "{interface}"),
+        ("{here}", "{here}:29500", ""),  # as names should be
+    ],
+)
+def test_gloo_is_told_the_way_to_the_head_where_a_nodes_name_means_itself(
+    monkeypatch: pytest.MonkeyPatch, name: str, head: str, found: str
+) -> None:
+    here, its_interface = an_address_of_this_machine()
+    name, head, found = (text.format(here=here, interface=its_interface) for text in (name, head, found))
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert interface.for_gloo(head) == found
+
+
+def an_address_of_this_machine() -> tuple[str, str]:
+    for _, name in socket.if_nameindex():
+        if name != "lo" and (address := interface.address_of(name)):
+            return address, name
+    pytest.skip("this machine has no network but its own")
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert interface.interface_of("127.0.0.1") == "lo"
+    assert interface.interface_of("203.0.113.7") == ""  # nobody's
+
+
+def test_several_nodes_get_gloos_interface_unless_the_caller_names_one() -> None:
+    def toward(head: str) -> str:
+        return f"to {head}"
+
+    env = CONFIG | PLATFORMS["by hand"] | {"NGPU": "1"}
+    assert plan_start(env, [], 1, toward).settings["GLOO_SOCKET_IFNAME"] == "to head:29500"
+    assert "GLOO_SOCKET_IFNAME" not in plan_start(env | {"GLOO_SOCKET_IFNAME": "ib0"}, [], 1, toward).settings
+    assert "GLOO_SOCKET_IFNAME" not in plan_start(env | {"NNODES": "1", "NODE_RANK": "0"}, [], 1, toward).settings
 
 
 def test_a_list_of_ranks_that_is_none_is_refused() -> None:

@@ -206,7 +206,15 @@ def test_a_second_way_to_name_the_config_file_is_refused():
 
 
 @pytest.mark.parametrize(
-    "name", ["run_llama_train.sh", "run_tests.sh", "scripts/setup_env.sh", ".ci/run", "multinode_trainer.slurm"]
+    "name",
+    [
+        "run_llama_train.sh",
+        "run_tests.sh",
+        "scripts/setup_env.sh",
+        ".ci/run",
+        "multinode_trainer.slurm",
+        "tests/slurm/run.sh",
+    ],
 )
 def test_a_script_is_executable_and_parses(name):
     assert (ROOT / name).stat().st_mode & stat.S_IXUSR

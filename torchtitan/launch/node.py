@@ -10,10 +10,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan.config.load import load_config_or_exit
+from torchtitan.launch import interface
 
 # Names of one thing: ours, torchrun's own (which PyTorchJob, Kubeflow Trainer and Run:ai set), Slurm's, SkyPilot's.
 _NUM_NODES = ("NNODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
@@ -236,7 +237,9 @@ class Start:
     arguments: list[str]
 
 
-def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
+def plan_start(
+    env: Mapping[str, str], options: list[str], gpus: int, interface_toward: Callable[[str], str] = lambda _: ""
+) -> Start:
     """torchrun, or train.py itself where one process is all there is; the configuration is checked first."""
     config = env.get("CONFIG_FILE") or "train_configs/debug_model.toml"
     if mode := env.get("COMM_MODE"):
@@ -262,6 +265,8 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
         return Start(_understood(node, config, gpus), settings, train)
     if node.num_nodes > 1:  # else each node's lines say they are of rank 0
         settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
+        if not env.get("GLOO_SOCKET_IFNAME") and (name := interface_toward(node.head)):
+            settings["GLOO_SOCKET_IFNAME"] = name
     if node.restarts:
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store for each try: pytorch issue 135712
     if "PET_STANDALONE" in env:
@@ -292,7 +297,8 @@ def only_prints(env: Mapping[str, str]) -> bool:
 
 
 def main(options: list[str]) -> None:
-    start = plan_start(os.environ, options, count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    start = plan_start(os.environ, options, gpus, interface.for_gloo)
     python = os.path.relpath(sys.executable)
     python = sys.executable if python.startswith("..") else python
     if start.understood:
