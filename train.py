@@ -61,6 +61,7 @@ def main(config: Config, place: Place) -> None:
     training = config.training
     hardware.check_restarts(place.world_size)
     device = hardware.pick_device(place.local_rank)
+    hardware.keep_to_own_cores(place, device)
     build.check_environment(config, device)
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     args = build.build_model_args(config, tokenizer)
@@ -164,8 +165,7 @@ def main(config: Config, place: Place) -> None:
             watch.step = step = step + 1
             learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)
             loss = forward_backward(batch.to(device))
-            for gradient in model.own_gradients():
-                norm.add(gradient)
+            norm.add(*model.own_gradients())
             gradient_norm = norm.total()
             apply_update(optimizer, learning_rate, gradient_norm, training.max_norm)
             update_float8_scales(model.stages.values(), config.float8)

@@ -89,6 +89,17 @@ def pick_device(local_rank: int) -> "torch.device":
     return device
 
 
+def keep_to_own_cores(place: Place, device: "torch.device") -> None:
+    """Where ranks share a CPU, each computes on cores of its own; what somebody else has pinned stays as it is."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type != "cpu" or ranks == 1 or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks
+    if each and os.sched_getaffinity(os.getppid()) == set(cores):
+        os.sched_setaffinity(0, cores[place.local_rank * each : (place.local_rank + 1) * each])
+
+
 @dataclass(frozen=True)
 class Peak:
     """FLOP/s that MFU is counted against, and where the figure is from."""

@@ -216,6 +216,27 @@ def test_a_measured_peak_is_that_of_a_real_product() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ranks", "own", "parents", "kept"),
+    [
+        (2, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, [2, 3]),
+        (8, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, None),  # fewer cores than ranks
+        (2, {2, 3}, {0, 1, 2, 3}, None),  # pinned by somebody
+        (1, {0, 1}, {0, 1}, None),
+    ],
+)
+def test_ranks_of_one_cpu_keep_to_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, own: set[int], parents: set[int], kept: list[int] | None
+) -> None:
+    calls: list[list[int]] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda process: parents if process else own)
+    monkeypatch.setattr(hardware.os, "sched_setaffinity", lambda process, cores: calls.append(cores))
+    hardware.keep_to_own_cores(hardware.Place(1, 1, ranks), torch.device("cpu"))
+    hardware.keep_to_own_cores(hardware.Place(1, 1, ranks), torch.device("cuda"))
+    assert calls == ([] if kept is None else [kept])
+
+
+@pytest.mark.parametrize(
     ("capability", "cannot", "name", "second"),
     [
         ((9, 0), [], "cuDNN", "FLASH_ATTENTION"),

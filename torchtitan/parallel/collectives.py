@@ -129,13 +129,14 @@ class GlobalNorm:
         self._squares: dict[tuple, list[Tensor]] = defaultdict(list)
 
     @torch.no_grad()
-    def add(self, tensor: Tensor) -> None:
-        layout: tuple = ()
-        if isinstance(tensor, DTensor):
-            layout = (tensor.device_mesh, tensor.placements)
-            tensor = tensor.to_local()
-        rows = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
-        self._squares[layout].append(rows.double().square().sum())
+    def add(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            layout: tuple = ()
+            if isinstance(tensor, DTensor):
+                layout = (tensor.device_mesh, tensor.placements)
+                tensor = tensor.to_local()
+            rows = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
+            self._squares[layout].append(rows.double().square().sum())
 
     def total(self) -> Tensor:
         """Of what was added since it was last asked for."""
@@ -156,6 +157,5 @@ class GlobalNorm:
 def global_norm(tensors: list[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
     """The same of tensors that are all there."""
     norm = GlobalNorm(stages)
-    for tensor in tensors:
-        norm.add(tensor)
+    norm.add(*tensors)
     return norm.total()

@@ -147,8 +147,7 @@ def estimate(
 
         forward_backward(blank_batch(config, dims.dp))
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
-        for gradient in model.own_gradients():
-            norm.add(gradient)
+        norm.add(*model.own_gradients())
         apply_update(optimizer, config.optimizer.lr, norm.total(), config.training.max_norm)
         parameters = sum(p.numel() for p in model.parameters())
         return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved))
