@@ -4,6 +4,7 @@ Peaks are the vendors' dense bf16 figures in TFLOP/s. A device that is not in th
 """
 
 import functools
+import json
 import os
 import re
 import resource
@@ -129,6 +130,22 @@ def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: 
     while time.perf_counter() < end:
         best = min(best, timed())
     return 2 * n**3 / best
+
+
+def print_device_checks() -> None:
+    """For a preflight, as JSON: whether each GPU here multiplies matrices right, and how fast."""
+    import torch
+
+    checks = []
+    for i in range(torch.cuda.device_count()):
+        device = torch.device("cuda", i)
+        torch.cuda.set_device(device)
+        # Whole numbers up to 256 are exact in bf16, and so are these sums of 256 products, in whatever order.
+        a, b = (torch.randint(-1, 2, shape, device=device).bfloat16() for shape in ((8192, 256), (256, 8192)))
+        by_product = (a @ b).double().sum(dim=1)
+        exact = torch.equal(by_product, (a.double() @ b.double().sum(dim=1, keepdim=True)).squeeze(1))
+        checks.append({"exact": exact, "tflops": measure_matmul_flops(device, torch.bfloat16) / 1e12})
+    print(json.dumps(checks))
 
 
 def describe_device(device: "torch.device") -> str:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan.config.load import load_config_or_exit
+from torchtitan.config.schema import Config
+from torchtitan.launch.network import interface_to_set
 
 # Names of one thing: ours, torchrun's own (which PyTorchJob, Kubeflow Trainer and Run:ai set), Slurm's, SkyPilot's.
 _NUM_NODES = ("NNODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
@@ -233,6 +235,8 @@ class Start:
     understood: str
     settings: dict[str, str]
     arguments: list[str]
+    node: Node | None = None  # None: nothing that others are met for
+    config: Config | None = None
 
 
 def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
@@ -252,20 +256,23 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
     # Without torch and before any rank exists, so that a mistake is shown at once and once a node.
-    load_config_or_exit(train[1:], node.world_size, rank=0)
+    checked = load_config_or_exit(train[1:], node.world_size, rank=0)
 
     settings = _allocator_and_threads(env, node) if gpus == 0 and not fake else {}
     if fake or (node.world_size == 1 and node.restarts == 0):
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # a platform may have numbered its containers so
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
-        return Start(_understood(node, config, gpus), settings, train)
-    if node.num_nodes > 1:  # else each node's lines say they are of rank 0
+        return Start(_understood(node, config, gpus), settings, train, None if fake else node, checked)
+    if node.num_nodes > 1:
+        if (interface := interface_to_set(env, node.head)) is not None:
+            settings["GLOO_SOCKET_IFNAME"] = interface
+        # else each node's lines say they are of rank 0
         settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     if node.restarts:
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store for each try: pytorch issue 135712
     if "PET_STANDALONE" in env:
         settings["PET_STANDALONE"] = "0"  # an option that no other can undo
-    return Start(_understood(node, config, gpus), settings, [*node.torchrun(shown_ranks), *train])
+    return Start(_understood(node, config, gpus), settings, [*node.torchrun(shown_ranks), *train], node, checked)
 
 
 def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
@@ -290,6 +297,17 @@ def only_prints(env: Mapping[str, str]) -> bool:
     return (env.get("DRY_RUN") or "0") != "0"
 
 
+def preflight(options: list[str], start: Start | None = None) -> bool:
+    """Whether all that training needs of the nodes is there; says what is not. A dry run needs nothing."""
+    from torchtitan.launch import preflight
+
+    gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    start = start or plan_start(os.environ, options, gpus)
+    if start.node is None or start.config is None:
+        return True
+    return preflight.run(start.node, start.config, {**os.environ, **start.settings}, gpus)
+
+
 def main(options: list[str]) -> None:
     start = plan_start(os.environ, options, count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
     python = os.path.relpath(sys.executable)
@@ -298,8 +316,11 @@ def main(options: list[str]) -> None:
         settings = [f"{name}={shlex.quote(value)}" for name, value in start.settings.items()]
         print(start.understood)
         print(" ".join([*settings, shlex.join([python, *start.arguments])]), flush=True)
-    if not only_prints(os.environ):
-        os.execve(python, [python, *start.arguments], {**os.environ, **start.settings})
+    if only_prints(os.environ):
+        return
+    if (os.environ.get("PREFLIGHT") or "0") != "0" and not preflight(options, start):
+        raise SystemExit(1)
+    os.execve(python, [python, *start.arguments], {**os.environ, **start.settings})
 
 
 if __name__ == "__main__":
