@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it imports this file
 
 _ANSWER_SECONDS = 30  # of a node that has come
 _PAIR_SECONDS = 6
-_FOLDER_SECONDS = 10  # until a file of another node must be seen: network folders remember what was not there
+_FOLDER_SECONDS = 5  # until a file of another node must be seen: network folders remember what was not there
 _MOST_ROUNDS = 31  # of pairs that measure at once; up to 32 nodes that is every pair
 
 
