@@ -110,16 +110,16 @@ def nccl_interfaces(env: Mapping[str, str], addresses: Mapping[str, str]) -> Non
         )
 
 
-def interface_to_set(env: Mapping[str, str], head: str) -> str | None:
-    """The interface that leads to the head, where gloo would listen on loopback, to which no other machine comes.
+def way_to_head(head: str) -> tuple[str, str] | None:
+    """This node's address and interface toward the head, where its own name means loopback, as Debian sets it up.
 
-    Debian gives a host's name the address 127.0.1.1; gloo then waits for the others, and past its own timeout.
+    Others would be told that name's address, 127.0.1.1: gloo waits for them there, past its own timeout.
     """
     addresses = own_addresses()
-    if env.get("GLOO_SOCKET_IFNAME") or not is_local(gloo_address(env, addresses)):
+    if not is_local(gloo_address({}, addresses)):
         return None
     toward = address_toward(split_endpoint(head)[0])
-    return None if toward is None or is_local(toward) else interface_of(toward, addresses)
+    return None if toward is None or toward not in addresses or is_local(toward) else (toward, addresses[toward])
 
 
 class Channel:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torchtitan.config.load import load_config_or_exit
 from torchtitan.config.schema import Config
-from torchtitan.launch.network import interface_to_set
+from torchtitan.launch.network import way_to_head
 
 # Names of one thing: ours, torchrun's own (which PyTorchJob, Kubeflow Trainer and Run:ai set), Slurm's, SkyPilot's.
 _NUM_NODES = ("NNODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
@@ -55,13 +55,14 @@ class Node:
     def world_size(self) -> int:
         return self.num_nodes * self.num_processes
 
-    def torchrun(self, shown_ranks: str) -> list[str]:
+    def torchrun(self, shown_ranks: str, own_address: str | None = None) -> list[str]:
         """The arguments of Python that start this node's ranks, up to train.py's own.
 
         What is given here wins over torchrun's reading of PET_*. Several nodes meet statically: each has the rank its
         launcher gave it, so rank 0, its log and its TensorBoard are on the head node, and a node that does not come is
         said by number. A static meeting happens once, though. A run that is to be brought back needs torchrun's
-        dynamic one (c10d), which drops the dead, waits for all and numbers the nodes anew, in the order of their names.
+        dynamic one (c10d), which drops the dead, waits for all and numbers the nodes anew, in the order of their names
+        (or, where a name says nothing to other nodes, of their own addresses).
         """
         rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
         if self.num_nodes > 1:
@@ -73,6 +74,7 @@ class Node:
                 wait = f"join_timeout={self.timeout_seconds},read_timeout={self.timeout_seconds}"
                 host = "" if self.rank is None else f"is_host={int(self.rank == 0)},"
                 rendezvous = ["--rdzv_backend=c10d", *common, f"--rdzv_conf={host}{wait}"]
+                rendezvous += [f"--local_addr={own_address}"] if own_address else []
         return [
             *("-m", "torch.distributed.run", f"--nnodes={self.num_nodes}", f"--nproc_per_node={self.num_processes}"),
             *(f"--max_restarts={self.restarts}", *rendezvous),
@@ -263,16 +265,20 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # a platform may have numbered its containers so
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
         return Start(_understood(node, config, gpus), settings, train, None if fake else node, checked)
+    own_address = None
     if node.num_nodes > 1:
-        if (interface := interface_to_set(env, node.head)) is not None:
-            settings["GLOO_SOCKET_IFNAME"] = interface
-        # else each node's lines say they are of rank 0
+        if (way := way_to_head(node.head)) is not None:
+            own_address, interface = way
+            settings |= {} if env.get("GLOO_SOCKET_IFNAME") else {"GLOO_SOCKET_IFNAME": interface}
+        # Else each node's lines say they are of rank 0.
         settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     if node.restarts:
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store for each try: pytorch issue 135712
     if "PET_STANDALONE" in env:
         settings["PET_STANDALONE"] = "0"  # an option that no other can undo
-    return Start(_understood(node, config, gpus), settings, [*node.torchrun(shown_ranks), *train], node, checked)
+    return Start(
+        _understood(node, config, gpus), settings, [*node.torchrun(shown_ranks, own_address), *train], node, checked
+    )
 
 
 def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
