@@ -144,7 +144,9 @@ def print_device_checks() -> None:
         a, b = (torch.randint(-1, 2, shape, device=device).bfloat16() for shape in ((8192, 256), (256, 8192)))
         by_product = (a @ b).double().sum(dim=1)
         exact = torch.equal(by_product, (a.double() @ b.double().sum(dim=1, keepdim=True)).squeeze(1))
-        checks.append({"exact": exact, "tflops": measure_matmul_flops(device, torch.bfloat16) / 1e12})
+        tflops = measure_matmul_flops(device, torch.bfloat16) / 1e12
+        known = {"name": torch.cuda.get_device_name(i), "uuid": str(torch.cuda.get_device_properties(i).uuid)}
+        checks.append({**known, "exact": exact, "tflops": tflops})
     print(json.dumps(checks))
 
 

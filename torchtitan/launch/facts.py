@@ -23,8 +23,9 @@ from torchtitan.launch import network
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK_SECONDS = 5  # torchrun's dynamic meeting takes a node for dead whose heartbeat, sent every 5 s, looks 15 s old
 _SLOW = 0.7  # of the median
+_TAKEN_MIB = 2048  # more than drivers and displays take
 _MOST_LINES = 6  # of one kind of difference
-_GPU_FIELDS = ("name", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "driver_version")
+_GPU_FIELDS = ("uuid", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "driver_version")
 
 Facts = dict[str, Any]
 
@@ -85,33 +86,30 @@ def check_gpus() -> list[Facts]:
     """The GPUs of this node as nvidia-smi and a short computation find them, each with its problems."""
     smi = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     program = [sys.executable, "-c", "from torchtitan import hardware; hardware.print_device_checks()"]
-    devices: list[Facts] = []
     try:
         listed = subprocess.run(smi, capture_output=True, text=True, timeout=60, check=True).stdout
-        devices = [dict(zip(_GPU_FIELDS, line.split(", "), strict=True)) for line in listed.splitlines()]
         computed = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
         if computed.returncode:
-            raise OSError("torch: " + (computed.stderr.strip().splitlines() or ["it was killed"])[-1])
+            raise OSError((computed.stderr.strip().splitlines() or ["its computation was killed"])[-1])
         checks = json.loads(computed.stdout)
+        if not checks:
+            raise OSError("torch sees none; install a CUDA build of torch that fits the driver")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return [{**device, "problems": []} for device in devices] + [
-            {"problems": [f"its GPUs cannot be used: {error}"]}
-        ]
-    return judge_gpus(devices, checks)
+        return [{"problems": [f"nvidia-smi shows GPUs, but they cannot be used: {error}"]}]
+    return judge_gpus([dict(zip(_GPU_FIELDS, line.split(", "), strict=True)) for line in listed.splitlines()], checks)
 
 
-def judge_gpus(devices: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
+def judge_gpus(listed: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
+    """What nvidia-smi lists and what torch has computed, of the GPUs that torch sees, as one."""
+    by_uuid = {device["uuid"].removeprefix("GPU-"): device for device in listed}
     judged = []
-    for i, device in enumerate(devices):
-        errors = device["ecc.errors.uncorrected.volatile.total"]
-        wrong = (
-            [f"GPU {i} has {errors} uncorrected memory errors; reset or replace it"] if errors.strip("0N/A[] ") else []
-        )
-        judged.append({**device, "problems": wrong})
-    for i, check in enumerate(checks):  # torch may see fewer, in the same order
-        judged[i : i + 1] = [{**(judged[i] if i < len(judged) else {"problems": []}), "tflops": check["tflops"]}]
+    for i, check in enumerate(checks):
+        device, problems = by_uuid.get(check["uuid"], {}), []
+        if (errors := device.get("ecc.errors.uncorrected.volatile.total", "0")) not in ("0", "[N/A]"):
+            problems.append(f"GPU {i} has {errors} uncorrected memory errors; reset it or leave it out")
         if not check["exact"]:
-            judged[i]["problems"].append(f"GPU {i} multiplies matrices wrongly; take it out of the run")
+            problems.append(f"GPU {i} multiplies matrices wrongly; leave it out")
+        judged.append(device | check | {"problems": problems})
     return judged
 
 
@@ -124,14 +122,17 @@ def differences(nodes: Sequence[Facts]) -> list[str]:
     return found + _differing(nodes, "versions", "install the same on all nodes")
 
 
-def slow_gpus(nodes: Sequence[Facts]) -> list[str]:
-    """GPUs that compute at less than 0.7 of the median of their kind: one such holds up all the others."""
-    speeds = defaultdict(list)
+def gpu_notes(nodes: Sequence[Facts]) -> list[str]:
+    """GPUs at less than 0.7 of the median of their kind, which hold up all others, and those with memory taken."""
+    speeds, lines = defaultdict(list), []
     for rank, facts in enumerate(nodes):
         for i, device in enumerate(facts["devices"]):
             if "tflops" in device:
                 speeds[device.get("name")].append((device["tflops"], rank, i))
-    lines = []
+            if int(device.get("memory.used", 0)) > _TAKEN_MIB:
+                lines.append(
+                    f"{name_of(nodes, rank)}: GPU {i} has {device['memory.used']} MiB in use by something else"
+                )
     for kind, of_kind in speeds.items():
         median = statistics.median(tflops for tflops, _, _ in of_kind)
         lines += [
@@ -150,20 +151,22 @@ def _differing(nodes: Sequence[Facts], kind: str, fix: str, shows_values: bool =
             holders[facts[kind].get(key)].append(i)
         if len(holders) == 1:
             continue
-        shown = [f"{value or 'absent'} on {_these(nodes, of)}" for value, of in holders.items()]
-        if not shows_values:
-            least = min(holders.values(), key=len)
-            shown = [f"another on {_these(nodes, least)} than on the others"]
+        words = list(holders) if shows_values else ["one", *["another"] * (len(holders) - 1)]
+        shown = [
+            f"{word or 'absent'} on {_holders(nodes, of)}" for word, of in zip(words, holders.values(), strict=True)
+        ]
         lines.append(f"{key}: {', '.join(shown)}; {fix}")
     more = [f"and {len(lines) - _MOST_LINES} more of this kind"] if len(lines) > _MOST_LINES else []
     return lines[:_MOST_LINES] + more
 
 
-def _these(nodes: Sequence[Facts], ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return name_of(nodes, ranks[0])
+def _holders(nodes: Sequence[Facts], ranks: Sequence[int]) -> str:
+    return name_of(nodes, ranks[0]) if len(ranks) == 1 else in_short(ranks)
+
+
+def in_short(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"nodes {', '.join(map(str, ranks[:8]))}{more}"
+    return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def name_of(nodes: Sequence[Facts], rank: int) -> str:

@@ -52,15 +52,18 @@ def is_local(address: str) -> bool:
     return plain.is_loopback or plain.is_link_local
 
 
-def interface_of(address: str, addresses: Mapping[str, str]) -> str | None:
-    return addresses.get(address) or ("lo" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else None)
+def interface_of(address: str | None, addresses: Mapping[str, str]) -> str:
+    """Its name; ? where the address is none of this machine's first ones."""
+    if address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return "lo"
+    return addresses.get(address or "", "?")
 
 
 def leads_here(host: str, addresses: Mapping[str, str]) -> bool:
     """Whether a name or address means this machine."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]
-        return interface_of(str(found), addresses) is not None
+        return interface_of(str(found), addresses) != "?"
     return False
 
 

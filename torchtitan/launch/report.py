@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.launch.facts import digest, name_of
+from torchtitan.launch.network import interface_of
 
 SLOW = 0.5  # of the median of all pairs
 _MOST_SHOWN = 16  # nodes; of more, only what is wrong
@@ -15,7 +16,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     rows = [["node", "host", "address", "clock", "cores", "code", "config", "devices"]]
     for rank, facts in enumerate(nodes[:_MOST_SHOWN]):
         clock = f"{facts['clock_seconds'] * 1e3:+.1f} ms" if "clock_seconds" in facts else ""
-        interface = facts["addresses"].get(facts["address"], "lo")
+        interface = interface_of(facts["address"], facts["addresses"])
         known = [
             f"{device['name']} {device.get('tflops', 0):.0f} TFLOP/s" for device in facts["devices"] if "name" in device
         ]
