@@ -21,8 +21,8 @@ from torchtitan.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 
-# Node i is 10.0.0.10+i (eth0) and 10.1.0.10+i (eth1). Node 0 drops what comes to port 29999 by eth0, and to ports from
-# 30000 by eth1: rules of routing do it, so that no firewall's program is needed.
+# Node i is 10.0.0.10+i (eth0) and 10.1.0.10+i (eth1). Node 0 drops what comes to port 29999 by eth0, and rejects what
+# comes to ports from 30000 by eth1: rules of routing do it, so that no firewall's program is needed.
 SET_UP = """
 set -e
 mount -t tmpfs tmpfs /run
@@ -43,8 +43,9 @@ for i in 0 1 2 3; do
 done
 ip -n node0 rule add pref 100 lookup local
 ip -n node0 rule delete pref 0
+ip netns exec node0 sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'  # else it drops what it should reject
 ip -n node0 rule add pref 10 iif eth0 ipproto tcp dport 29999 blackhole
-ip -n node0 rule add pref 11 iif eth1 ipproto tcp dport 30000-65000 blackhole
+ip -n node0 rule add pref 11 iif eth1 ipproto tcp dport 30000-65000 unreachable
 echo ready
 exec sleep 1000
 """
@@ -156,23 +157,10 @@ def test_nodes_train_as_one_process_does(
         assert differences(records, trained_alone, key) <= bound
 
 
-def test_a_rank_that_others_cannot_reach_by_gloo_ends_and_says_so(nodes: Nodes) -> None:
-    """gloo itself would have the first rank wait without an end."""
-    program = "import torch; from torchtitan.parallel import collectives as c; from torchtitan.observe.log import *; "
-    program += "start_logging({0}, False); c.start_process_group(torch.device('cpu'), {0}, 2, 2)"
-    env = {"MASTER_PORT": "29510", "WORLD_SIZE": "2"}
-    ranks = [
-        nodes.start(rank, [sys.executable, "-c", program.format(rank)], "10.1.0.1{}", RANK=str(rank), **env)
-        for rank in (0, 1)
-    ]
-    first, second = outputs_of(ranks, 60)
-    assert [rank.returncode for rank in ranks] == [1, 1]
-    assert "another rank has not connected to this one by gloo within 12 s; each node is asked" in first
-    assert "ValueError: this rank cannot connect to another by gloo (" in second and "PREFLIGHT=1" in second
-
-
 Failure = tuple[dict[int, dict[str, Any]], dict[int, list[str]]]
 NO_ANSWER = "no answer: a firewall drops it, or no machine has this address"
+NO_ROUTE = "no route to host: no such machine in this node's networks, or a firewall rejects it"
+REJECTED = NO_ROUTE.replace("no route to host", "network is unreachable")
 UNLIKE = [
     "node 1 (node1): GLOO_SOCKET_IFNAME = eth7, but this node has no such interface with an address; use one of "
     "eth0 (10.0.0.11), eth1 (10.1.0.11)",
@@ -182,7 +170,7 @@ UNLIKE = [
     "but node 3 (node3) does not see what node 0 writes there; put job.dump_folder on a folder that all nodes share",
 ]
 TWO_INTERFACES = (
-    f"node 1 (node1) cannot reach node 0 (node0) at 10.1.0.10 (eth1): {NO_ANSWER}; gloo takes eth1 on nodes 0, 1, the "
+    f"node 1 (node1) cannot reach node 0 (node0) at 10.1.0.10 (eth1): {REJECTED}; gloo takes eth1 on nodes 0, 1, the "
     f"way to the head is eth0; for that, set GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 there"
 )
 # Of each: what is set on which nodes, and what these say. `as_node` is who starts it, `options` are of train.py.
@@ -192,7 +180,7 @@ FAILURES: dict[str, Failure] = {
         {
             0: ["nodes 1, 2, 3 of 4 did not come to 10.0.0.10:29520 within 20 s (RDZV_TIMEOUT); look at the output"],
             1: [
-                f"node 1 (node1) cannot reach the head 10.0.0.99:29520 within 20 s: {NO_ANSWER}. It has eth0 "
+                f"node 1 (node1) cannot reach the head 10.0.0.99:29520 within 20 s: {NO_ROUTE}. It has eth0 "
                 f"(10.0.0.11), eth1 (10.1.0.11); MASTER_ADDR must be one of node 0's"
             ],
             2: ["MASTER_ADDR = 10.0.0.12 is node 2 (node2) itself; use an address of node 0 that all nodes reach"],
@@ -201,7 +189,7 @@ FAILURES: dict[str, Failure] = {
     ),
     "an address that is not node 0's": (
         {0: {"MASTER_ADDR": "10.0.0.99", "NNODES": "2"}},
-        {0: [f"10.0.0.99:29521 does not lead to node 0 itself ({NO_ANSWER}); MASTER_ADDR must be one of eth0 ("]},
+        {0: [f"10.0.0.99:29521 does not lead to node 0 itself ({NO_ROUTE}); MASTER_ADDR must be one of eth0 ("]},
     ),
     "a name that nobody knows": (
         {1: {"MASTER_ADDR": "head", "NNODES": "2", "RDZV_TIMEOUT": "2"}},
@@ -223,7 +211,7 @@ FAILURES: dict[str, Failure] = {
     ),
     "other ports that a firewall closes": (
         dict.fromkeys((0, 1), {"MASTER_ADDR": "10.1.0.10", "name_means": "10.1.0.1{}"}),
-        dict.fromkeys((0, 1), [f"at 10.1.0.10 (eth1): {NO_ANSWER}; open all ports between nodes, not the head's"]),
+        dict.fromkeys((0, 1), [f"at 10.1.0.10 (eth1): {REJECTED}; open all ports between nodes, not the head's"]),
     ),
     "names that lead to another interface": (
         dict.fromkeys((0, 1), {"name_means": "10.1.0.1{}"}),
@@ -251,7 +239,10 @@ FAILURES: dict[str, Failure] = {
 
 @pytest.fixture(scope="module")
 def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
-    """All failures at once, for most of their time is waiting: the exit code and output of each node."""
+    """All failures at once, for most of their time is waiting: the output and exit code of each node.
+
+    Of "gloo", too: two ranks without torchrun, whose names lead to an interface with a firewall.
+    """
     folder, copy, ahead = (tmp_path_factory.mktemp(name) for name in ("run", "copy", "ahead"))
     shutil.copytree(ROOT / "torchtitan", copy / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "requirements.txt"):
@@ -261,7 +252,11 @@ def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     (ahead / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 60\n")
     server = 'import socket, time; s = socket.create_server(("", 29523)); s.accept()[0].close(); time.sleep(20)'
     words = {"copy": copy, "ahead": ahead, "folder": folder, "python": sys.executable, "server": server}
-    started = {}
+    connect = "import torch; from torchtitan.parallel import collectives as c; from torchtitan.observe import log; "
+    connect += "log.start_logging({0}, False); c.start_process_group(torch.device('cpu'), {0}, 2, 3)"
+    env = {"MASTER_PORT": "29510", "WORLD_SIZE": "2", "name_means": "10.1.0.1{}"}
+    ranks = {rank: [sys.executable, "-c", connect.format(rank)] for rank in (0, 1)}
+    started = {"gloo": {rank: nodes.start(rank, ranks[rank], RANK=str(rank), **env) for rank in ranks}}
     for i, (name, (settings, _)) in enumerate(FAILURES.items()):
         started[name] = {}
         for node, given in settings.items():
@@ -271,7 +266,7 @@ def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
             command = [sys.executable, "-m", "torchtitan", "preflight", "--", *options]
             started[name][node] = nodes.start(node, command, cwd=Path(env.pop("cwd", ROOT)), **env)
     return {
-        name: {node: (process, outputs_of([process])[0]) for node, process in of.items()}
+        name: {node: (outputs_of([process])[0], process.returncode) for node, process in of.items()}
         for name, of in started.items()
     }
 
@@ -279,9 +274,16 @@ def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_preflight_says_on_each_node_what_is_wrong(ended: dict[str, dict[int, Any]], name: str) -> None:
     for node, messages in FAILURES[name][1].items():
-        process, output = ended[name][node]
+        output, code = ended[name][node]
         said = re.findall("^run_llama_train.sh: preflight: (.*)$", output, re.MULTILINE)
-        assert process.returncode == 1 and "Traceback" not in output, output
+        assert code == 1 and "Traceback" not in output, output
         assert len(said) == len(messages), output
         for line, message in zip(said, messages, strict=True):
             assert message in line, output
+
+
+def test_a_rank_that_others_do_not_reach_by_gloo_ends_and_says_so(ended: dict[str, dict[int, Any]]) -> None:
+    """gloo itself would have the first rank wait five times as long as it is told."""
+    (first, first_code), (second, second_code) = ended["gloo"].values()
+    assert first_code == 1 and "another rank has not connected to this one by gloo within 8 s; each node is" in first
+    assert second_code == 1 and "ValueError: this rank cannot connect to another by gloo (" in second, second

@@ -154,14 +154,16 @@ class Channel:
 
 
 def connect(endpoint: str, deadline: float) -> socket.socket:
-    """A connection; tried again until the deadline, for the other may begin later. OSError says why the last failed."""
+    """A connection; tried again until the deadline, for the other may begin later. OSError says why it failed."""
+    reason: OSError = TimeoutError()  # the last that says more than that time was over
     while True:
         left = deadline - time.monotonic()
         try:
             return socket.create_connection(split_endpoint(endpoint), timeout=max(0.1, min(_TRIES_SECONDS, left)))
-        except OSError:
+        except OSError as error:
+            reason = reason if isinstance(error, TimeoutError) else error
             if time.monotonic() + 0.3 > deadline:
-                raise
+                raise reason from None
             time.sleep(0.3)
 
 
@@ -182,7 +184,7 @@ def what_failed(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "no answer: a firewall drops it, or no machine has this address"
     return (
-        f"{(error.strerror or str(error)).lower()}: no such machine in this node's networks, or its interface is down"
+        f"{(error.strerror or str(error)).lower()}: no such machine in this node's networks, or a firewall rejects it"
     )
 
 

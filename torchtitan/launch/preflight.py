@@ -64,7 +64,7 @@ def take_part(node: "Node", facts: Facts, begin: float, lead: "Lead | None") -> 
     me = f"node {node.rank or 0} ({facts['host']})"
     head = lead.endpoint if lead else node.head
     try:  # node 0 listens to itself already: a head that does not answer it is none
-        connection = network.connect(head, begin + node.timeout_seconds if lead is None else time.monotonic() + 3)
+        connection = network.connect(head, begin + node.timeout_seconds if lead is None else time.monotonic() + 5)
     except OSError as error:
         raise Failed(_unreachable(me, node, facts, error, time.monotonic() - begin)) from None
     channel = Channel(connection, _WELCOME_SECONDS)

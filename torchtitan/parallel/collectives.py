@@ -26,12 +26,12 @@ _WAY = (
 def start_process_group(device: torch.device, rank: int, world_size: int, timeout_seconds: int) -> None:
     """Join the run's process group; host tensors always travel by gloo, so that they never wait for a GPU.
 
-    A single process is a group of one that needs no rendezvous. gloo's wait for the others to connect knows no end of
-    its own; this process ends then.
+    A single process is a group of one that needs no rendezvous. gloo waits for the others to connect five times as
+    long as it is told; this process does not.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {"store": dist.HashStore()} if world_size == 1 else {}
-    alarm = threading.Timer(timeout_seconds + 10, _leave_unconnected, (timeout_seconds + 10,))
+    alarm = threading.Timer(timeout_seconds + 5, _leave_unconnected, (timeout_seconds + 5,))
     alarm.daemon = True
     alarm.start()
     try:
