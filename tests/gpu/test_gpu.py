@@ -9,6 +9,7 @@ import torch
 from tests.measured_peak import train_two_steps
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.launch.facts import check_gpus
 from torchtitan.parallel.collectives import start_process_group, stop_process_group
 from torchtitan.training import build
 from torchtitan.training.dry_run import estimate
@@ -97,3 +98,9 @@ def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
     finally:
         stop_process_group()
     assert estimate(config, args, rank=0, world_size=1).peak_bytes == pytest.approx(measured, rel=0.1)
+
+
+def test_a_preflight_finds_the_gpus_sound_and_knows_their_speed() -> None:
+    devices = check_gpus()
+    assert len(devices) == torch.cuda.device_count() and not any(device["problems"] for device in devices)
+    assert all(device["tflops"] > 1 and device["driver_version"] for device in devices)
