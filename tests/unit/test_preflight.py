@@ -129,6 +129,18 @@ def test_a_node_that_leaves_ends_it_for_all_and_strangers_end_nothing(
     assert f"node 1 ({socket.gethostname()}) came and is gone" in capsys.readouterr().err
 
 
+def test_a_node_that_says_other_things_is_no_pass(
+    config: Config, free_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = nodes_of(2, free_port)[0]
+    with ThreadPoolExecutor() as pool:
+        verdict = pool.submit(preflight.run, node, config, {}, 0)
+        stranger = come(node, b'{"preflight": 1, "port": 1, "facts": {"host": "h"}}\n')
+        assert not verdict.result(30)
+        stranger.close()
+    assert "the preflight itself has failed on node 0: KeyError(" in capsys.readouterr().err
+
+
 def test_what_is_not_node_0_is_told_from_it(config: Config, free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
     node = nodes_of(2, free_port)[1]
     with socket.create_server(("127.0.0.1", free_port)) as server, ThreadPoolExecutor() as pool:

@@ -79,6 +79,9 @@ class Lead(threading.Thread):
         except Failed as failure:
             report.errors += failure.args
             self._let_in_who_knocks()
+        except Exception as error:  # of ours, or of a node whose other code says other things: not to look like a pass
+            report.nodes = []
+            report.errors.append(f"the preflight itself has failed on node 0: {error!r}; are all nodes of one version?")
         finally:
             self.listener.close()
             report.seconds = time.monotonic() - self.begin
