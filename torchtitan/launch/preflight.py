@@ -66,7 +66,7 @@ def take_part(node: "Node", facts: Facts, begin: float, lead: "Lead | None") -> 
     try:  # node 0 listens to itself already: a head that does not answer it is none
         connection = network.connect(head, begin + node.timeout_seconds if lead is None else time.monotonic() + 5)
     except OSError as error:
-        raise Failed(_unreachable(me, node, facts, error, time.monotonic() - begin)) from None
+        raise Failed(_unreachable(me, node, facts, error)) from None
     channel = Channel(connection, _WELCOME_SECONDS)
     peers = network.listen(0, facts["address"])
     try:
@@ -87,7 +87,7 @@ def take_part(node: "Node", facts: Facts, begin: float, lead: "Lead | None") -> 
         channel.close()
 
 
-def _unreachable(me: str, node: "Node", facts: Facts, error: OSError, seconds: float) -> str:
+def _unreachable(me: str, node: "Node", facts: Facts, error: OSError) -> str:
     host, _ = split_endpoint(node.head)
     own = network.in_words(facts["addresses"])
     if node.rank == 0:
@@ -95,7 +95,7 @@ def _unreachable(me: str, node: "Node", facts: Facts, error: OSError, seconds: f
     if network.leads_here(host, facts["addresses"]):
         return f"MASTER_ADDR = {host} is {me} itself; use an address of node 0 that all nodes reach"
     return (
-        f"{me} cannot reach the head {node.head} within {seconds:.0f} s: {what_failed(error)}. It has {own}; "
+        f"{me} cannot reach the head {node.head} within {node.timeout_seconds} s: {what_failed(error)}. It has {own}; "
         f"MASTER_ADDR must be one of node 0's, MASTER_PORT the same on all nodes, and node 0 must have been started"
     )
 
