@@ -12,6 +12,7 @@
 # COMM_MODE    fake_backend: a dry run of NNODES x NGPU ranks in one process, on any machine (--comm.mode)
 # MAX_RESTARTS how often torchrun brings the run back after a rank has died; it goes on from its newest checkpoint
 # RDZV_TIMEOUT seconds a node waits for the others  default: 900
+# PREFLIGHT    1: first check, with the other nodes, that all reach each other and are alike
 # LOG_RANK     ranks of each node whose lines are shown: 0,1  default: 0
 # DRY_RUN      1: check the configuration and print the command, start nothing
 # PYTHON       the Python to use                 default: .venv beside this file, else python3, else a new .venv

@@ -64,6 +64,9 @@ def main(argv: list[str]) -> None:
 
     submit.add_arguments(verbs.add_parser("launch", help="submit a run to Slurm, Run:ai, Kubernetes or SkyPilot"))
 
+    flight = verbs.add_parser("preflight", help="check, on each node, what ./run_llama_train.sh needs of the nodes")
+    flight.epilog = "It reads the variables of ./run_llama_train.sh. After --: options of train.py."
+
     from torchtitan.data import prepare
 
     prepare.add_arguments(verbs.add_parser("prepare", help="tokenise text once, to train from at memory speed"))
@@ -73,7 +76,7 @@ def main(argv: list[str]) -> None:
     download.add_arguments(verbs.add_parser("download", help="a tokenizer, model or dataset of the Hugging Face hub"))
 
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
-    takes_options = argv[:1] in (["compare"], ["drill"], ["eval"], ["launch"])
+    takes_options = argv[:1] in (["compare"], ["drill"], ["eval"], ["launch"], ["preflight"])
     end = argv.index("--") if takes_options and "--" in argv else len(argv)
     try:
         _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
@@ -110,6 +113,10 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
         from torchtitan.launch import submit
 
         raise SystemExit(submit.run(args, options))
+    elif args.verb == "preflight":
+        from torchtitan.launch import node
+
+        raise SystemExit(not node.preflight(options))
     elif args.verb == "convert":
         from torchtitan import convert
 

@@ -4,6 +4,7 @@ Peaks are the vendors' dense bf16 figures in TFLOP/s. A device that is not in th
 """
 
 import functools
+import json
 import os
 import re
 import resource
@@ -169,6 +170,24 @@ def pick_attention(
     taken = cuda.SDPAParams(q, k, k, mask, 0.0, mask is None, kv_heads < heads)
     name = next((name for name, _, can in order if can(taken)), "separate products and a softmax")
     return name, sdpa_kernel([*(backend for _, backend, _ in order), SDPBackend.MATH], set_priority=True)
+
+
+def print_device_checks() -> None:
+    """For a preflight, as JSON: whether each GPU here multiplies matrices right, and how fast."""
+    import torch
+
+    checks = []
+    for i in range(torch.cuda.device_count()):
+        device = torch.device("cuda", i)
+        torch.cuda.set_device(device)
+        # Whole numbers up to 256 are exact in bf16, and so are these sums of 256 products, in whatever order.
+        a, b = (torch.randint(-1, 2, shape, device=device).bfloat16() for shape in ((8192, 256), (256, 8192)))
+        by_product = (a @ b).double().sum(dim=1)
+        exact = torch.equal(by_product, (a.double() @ b.double().sum(dim=1, keepdim=True)).squeeze(1))
+        tflops = measure_matmul_flops(device, torch.bfloat16) / 1e12
+        known = {"name": torch.cuda.get_device_name(i), "uuid": str(torch.cuda.get_device_properties(i).uuid)}
+        checks.append({**known, "exact": exact, "tflops": tflops})
+    print(json.dumps(checks))
 
 
 def describe_device(device: "torch.device") -> str:

@@ -10,6 +10,7 @@ from tests.measured_peak import train_two_steps
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan import hardware
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.launch.facts import check_gpus
 from torchtitan.models.llama.model import CausalAttention
 from torchtitan.parallel.collectives import start_process_group, stop_process_group
 from torchtitan.training import build
@@ -112,3 +113,9 @@ def test_attention_runs_by_the_kernel_that_is_named(is_masked: bool) -> None:
     operations = {event.key for event in profile.key_averages()}
     part = {"cuDNN": "cudnn", "FlashAttention": "flash", "memory-efficient attention": "efficient"}[name]
     assert any(f"_scaled_dot_product_{part}_attention" in operation for operation in operations)
+
+
+def test_a_preflight_finds_the_gpus_sound_and_knows_their_speed() -> None:
+    devices = check_gpus()
+    assert len(devices) == torch.cuda.device_count() and not any(device["problems"] for device in devices)
+    assert all(device["tflops"] > 1 and device["driver_version"] for device in devices)

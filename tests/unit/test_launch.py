@@ -1,10 +1,9 @@
-"""What launchers say of a node becomes one torchrun command, or a refusal by name; two such nodes are one run."""
+"""What launchers say of a node becomes one torchrun command, or a refusal by name."""
 
 import contextlib
 import io
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import yaml
 
 from torchtitan.__main__ import main
-from torchtitan.launch import interface, submit
+from torchtitan.launch import submit
 from torchtitan.launch.node import count_gpus, first_host, plan_start, read_node
 
 ROOT = Path(__file__).parents[2]
@@ -215,48 +214,6 @@ def test_what_torchrun_would_read_itself_cannot_undo_the_command() -> None:
     assert settings["PET_STANDALONE"] == "0" and settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-# Debian's /etc/hosts: the machine's name means 127.0.1.1 there, where gloo would listen.
-@pytest.mark.parametrize(
-    ("name", "head", "found"),
-    [
-        ("127.0.1.1", "{here}:29500", "{interface}"),
-        ("127.0.1.1", "127.0.0.1:29500", ""),  # all on one machine
-        ("127.0.1.1", "no.such.host.invalid:29500", ""),
-        ("no.such.host.invalid", "{here}:29500", "{interface}"),
-        ("{here}", "{here}:29500", ""),  # as names should be
-    ],
-)
-def test_gloo_is_told_the_way_to_the_head_where_a_nodes_name_means_itself(
-    monkeypatch: pytest.MonkeyPatch, name: str, head: str, found: str
-) -> None:
-    here, its_interface = an_address_of_this_machine()
-    name, head, found = (text.format(here=here, interface=its_interface) for text in (name, head, found))
-    monkeypatch.setattr(socket, "gethostname", lambda: name)
-    assert interface.for_gloo(head) == found
-
-
-def an_address_of_this_machine() -> tuple[str, str]:
-    for _, name in socket.if_nameindex():
-        if name != "lo" and (address := interface.address_of(name)):
-            return address, name
-    pytest.skip("this machine has no network but its own")
-
-
-def test_an_interface_is_found_by_its_address() -> None:
-    assert interface.interface_of("127.0.0.1") == "lo"
-    assert interface.interface_of("203.0.113.7") == ""  # nobody's
-
-
-def test_several_nodes_get_gloos_interface_unless_the_caller_names_one() -> None:
-    def toward(head: str) -> str:
-        return f"to {head}"
-
-    env = CONFIG | PLATFORMS["by hand"] | {"NGPU": "1"}
-    assert plan_start(env, [], 1, toward).settings["GLOO_SOCKET_IFNAME"] == "to head:29500"
-    assert "GLOO_SOCKET_IFNAME" not in plan_start(env | {"GLOO_SOCKET_IFNAME": "ib0"}, [], 1, toward).settings
-    assert "GLOO_SOCKET_IFNAME" not in plan_start(env | {"NNODES": "1", "NODE_RANK": "0"}, [], 1, toward).settings
-
-
 def test_a_list_of_ranks_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="LOG_RANK = all is no list of ranks; use numbers with commas, as 0,1"):
         plan_start(CONFIG | {"LOG_RANK": "all"}, [], gpus=0)
@@ -287,25 +244,6 @@ def test_a_dry_run_prints_one_line_and_the_command_and_starts_nothing(tmp_path: 
     assert re.fullmatch(r"training \S+, NGPU=2 \(NVIDIA GPUs here: \d+\); read NGPU", understood)
     assert "-m torch.distributed.run --nnodes=1 --nproc_per_node=2" in command and "--local_ranks_filter=0,1" in command
     assert f"train.py --job.config_file train_configs/debug_model.toml --job.dump_folder {tmp_path}" in command
-
-
-@pytest.mark.timeout(110)
-def test_two_pods_with_what_a_platform_gives_them_are_one_run_of_two_nodes(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    common = {"PET_NNODES": "2", "MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "PET_NPROC_PER_NODE": "1"}
-    common |= {"RANK": "7", "WORLD_SIZE": "9", "RDZV_TIMEOUT": "90"}  # of containers, not of ranks
-    pods = [start_pod(tmp_path / str(rank), **common, PET_NODE_RANK=str(rank)) for rank in (0, 1)]
-    try:
-        outputs = [pod.communicate(timeout=100)[0] for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-    assert [pod.returncode for pod in pods] == [0, 0], outputs
-    assert "2 x CPU" in outputs[0] and "mesh dp_shard 2" in outputs[0] and "trained 2 steps" in outputs[0]
-    assert "[rank0]:" in outputs[0] and "[rank0]:" not in outputs[1]
-    assert "trained 2 steps" not in outputs[1]  # rank 0 is on the head node
 
 
 TWO_NODES = "--config train_configs/llama3_8b.toml --nodes 2 --env MAX_RESTARTS=3"

@@ -10,11 +10,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan.config.load import load_config_or_exit
-from torchtitan.launch import interface
+from torchtitan.config.schema import Config
+from torchtitan.launch.network import way_to_head
 
 # Names of one thing: ours, torchrun's own (which PyTorchJob, Kubeflow Trainer and Run:ai set), Slurm's, SkyPilot's.
 _NUM_NODES = ("NNODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
@@ -54,13 +55,14 @@ class Node:
     def world_size(self) -> int:
         return self.num_nodes * self.num_processes
 
-    def torchrun(self, shown_ranks: str) -> list[str]:
+    def torchrun(self, shown_ranks: str, own_address: str | None = None) -> list[str]:
         """The arguments of Python that start this node's ranks, up to train.py's own.
 
         What is given here wins over torchrun's reading of PET_*. Several nodes meet statically: each has the rank its
         launcher gave it, so rank 0, its log and its TensorBoard are on the head node, and a node that does not come is
         said by number. A static meeting happens once, though. A run that is to be brought back needs torchrun's
-        dynamic one (c10d), which drops the dead, waits for all and numbers the nodes anew, in the order of their names.
+        dynamic one (c10d), which drops the dead, waits for all and numbers the nodes anew, in the order of their names
+        (or, where a name says nothing to other nodes, of their own addresses).
         """
         # Without an address torchrun goes by the machine's own name, and waits where a container cannot resolve it.
         rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1"]
@@ -73,6 +75,7 @@ class Node:
                 wait = f"join_timeout={self.timeout_seconds},read_timeout={self.timeout_seconds}"
                 host = "" if self.rank is None else f"is_host={int(self.rank == 0)},"
                 rendezvous = ["--rdzv_backend=c10d", *common, f"--rdzv_conf={host}{wait}"]
+                rendezvous += [f"--local_addr={own_address}"] if own_address else []
         return [
             *("-m", "torch.distributed.run", f"--nnodes={self.num_nodes}", f"--nproc_per_node={self.num_processes}"),
             *(f"--max_restarts={self.restarts}", *rendezvous),
@@ -235,11 +238,11 @@ class Start:
     understood: str
     settings: dict[str, str]
     arguments: list[str]
+    node: Node | None = None  # None: nothing that others are met for
+    config: Config | None = None
 
 
-def plan_start(
-    env: Mapping[str, str], options: list[str], gpus: int, interface_toward: Callable[[str], str] = lambda _: ""
-) -> Start:
+def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     """torchrun, or train.py itself where one process is all there is; the configuration is checked first."""
     config = env.get("CONFIG_FILE") or "train_configs/debug_model.toml"
     if mode := env.get("COMM_MODE"):
@@ -256,22 +259,27 @@ def plan_start(
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
     # Without torch and before any rank exists, so that a mistake is shown at once and once a node.
-    load_config_or_exit(train[1:], node.world_size, rank=0)
+    checked = load_config_or_exit(train[1:], node.world_size, rank=0)
 
     settings = _allocator_and_threads(env, node) if gpus == 0 and not fake else {}
     if fake or (node.world_size == 1 and node.restarts == 0):
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # a platform may have numbered its containers so
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
-        return Start(_understood(node, config, gpus), settings, train)
-    if node.num_nodes > 1:  # else each node's lines say they are of rank 0
+        return Start(_understood(node, config, gpus), settings, train, None if fake else node, checked)
+    own_address = None
+    if node.num_nodes > 1:
+        if (way := way_to_head(node.head)) is not None:
+            own_address, interface = way
+            settings |= {} if env.get("GLOO_SOCKET_IFNAME") else {"GLOO_SOCKET_IFNAME": interface}
+        # Else each node's lines say they are of rank 0.
         settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
-        if not env.get("GLOO_SOCKET_IFNAME") and (name := interface_toward(node.head)):
-            settings["GLOO_SOCKET_IFNAME"] = name
     if node.restarts:
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store for each try: pytorch issue 135712
     if "PET_STANDALONE" in env:
         settings["PET_STANDALONE"] = "0"  # an option that no other can undo
-    return Start(_understood(node, config, gpus), settings, [*node.torchrun(shown_ranks), *train])
+    return Start(
+        _understood(node, config, gpus), settings, [*node.torchrun(shown_ranks, own_address), *train], node, checked
+    )
 
 
 def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
@@ -296,17 +304,30 @@ def only_prints(env: Mapping[str, str]) -> bool:
     return (env.get("DRY_RUN") or "0") != "0"
 
 
-def main(options: list[str]) -> None:
+def preflight(options: list[str], start: Start | None = None) -> bool:
+    """Whether all that training needs of the nodes is there; says what is not. A dry run needs nothing."""
+    from torchtitan.launch import preflight
+
     gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    start = plan_start(os.environ, options, gpus, interface.for_gloo)
+    start = start or plan_start(os.environ, options, gpus)
+    if start.node is None or start.config is None:
+        return True
+    return preflight.run(start.node, start.config, {**os.environ, **start.settings}, gpus)
+
+
+def main(options: list[str]) -> None:
+    start = plan_start(os.environ, options, count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
     python = os.path.relpath(sys.executable)
     python = sys.executable if python.startswith("..") else python
     if start.understood:
         settings = [f"{name}={shlex.quote(value)}" for name, value in start.settings.items()]
         print(start.understood)
         print(" ".join([*settings, shlex.join([python, *start.arguments])]), flush=True)
-    if not only_prints(os.environ):
-        os.execve(python, [python, *start.arguments], {**os.environ, **start.settings})
+    if only_prints(os.environ):
+        return
+    if (os.environ.get("PREFLIGHT") or "0") != "0" and not preflight(options, start):
+        raise SystemExit(1)
+    os.execve(python, [python, *start.arguments], {**os.environ, **start.settings})
 
 
 if __name__ == "__main__":

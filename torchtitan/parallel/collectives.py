@@ -1,5 +1,8 @@
 """Process groups from start to end, and the few reductions a training loop needs."""
 
+import os
+import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,18 +15,46 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Comm
+from torchtitan.observe.log import logger
+
+_WAY = (
+    "each node is asked where its host's name leads, or GLOO_SOCKET_IFNAME; "
+    "PREFLIGHT=1 ./run_llama_train.sh on each node says which interface leads to the others"
+)
 
 
 def start_process_group(device: torch.device, rank: int, world_size: int, timeout_seconds: int) -> None:
     """Join the run's process group; host tensors always travel by gloo, so that they never wait for a GPU.
 
-    A single process is a group of one that needs no rendezvous.
+    A single process is a group of one that needs no rendezvous. gloo waits for the others to connect five times as
+    long as it is told; this process does not.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone = {"store": dist.HashStore()} if world_size == 1 else {}
-    dist.init_process_group(
-        backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds), **alone
-    )
+    alarm = threading.Timer(timeout_seconds + 5, _leave_unconnected, (timeout_seconds + 5,))
+    alarm.daemon = True
+    alarm.start()
+    try:
+        dist.init_process_group(
+            backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds), **alone
+        )
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise ValueError(f"this rank cannot connect to another by gloo ({_last_words(error)}); {_WAY}") from None
+    finally:
+        alarm.cancel()
+
+
+def _leave_unconnected(seconds: int) -> None:
+    """In a thread, while gloo holds the process's first: there is nothing to raise to."""
+    logger.error(f"another rank has not connected to this one by gloo within {seconds} s; {_WAY}")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _last_words(error: Exception) -> str:
+    return str(error).rpartition("] ")[2].strip()
 
 
 def flight_recorder(comm: Comm, run_folder: Path) -> dict[str, str]:

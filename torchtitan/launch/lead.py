@@ -1,0 +1,284 @@
+"""Node 0's part of a preflight: waits for all nodes, compares what they say, has them try, and gives the verdict.
+
+It listens where torchrun will, so that the head's address and port are tried, too. Bandwidth is of one TCP stream:
+enough to tell a slow link from the others, not what NCCL gets of InfiniBand.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.config.schema import Config
+from torchtitan.launch.facts import CLOCK_SECONDS, Facts, differences, digest, gpu_notes, in_short, name_of
+from torchtitan.launch.network import Channel, interface_of, listen, split_endpoint
+from torchtitan.launch.report import slow_pairs
+
+if TYPE_CHECKING:
+    from torchtitan.launch.node import Node
+
+ANSWER_SECONDS = 30  # of a node that has come
+_MOST_ROUNDS = 31  # of pairs that measure at once: all pairs of 32 nodes, some of more
+_SAY_SECONDS = 10  # of silence before it says whom it waits for
+
+
+class Failed(Exception):
+    """One message or several that end the preflight."""
+
+
+@dataclass
+class Report:
+    """All that node 0 has found; preflight.json."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    nodes: list[Facts] = field(default_factory=list)
+    pairs: list[dict[str, Any]] = field(default_factory=list)
+    rounds: str = ""
+    seconds: float = 0.0
+
+
+class Lead(threading.Thread):
+    """Node 0's part: waits for all, compares, asks, and gives the verdict."""
+
+    def __init__(self, node: "Node", config: Config, begin: float) -> None:
+        super().__init__(daemon=True)
+        self.node, self.config, self.begin = node, config, begin
+        self.report, self.given_up = Report(), threading.Event()
+        self.channels: dict[int, Channel] = {}
+        self.come: dict[int, dict[str, Any]] = {}
+        port = split_endpoint(node.head)[1] if node.head else 0
+        try:
+            self.listener = listen(port)
+        except OSError as error:
+            why = "another program has it" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0).lower()
+            raise Failed(
+                f"MASTER_PORT = {port}: node 0 cannot listen there, {why}; end that, or set another on all nodes"
+            ) from None
+        self.endpoint = node.head or f"localhost:{self.listener.getsockname()[1]}"
+
+    def run(self) -> None:
+        report = self.report
+        try:
+            self._wait_for_all()
+            report.nodes = [self.come[rank]["facts"] for rank in range(self.node.num_nodes)]
+            report.errors += differences(report.nodes) + self._check_clocks() + self._check_folder()
+            report.warnings += self._interfaces() + gpu_notes(report.nodes)
+            if not report.errors:
+                report.errors += self._measure_pairs()
+            report.warnings += slow_pairs(asdict(report))
+        except Failed as failure:
+            report.errors += failure.args
+            self._let_in_who_knocks()
+        except Exception as error:  # of ours, or of a node whose other code says other things: not to look like a pass
+            report.nodes = []
+            report.errors.append(f"the preflight itself has failed on node 0: {error!r}; are all nodes of one version?")
+        finally:
+            self.listener.close()
+            report.seconds = time.monotonic() - self.begin
+            self._write()
+            for channel in self.channels.values():
+                with contextlib.suppress(OSError):
+                    channel.send(do="verdict", errors=report.errors)
+                    channel.connection.shutdown(socket.SHUT_WR)  # closed, it could take the verdict back
+
+    def _write(self) -> None:
+        folder = Path(self.config.job.dump_folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            nodes = [
+                facts | {"code": digest(facts["code"]), "config": digest(facts["config"])}
+                for facts in self.report.nodes
+            ]
+            text = json.dumps(asdict(self.report) | {"nodes": nodes}, indent=1)
+            (folder / "preflight.json").write_text(text, encoding="utf-8")
+        except OSError as error:
+            self.report.errors.append(
+                f"job.dump_folder = {str(folder)!r} cannot be written on node 0: {error.strerror}"
+            )
+
+    def _wait_for_all(self) -> None:
+        told, end = False, self.begin + self.node.timeout_seconds
+        while missing := [rank for rank in range(self.node.num_nodes) if rank not in self.come]:
+            self.listener.settimeout(0.2)
+            try:
+                self._welcome(*self.listener.accept())
+            except TimeoutError:
+                left = end - time.monotonic()
+                if self.given_up.is_set():
+                    raise Failed(f"node 0 does not reach its own {self.node.head}; look at its output") from None
+                if left < 0:
+                    raise Failed(
+                        f"{in_short(missing)} of {self.node.num_nodes} did not come to {self.node.head} within "
+                        f"{self.node.timeout_seconds} s (RDZV_TIMEOUT); look at the output there"
+                    ) from None
+                if not told and time.monotonic() - self.begin > _SAY_SECONDS:
+                    told = True
+                    print(f"preflight: waiting {left:.0f} s more for {in_short(missing)}", file=sys.stderr, flush=True)
+
+    def _welcome(self, connection: socket.socket, source: Any) -> None:
+        channel, address = Channel(connection, 5), source[0].removeprefix("::ffff:")
+        try:
+            hello = channel.receive()
+            rank = hello["preflight"]
+            host = hello["facts"]["host"]
+        except (OSError, KeyError, TypeError):  # not one of ours
+            channel.close()
+            return
+        channel.connection.settimeout(ANSWER_SECONDS)
+        if rank in self.come and _hung_up(self.channels[rank].connection):
+            self.channels.pop(rank).close()  # started again
+            del self.come[rank]
+        if rank in self.come or not 0 <= rank < self.node.num_nodes:
+            self.channels[-1 - len(self.channels)] = channel  # to be told, too
+            this = f"{host} ({address})"
+            if rank not in self.come:
+                of = hello["facts"]["launch"]["NNODES"]
+                raise Failed(
+                    f"{this} says it is node {rank} of {of}, but node 0 was told of {self.node.num_nodes} nodes; "
+                    f"set the same NNODES on all"
+                )
+            other = f"{self.come[rank]['facts']['host']} ({self.come[rank]['from']})"
+            raise Failed(f"{other} and {this} both say they are node {rank}; give each its own NODE_RANK")
+        self.channels[rank], self.come[rank] = channel, hello | {"from": address}
+        channel.send(do="wait")  # so that it knows whom it has reached
+
+    def _let_in_who_knocks(self) -> None:
+        """To be told as the others, as far as they come within a second; node 0's own part may be among them."""
+        end = time.monotonic() + 1
+        while len(self.come) < self.node.num_nodes and (left := end - time.monotonic()) > 0:
+            self.listener.settimeout(left)
+            with contextlib.suppress(OSError):
+                channel = Channel(self.listener.accept()[0], 1)
+                channel.receive()
+                self.channels[-1 - len(self.channels)] = channel
+
+    def _ask(self, orders: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """All at once; their answers."""
+        answers = {}
+        for act in ("send", "receive"):
+            for rank, order in orders.items():
+                try:
+                    if act == "send":
+                        self.channels[rank].send(**order)
+                    else:
+                        answers[rank] = self.channels[rank].receive()
+                except OSError as error:
+                    raise Failed(
+                        f"{name_of(self.report.nodes, rank)} came and is gone ({error}); look at its output"
+                    ) from None
+        return answers
+
+    def _check_clocks(self) -> list[str]:
+        wrong = []
+        for rank, facts in enumerate(self.report.nodes):
+            best = float("inf")
+            for _ in range(5):  # the quickest exchange is the surest, as NTP has it
+                before, begin = time.time(), time.perf_counter()
+                there = self._ask({rank: {"do": "clock"}})[rank]["time"]
+                took = time.perf_counter() - begin
+                if took < best:
+                    best, facts["clock_seconds"] = took, there - before - took / 2
+            if abs(off := facts["clock_seconds"]) > CLOCK_SECONDS:
+                name = name_of(self.report.nodes, rank)
+                wrong.append(
+                    f"{name}: its clock is {off:+.1f} s off node 0's, more than {CLOCK_SECONDS}; set both by NTP"
+                )
+        return wrong
+
+    def _check_folder(self) -> list[str]:
+        checkpoint = self.config.checkpoint
+        if not checkpoint.enable or "://" in checkpoint.folder or self.node.num_nodes == 1:
+            return []
+        folder, token = Path(self.config.job.dump_folder) / checkpoint.folder, secrets.token_hex(8)
+        probe = folder / f".preflight-{token}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.write_text(token)
+        except OSError as error:
+            return [f"checkpoints go to {folder}, which node 0 cannot write: {error.strerror}; use --job.dump_folder"]
+        order = {"do": "folder", "path": str(probe.absolute()), "token": token}
+        try:
+            answers = self._ask(dict.fromkeys(self.channels, order))
+        finally:
+            unseen = []
+            for rank in self.channels:
+                left = probe.with_suffix(f".{rank}")
+                unseen += [] if left.is_file() else [rank]
+                left.unlink(missing_ok=True)
+            probe.unlink()
+        wrong = {rank: answer["error"] for rank, answer in answers.items() if answer["error"]}
+        wrong = dict.fromkeys(unseen, "writes there what node 0 does not see") | wrong
+        fix = "put job.dump_folder on a folder that all nodes share, or switch checkpoint.enable off"
+        return [
+            f"checkpoints go to {folder}, but {name_of(self.report.nodes, rank)} {what}; {fix}"
+            for rank, what in wrong.items()
+        ]
+
+    def _interfaces(self) -> list[str]:
+        """Where gloo would not take the way to the head."""
+        taken: dict[tuple[str, str], list[int]] = {}
+        for rank, facts in enumerate(self.report.nodes):
+            here, there = (interface_of(facts[key], facts["addresses"]) for key in ("address", "toward_head"))
+            if here != there and there not in ("lo", "?"):
+                taken.setdefault((here, there), []).append(rank)
+        return [
+            f"gloo takes {here} on {in_short(ranks)}, the way to the head is {there}; for that, set "
+            f"GLOO_SOCKET_IFNAME={there} NCCL_SOCKET_IFNAME={there} there"
+            for (here, there), ranks in taken.items()
+        ]
+
+    def _measure_pairs(self) -> list[str]:
+        report, nodes = self.report, self.report.nodes
+        rounds = plan_rounds(len(nodes))
+        kept = rounds[:: -(-len(rounds) // _MOST_ROUNDS)] if rounds else []
+        report.rounds = f"{len(kept)} of {len(rounds)} rounds of pairs"
+        for pairs in kept:
+            token, orders = secrets.token_hex(8), {}
+            for low, high in pairs:
+                order: dict[str, Any] = {"do": "measure", "token": token}
+                orders[low] = order | {"to": None}
+                orders[high] = order | {"to": [nodes[low]["address"], self.come[low]["port"]]}
+            answers = self._ask(orders)
+            failed = [(low, high, answers[high]["error"]) for low, high in pairs if "error" in answers[high]]
+            if failed:
+                low, high, why = failed[0]
+                more = f" ({len(failed)} of {len(pairs)} pairs tried fail so)" if len(failed) > 1 else ""
+                fix = [*self._interfaces(), "open all ports between nodes, not the head's alone"][0]
+                report.warnings = [warning for warning in report.warnings if warning != fix]
+                address = nodes[low]["address"]
+                where = f"{address} ({interface_of(address, nodes[low]['addresses'])})"
+                return [f"{name_of(nodes, high)} cannot reach {name_of(nodes, low)} at {where}: {why}{more}; {fix}"]
+            report.pairs += [{"from": high, "to": low, **answers[high]} for low, high in pairs]
+        return []
+
+
+def plan_rounds(count: int) -> list[list[tuple[int, int]]]:
+    """Every pair once, in rounds in which no node is in two pairs; the circle of a tournament."""
+    ring = list(range(count)) + ([-1] if count % 2 else [])
+    rounds = []
+    for _ in range(len(ring) - 1):
+        half = len(ring) // 2
+        pairs = [tuple(sorted(pair)) for pair in zip(ring[:half], reversed(ring[half:]), strict=True)]
+        rounds.append([(low, high) for low, high in pairs if low >= 0])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return rounds
+
+
+def _hung_up(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    finally:
+        connection.settimeout(ANSWER_SECONDS)
