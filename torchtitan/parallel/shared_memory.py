@@ -79,7 +79,7 @@ class SharedGather:
     """All-gather: each rank lays down its part and takes up the others'."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._memory = SharedMemory(group)
+        self._memory, self._other = SharedMemory(group), SharedMemory(group)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -95,7 +95,8 @@ class SharedGather:
         for rank, (part, place) in enumerate(zip(parts, output_tensor.chunk(group.size()), strict=True)):
             if rank != group.rank():
                 place.copy_(part)
-        self._memory.wait_for_all()  # before the next one is laid down
+        # Who lays down in the other memory has waited for all since it was last used, and they had taken all up by then.
+        self._memory, self._other = self._other, self._memory
         return None
 
 
