@@ -15,6 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from torchtitan.launch.node import torchrun_here
+
 ROOT = Path(__file__).parents[1]
 RANKS = 8
 GLOBAL_BATCH = 8
@@ -45,7 +47,7 @@ LAYOUTS: dict[str, dict[str, int | str]] = {
 
 def seconds_a_step(keys: dict[str, int | str], folder: str, steps: int) -> float:
     batch_ranks = RANKS // (int(keys.get(_TP, 1)) * int(keys.get(_CP, 1)) * int(keys.get(_PP, 1)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}", "train.py"]
+    command = [sys.executable, *torchrun_here(RANKS), "train.py"]
     command += ["--job.config_file=train_configs/debug_model.toml", f"--job.dump_folder={folder}"]
     command += [f"--training.steps={steps}", f"--training.global_batch_size={GLOBAL_BATCH}"]
     command += [

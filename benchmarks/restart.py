@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan.launch.node import torchrun_here
+
 _ROOT = Path(__file__).parents[1]
 _MARK = "marks of a rank: "
 
@@ -39,7 +41,7 @@ def run_as_rank() -> None:
 
     from torchtitan import hardware
     from torchtitan.parallel import collectives
-    from torchtitan.training import build, checkpoints, optimizer, step
+    from torchtitan.training import build, checkpoints, report, step
 
     marks["torch and the project are imported"] = time.time()
     note(collectives, "start_process_group", "the ranks have met")
@@ -49,7 +51,7 @@ def run_as_rank() -> None:
     note(build, "build_model", "the model is built")
     note(checkpoints.Checkpoints, "restore", "the checkpoint is loaded")
     note(step.ForwardBackward, "__call__", "forward and backward of the first step")
-    note(optimizer, "apply_update", "the first step is done", last=True)
+    note(report.Reporter, "add", "the first step is done", last=True)
     sys.argv[0] = str(_ROOT / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -62,7 +64,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("outputs/restart"))
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])
-    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={args.ranks}".split()
+    launcher = torchrun_here(args.ranks)
     folder = args.folder.absolute() / "run"
     folder.mkdir(parents=True, exist_ok=True)
     options = [*sys.argv[end + 1 :], "--checkpoint.interval", "5"]

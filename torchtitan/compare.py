@@ -21,6 +21,7 @@ from typing import Any
 from torchtitan.config.layout import ParallelDims, plan_batch, plan_layout
 from torchtitan.config.load import flat, key_names, load_config
 from torchtitan.config.schema import Config, Parallelism
+from torchtitan.launch.node import torchrun_here
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _MOST_ROWS = 12
@@ -66,7 +67,7 @@ class Run:
 
     @property
     def command(self) -> list[str]:
-        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.world_size}"]
+        ranks = torchrun_here(self.world_size)
         return [sys.executable, *(ranks if self.world_size > 1 else []), os.path.relpath(_TRAIN), *self.options]
 
 

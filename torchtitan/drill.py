@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan.checkpoint.storage import IncompleteError, Storage
 from torchtitan.config.load import load_config
+from torchtitan.launch.node import torchrun_here
 
 _ROOT = Path(__file__).parents[1]
 _POLL_SECONDS = 0.02
@@ -42,7 +43,7 @@ class Run:
     deadline: float
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
+        command = [sys.executable, *torchrun_here(self.ranks)]
         command += ["train.py", *self.options, "--job.dump_folder", str(self.folder), "--checkpoint.enable"]
         self.log = (self.folder.parent / f"{self.folder.name}.log").open("ab")
         threads = str(max(1, (os.cpu_count() or 1) // self.ranks))

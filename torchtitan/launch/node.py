@@ -38,6 +38,13 @@ _ALL = (
 )
 
 
+def torchrun_here(num_processes: int) -> list[str]:
+    """The arguments of Python that start a tool's run of so many ranks on this machine alone."""
+    # Without an address torchrun goes by the machine's own name, and waits where a container cannot resolve it.
+    here = ("--standalone", "--local_addr=127.0.0.1")
+    return ["-m", "torch.distributed.run", *here, f"--nproc_per_node={num_processes}"]
+
+
 @dataclass(frozen=True)
 class Node:
     """This machine among those of the run."""
@@ -64,7 +71,6 @@ class Node:
         dynamic one (c10d), which drops the dead, waits for all and numbers the nodes anew, in the order of their names
         (or, where a name says nothing to other nodes, of their own addresses).
         """
-        # Without an address torchrun goes by the machine's own name, and waits where a container cannot resolve it.
         rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1"]
         if self.num_nodes > 1:
             common = [f"--rdzv_endpoint={self.head}", f"--rdzv_id={self.run_id}"]

@@ -95,7 +95,7 @@ class SharedGather:
         for rank, (part, place) in enumerate(zip(parts, output_tensor.chunk(group.size()), strict=True)):
             if rank != group.rank():
                 place.copy_(part)
-        # Who lays down in the other memory has waited for all since it was last used, and they had taken all up by then.
+        # Who lays down in the other memory has waited for all since it was last used: by then all was taken up.
         self._memory, self._other = self._other, self._memory
         return None
 
