@@ -15,6 +15,9 @@ from torch import Tensor
 
 from torchtitan.observe.log import logger
 
+# torch 2.13 warns of the older names, 2.11 has no others.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _FOLDER = "/dev/shm"  # files that are memory; Linux has it
 
 
@@ -89,7 +92,7 @@ class SharedGather:
     ) -> dist.Work | None:
         parts = self._memory.parts(input_tensor.numel(), input_tensor.dtype)
         if not parts:
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         parts[group.rank()].copy_(input_tensor)  # which FSDP made a part of the output
         self._memory.wait_for_all()
         for rank, (part, place) in enumerate(zip(parts, output_tensor.chunk(group.size()), strict=True)):
@@ -127,7 +130,7 @@ class SharedReduceScatter:
         self._input = None
         parts = self._memory.parts(input_tensor.numel(), input_tensor.dtype)
         if not parts:
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
         self._memory.wait_for_all()
         first, *others = (part.chunk(group.size())[group.rank()] for part in parts)
         torch.add(first, others[0], out=output_tensor)
