@@ -42,8 +42,12 @@ class _CausalAttention(torch.autograd.Function):
         out, sums = [], []
         for rows, seen in _pieces(q.shape[2]):
             scores = _scores(q[:, :, rows], k[:, seen])
-            sums.append(scores.logsumexp(-1, keepdim=True))
-            out.append(_product((scores - sums[-1]).exp().to(v.dtype), v[:, seen]))
+            largest = scores.amax(-1, keepdim=True)
+            exponentials = (scores - largest).exp()
+            total = exponentials.sum(-1, keepdim=True)
+            # Divided afterwards, when there is a value for each of D and not for each key
+            out.append((_product(exponentials.to(v.dtype), v[:, seen]) / total).to(v.dtype))
+            sums.append(largest + total.log())
         out, sums = torch.cat(out, dim=2), torch.cat(sums, dim=2)
         ctx.save_for_backward(q, k, v, out, sums)
         return out
@@ -52,17 +56,18 @@ class _CausalAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, sums = ctx.saved_tensors
         of_out = (gradient.float() * out.float()).sum(-1, keepdim=True)
-        of_q = []
-        of_k, of_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+        of_q: list[Tensor] = []
+        of_k: list[Tensor] = []  # these two in float32, a piece of the keys each
+        of_v: list[Tensor] = []
         for rows, seen in _pieces(q.shape[2]):
             keys, arriving = k[:, seen], gradient[:, :, rows]
             probabilities = (_scores(q[:, :, rows], keys) - sums[:, :, rows]).exp()
-            of_v[:, seen] += _product_over_rows(probabilities.to(v.dtype), arriving)
+            _add(of_v, _product_over_rows(probabilities.to(v.dtype), arriving))
             of_probabilities = _product(arriving, v[:, seen].transpose(1, 2)).float()
             of_scores = (probabilities * (of_probabilities - of_out[:, :, rows]) * q.shape[-1] ** -0.5).to(q.dtype)
             of_q.append(_product(of_scores, keys))
-            of_k[:, seen] += _product_over_rows(of_scores, q[:, :, rows])
-        return torch.cat(of_q, dim=2), of_k.to(k.dtype), of_v.to(v.dtype)
+            _add(of_k, _product_over_rows(of_scores, q[:, :, rows]))
+        return torch.cat(of_q, dim=2), torch.cat(of_k, dim=1).to(k.dtype), torch.cat(of_v, dim=1).to(v.dtype)
 
 
 def _pieces(seq_len: int) -> Iterator[tuple[slice, slice]]:
@@ -71,6 +76,13 @@ def _pieces(seq_len: int) -> Iterator[tuple[slice, slice]]:
     for begin in range(0, seq_len, size):
         end = min(begin + size, seq_len)
         yield slice(begin, end), slice(0, end)
+
+
+def _add(sums: list[Tensor], x: Tensor) -> None:
+    """To what each piece of the keys has so far; the rest begins the next piece's."""
+    sizes = [piece.shape[1] for piece in sums]
+    *seen, new = x.float().split([*sizes, x.shape[1] - sum(sizes)], dim=1)
+    sums[:] = [*map(torch.add, sums, seen), new]
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

@@ -20,6 +20,10 @@ IGNORED = -100  # label of a position that does not count
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
+def _largest(rows: Tensor) -> Tensor:
+    return rows.amax(1, keepdim=True).float()
+
+
 def _sum_rows(rows: Tensor, largest: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     """Of each row less its largest value: the value at a place, and the sum of the exponentials."""
     x = rows.float() - largest
@@ -28,8 +32,9 @@ def _sum_rows(rows: Tensor, largest: Tensor, place: Tensor) -> tuple[Tensor, Ten
 
 def _write_gradient(rows: Tensor, largest: Tensor, total: Tensor, place: Tensor, own: Tensor, scale: Tensor) -> None:
     """The probabilities over the logits, less one at the labels that are here, scaled."""
-    of_label = ((rows.gather(1, place).float() - largest).exp() / total - own.float()) * scale
-    rows.copy_((rows.float() - largest).exp_().div_(total).mul_(scale))
+    factor = scale / total
+    of_label = (rows.gather(1, place).float() - largest).exp() * factor - own.float() * scale
+    rows.copy_((rows.float() - largest).exp_().mul_(factor))
     rows.scatter_(1, place, of_label.to(rows.dtype))
 
 
@@ -37,6 +42,7 @@ def _write_gradient(rows: Tensor, largest: Tensor, total: Tensor, place: Tensor,
 class _Kernels:
     """Written out, a few rows at a time; compiled, each is one pass over all rows."""
 
+    largest: Callable[[Tensor], Tensor] = _largest
     sum_rows: Callable[..., Any] = _sum_rows
     write_gradient: Callable[..., Any] = _write_gradient
     least_elements: int = 1 << 20  # in float32 at a time: what a CPU's caches hold,
@@ -70,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int, kernels: _Kernels
     ) -> Tensor:
         place, is_own = _places(labels, first, logits.shape[1])
-        largest = logits.amax(1, keepdim=True).float()
+        largest = kernels.largest(logits)
         if group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         parts = [kernels.sum_rows(*chunk) for chunk in kernels.chunks(logits, largest, place)]
@@ -106,5 +112,5 @@ def build_loss(compile_: Compile) -> LossFunction:
     compiled = partial(torch.compile, backend=compile_.backend, fullgraph=True)
     return partial(
         cross_entropy_sum,
-        kernels=_Kernels(compiled(_sum_rows), compiled(_write_gradient), most_chunks=None),
+        kernels=_Kernels(*map(compiled, (_largest, _sum_rows, _write_gradient)), most_chunks=None),
     )
