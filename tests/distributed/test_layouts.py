@@ -60,6 +60,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2 x FSDP 2, parameters freed after forward": (4, layout(4, pp=2, fsdp_reshard_after_forward="always")),
     "PP 2 x TP 2": (4, layout(pp=2, tp=2, microbatch_size=2)),
     "PP 2 x CP 2": (4, layout(pp=2, cp=2, microbatch_size=2)),
+    "PP 2 x CP 2, InterleavedZeroBubble": (4, layout(pp=2, cp=2, microbatch_size=2, schedule="InterleavedZeroBubble")),
     **{
         f"PP 2 x FSDP 2 x TP 2, {schedule}": (8, layout(4, pp=2, tp=2, microbatch_size=2, schedule=schedule))
         for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")

@@ -6,6 +6,7 @@ keys. Attention of a piece is plain attention over the prefix it may see, so the
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,8 @@ class CausalPieces:
 
     head: CausalBias
     tail: CausalBias
+    requires_grad: ClassVar[bool] = False  # these two: torch 2.11's zero-bubble schedules ask every input of a stage
+    grad_fn: ClassVar[None] = None
 
     def __iter__(self) -> Iterator[CausalBias]:
         return iter((self.head, self.tail))

@@ -122,7 +122,7 @@ class Pipeline:
             target=labels,
             return_outputs=False,
             positions=positions.expand(batch_size, -1),
-            mask=mask,
+            **({} if mask is None else {"mask": mask}),  # torch 2.11 takes every input for a tensor
         )
         return self._total
 
