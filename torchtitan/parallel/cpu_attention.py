@@ -37,17 +37,21 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class _CausalAttention(torch.autograd.Function):
+    """Of queries [N, G, S, D] to keys and values [N, S, D]."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, sums = [], []
         for rows, seen in _pieces(q.shape[2]):
-            scores = _scores(q[:, :, rows], k[:, seen])
+            products = torch.bmm(_flat(q, rows), k[:, seen].transpose(1, 2)).unflatten(1, (q.shape[1], -1))
+            scores = _scores(products, _later(rows, seen, q.device), q.shape[-1])  # [N, G, rows, keys]
             largest = scores.amax(-1, keepdim=True)
             exponentials = (scores - largest).exp()
             total = exponentials.sum(-1, keepdim=True)
+            sums.append((largest + total.log()).squeeze(-1))
             # Divided afterwards, when there is a value for each of D and not for each key
-            out.append((_product(exponentials.to(v.dtype), v[:, seen]) / total).to(v.dtype))
-            sums.append(largest + total.log())
+            values = torch.bmm(exponentials.to(v.dtype).flatten(1, 2), v[:, seen]).unflatten(1, (q.shape[1], -1))
+            out.append((values / total).to(v.dtype))
         out, sums = torch.cat(out, dim=2), torch.cat(sums, dim=2)
         ctx.save_for_backward(q, k, v, out, sums)
         return out
@@ -55,18 +59,23 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, sums = ctx.saved_tensors
-        of_out = (gradient.float() * out.float()).sum(-1, keepdim=True)
+        of_out = (gradient.float() * out.float()).sum(-1)
         of_q: list[Tensor] = []
         of_k: list[Tensor] = []  # these two in float32, a piece of the keys each
         of_v: list[Tensor] = []
         for rows, seen in _pieces(q.shape[2]):
-            keys, arriving = k[:, seen], gradient[:, :, rows]
-            probabilities = (_scores(q[:, :, rows], keys) - sums[:, :, rows]).exp()
-            _add(of_v, _product_over_rows(probabilities.to(v.dtype), arriving))
-            of_probabilities = _product(arriving, v[:, seen].transpose(1, 2)).float()
-            of_scores = (probabilities * (of_probabilities - of_out[:, :, rows]) * q.shape[-1] ** -0.5).to(q.dtype)
-            of_q.append(_product(of_scores, keys))
-            _add(of_k, _product_over_rows(of_scores, q[:, :, rows]))
+            # Keys by queries, not the other way: two of three products take them as they lie, and the compiler makes
+            # them again; forward's scores, were they the same as these, it would keep.
+            queries, arriving, keys = _flat(q, rows), _flat(gradient, rows), k[:, seen]
+            products = torch.bmm(keys, queries.transpose(1, 2)).unflatten(2, (q.shape[1], -1))
+            scores = _scores(products, _later(rows, seen, q.device).t()[:, None], q.shape[-1])  # [N, keys, G, rows]
+            probabilities = (scores - sums[:, None, :, rows]).exp()
+            _add(of_v, torch.bmm(probabilities.to(v.dtype).flatten(2), arriving))
+            products = torch.bmm(v[:, seen], arriving.transpose(1, 2)).unflatten(2, (q.shape[1], -1))
+            of_scores = probabilities * (products.float() - of_out[:, None, :, rows])
+            of_scores = (of_scores * q.shape[-1] ** -0.5).to(q.dtype).flatten(2)
+            of_q.append(torch.bmm(of_scores.transpose(1, 2), keys).unflatten(1, (q.shape[1], -1)))
+            _add(of_k, torch.bmm(of_scores, queries))
         return torch.cat(of_q, dim=2), torch.cat(of_k, dim=1).to(k.dtype), torch.cat(of_v, dim=1).to(v.dtype)
 
 
@@ -78,25 +87,23 @@ def _pieces(seq_len: int) -> Iterator[tuple[slice, slice]]:
         yield slice(begin, end), slice(0, end)
 
 
+def _flat(x: Tensor, rows: slice) -> Tensor:
+    """[N, G * rows, D]: one product for all G, which share keys and values."""
+    return x[:, :, rows].flatten(1, 2)
+
+
+def _later(rows: slice, seen: slice, device: torch.device) -> Tensor:
+    """[rows, keys]: True where a key comes after its query."""
+    return torch.ones(rows.stop - rows.start, seen.stop, dtype=torch.bool, device=device).triu(rows.start + 1)
+
+
+def _scores(products: Tensor, later: Tensor, head_dim: int) -> Tensor:
+    """In float32; minus infinity where a query does not see a key."""
+    return (products.float() * head_dim**-0.5).masked_fill(later, float("-inf"))
+
+
 def _add(sums: list[Tensor], x: Tensor) -> None:
     """To what each piece of the keys has so far; the rest begins the next piece's."""
     sizes = [piece.shape[1] for piece in sums]
     *seen, new = x.float().split([*sizes, x.shape[1] - sum(sizes)], dim=1)
     sums[:] = [*map(torch.add, sums, seen), new]
-
-
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """[N, G, rows, keys] in float32; minus infinity where a key comes after its query."""
-    rows, keys = q.shape[2], k.shape[1]
-    later = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(keys - rows + 1)
-    return (_product(q, k.transpose(1, 2)).float() * q.shape[-1] ** -0.5).masked_fill(later, float("-inf"))
-
-
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """[N, G, R, A] with [N, A, B]: one product for all G, which share y."""
-    return torch.bmm(x.flatten(1, 2), y).unflatten(1, x.shape[1:3])
-
-
-def _product_over_rows(x: Tensor, y: Tensor) -> Tensor:
-    """[N, G, R, A] with [N, G, R, B], summed over G and R: [N, A, B]."""
-    return torch.bmm(x.flatten(1, 2).transpose(1, 2), y.flatten(1, 2))
