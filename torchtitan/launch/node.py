@@ -289,13 +289,8 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
 
 
 def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
-    """For a CPU: freed memory is kept and in large pages (docs/performance.md), cores are shared."""
-    kept: dict[str, str | int] = {
-        "MALLOC_MMAP_THRESHOLD_": 2**30,
-        "MALLOC_TRIM_THRESHOLD_": 2**30,
-        "MALLOC_TOP_PAD_": 2**26,
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    }
+    """For a CPU: freed memory is kept (fresh pages cost a tenth of a step, docs/performance.md), cores are shared."""
+    kept = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**30, "MALLOC_TOP_PAD_": 2**26}
     if node.num_processes > 1:  # else every rank takes every core
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         kept["OMP_NUM_THREADS"] = max(1, cores // node.num_processes)
