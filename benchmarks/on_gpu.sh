@@ -37,7 +37,7 @@ for preset in ${PRESETS:-gpu-1b gpu-8b gpu-8b-float8}; do
   part 150 "$preset" "$PYTHON" -m benchmarks.run "$preset" --profile --out "$out"
 done
 for preset in ${PEERS:-gpu-1b}; do
-  part 150 "peers-$preset" "$PYTHON" -m benchmarks.peers "$preset" --repeats 1
+  part 150 "peers-$preset" "$PYTHON" -m benchmarks.peers --preset "$preset" --repeats 1
 done
 printf '%s\n' '== ended' "${ended[@]}"
 [[ "${ended[*]}" != *"exit code "[1-9]* ]]

@@ -1,6 +1,6 @@
 """Other trainers beside this one: the same shape, batch, precision and optimizer, in turn, on this machine.
 
-    python -m benchmarks.peers cpu-60m --repeats 3
+    python -m benchmarks.peers --preset cpu-60m --repeats 3
 
 Each peer has its own documented fast settings, and an environment of its own under outputs/peers, which the first
 run makes. Printed are medians over the repeats, and for each peer the median of this recipe's figure over the peer's.
@@ -69,7 +69,7 @@ def run_peer(name: str, preset: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("--preset", choices=PRESETS, default="cpu-60m")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     for program, packages, _ in PEERS.values():

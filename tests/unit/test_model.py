@@ -147,6 +147,18 @@ def test_attention_by_products_equals_torchs(seq_len: int, dtype: torch.dtype, t
         assert (ours - reference).abs().max() < tolerance * reference.abs().max()
 
 
+def test_compiled_what_backward_needs_grows_with_the_sequence_and_not_with_its_square() -> None:
+    compiled = torch.compile(causal_attention, backend="aot_eager_decomp_partition", dynamic=False)
+    saved = []
+    for seq_len in (256, 1024):
+        q, k, v = (torch.randn(1, seq_len, heads, 16, requires_grad=True) for heads in (2, 1, 1))
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
+            compiled(q, k, v)
+        saved.append(sum(sizes))
+    assert 0 < saved[1] < 4.5 * saved[0]
+
+
 def test_what_is_masked_or_long_is_left_to_torchs_kernel() -> None:
     attend = AttentionByProducts(lambda q, k, v, mask: "kernel")
     q, kv = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 1, 4)
