@@ -3,7 +3,8 @@
     python -m benchmarks.peers --preset cpu-60m --repeats 3
 
 Each peer has its own documented fast settings, and an environment of its own under outputs/peers, which the first
-run makes. Printed are medians over the repeats, and for each peer the median of this recipe's figure over the peer's.
+run makes (with WHEELS set, as benchmarks/on_gpu.sh has it, they run in this one's). Printed are medians over the repeats,
+and for each peer the median of this recipe's figure over the peer's; who could not run, and why, stands below.
 """
 
 import argparse
@@ -12,25 +13,37 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.run import PRESETS, ROOT, measure
 from torchtitan.config.load import load_config
-from torchtitan.models.llama.args import FLAVORS
+from torchtitan.config.schema import Config
+from torchtitan.models.llama.args import FLAVORS, count_parameters
 
 # name -> the program that trains, its packages besides torch, and its options
 PEERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "Trainer": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0"], {"compile": False}),
     "Trainer, torch_compile": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0"], {"compile": True}),
     "LitGPT, compiled": ("lit.py", ["litgpt==0.5.13"], {"compile": True}),
+    "torchtitan 0.2.2, compiled": ("titan.py", ["torchtitan==0.2.2", "torchao==0.18.0"], {}),
 }
 WARMUP = 5
 
 
+def why_not(name: str, config: Config, has_gpu: bool) -> str:
+    """Why a peer cannot train this preset here; empty if it can."""
+    is_titan = PEERS[name][0] == "titan.py"
+    if is_titan and not has_gpu:
+        return "trains on GPUs only"
+    return "does not train in float8" if config.model.converters and not is_titan else ""
+
+
 def set_up(program: str, packages: list[str]) -> Path:
     """The Python of a peer's environment, made if need be."""
+    if "WHEELS" in os.environ:
+        return Path(sys.executable)
     folder = ROOT / "outputs/peers" / Path(program).stem
     python = folder / "bin/python"
     if not (folder / "ready").exists():
@@ -43,13 +56,16 @@ def set_up(program: str, packages: list[str]) -> Path:
     return python
 
 
-def run_peer(name: str, preset: str) -> dict[str, Any]:
-    """A peer's median step after the first ones, as benchmarks.run has it."""
+def run_peer(name: str, config: Config) -> dict[str, Any]:
+    """A peer's median step after the first ones, as benchmarks.run has it, or why there is none."""
     program, packages, options = PEERS[name]
-    config = load_config(["--job.config_file", str(PRESETS[preset])], 1)
-    shape = asdict(FLAVORS[config.model.name][config.model.flavor])
+    flavor = FLAVORS[config.model.name][config.model.flavor]
+    args = replace(flavor, vocab_size=config.model.vocab_size or flavor.vocab_size)
+    float8 = config.quantize.linear.float8.model_dump(include={"recipe_name", "filter_fqns"})
     asked = options | {
-        "model": shape | {"vocab_size": config.model.vocab_size or shape["vocab_size"]},
+        "model": asdict(args),
+        "parameters": count_parameters(args),
+        "float8": float8 if config.model.converters else None,
         "batch": config.training.local_batch_size,
         "seq_len": config.training.seq_len,
         "steps": config.training.steps,
@@ -60,35 +76,57 @@ def run_peer(name: str, preset: str) -> dict[str, Any]:
         [python, ROOT / "benchmarks/peers" / program, json.dumps(asked)], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
+        print(f"{name}:\n{done.stderr[-3000:]}", file=sys.stderr)
+        return {"failed": done.stderr.strip().splitlines()[-1]}
     answer = json.loads(done.stdout.splitlines()[-1])
     tokens = config.training.local_batch_size * config.training.seq_len
     seconds = statistics.median(answer["step_seconds"][WARMUP:])
-    return {"tokens_per_second": tokens / seconds, "memory_gib": answer["memory_gib"]}
+    return answer | {"tokens_per_second": tokens / seconds}
 
 
 def main() -> None:
+    import torch
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="cpu-60m")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["trainer", "lit", "titan"], nargs="+", help="these peers, not all")
     args = parser.parse_args()
-    for program, packages, _ in PEERS.values():
-        set_up(program, packages)
-    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in ["this recipe", *PEERS]}
+    config = load_config(["--job.config_file", str(PRESETS[args.preset])], 1)
+    asked = [name for name, (program, *_) in PEERS.items() if not args.only or Path(program).stem in args.only]
+    absent = {name: why for name in asked if (why := why_not(name, config, torch.cuda.is_available()))}
+    peers = [name for name in asked if name not in absent]
+    for name in peers:
+        set_up(*PEERS[name][:2])
+    ours: list[dict[str, Any]] = []
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for _ in range(args.repeats):
-        seen["this recipe"].append(measure(args.preset, [], WARMUP))
-        for name in PEERS:
-            seen[name].append(run_peer(name, args.preset))
-    ours = seen["this recipe"]
+        ours.append(measure(args.preset, [], WARMUP))
+        for name in peers:
+            if name not in absent:
+                seen[name].append(run_peer(name, config))
+                absent |= {name: why for run in seen[name] if (why := run.get("failed"))}
     print(f"{args.preset}, {args.repeats} runs of each in turn, {os.cpu_count()} cores\n")
     print("| | tokens/s | ours to it | peak memory | ours to it |\n| --- | --- | --- | --- | --- |")
+    for name, runs in {"this recipe": ours, **seen}.items():
+        if name not in absent:
+            print(f"| {name} | {compare(ours, runs)} |")
+    for name, why in absent.items():
+        print(f"\n{name}: {why}")
     for name, runs in seen.items():
-        speed, memory = (statistics.median(run[key] for run in runs) for key in ("tokens_per_second", "memory_gib"))
-        faster = statistics.median(
-            a["tokens_per_second"] / b["tokens_per_second"] for a, b in zip(ours, runs, strict=True)
-        )
-        smaller = statistics.median(a["memory_gib"] / b["memory_gib"] for a, b in zip(ours, runs, strict=True))
-        print(f"| {name} | {speed:,.0f} | {faster:.2f} | {memory:.2f} GiB | {smaller:.2f} |")
+        if setting := runs[-1].get("setting"):
+            print(f"\n{name}: {setting}")
+    raise SystemExit(1 if set(absent) & set(peers) else 0)
+
+
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
+    """The cells of a row: medians, and medians of the ratios of runs that were beside each other."""
+    cells = []
+    for key, form in (("tokens_per_second", "{:,.0f}"), ("memory_gib", "{:.2f} GiB")):
+        cells.append(form.format(statistics.median(run[key] for run in theirs)))
+        ratio = statistics.median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
+        cells.append(f"{ratio:.2f}")
+    return " | ".join(cells)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""Where a step's time goes, by a trace that is known."""
+"""Where a step's time goes, by a trace that is known; what the comparison with other trainers prints."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.peers import __main__ as peers
+from benchmarks.run import PRESETS
 from benchmarks.where import IDLE, OTHER, SORTS, shares
 
 STEP = ("user_annotation", "ProfilerStep#9", 0, 100)
@@ -46,3 +50,34 @@ def test_a_steps_time_goes_where_its_trace_says(
     found = shares(tmp_path / "trace.json")
     assert list(found) == [*SORTS, OTHER, IDLE]
     assert {sort: share for sort, share in found.items() if share} == pytest.approx(expected)
+
+
+def test_peers_that_cannot_run_or_fail_are_named_below_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(preset: str, options: list[str], warmup: int) -> dict[str, Any]:
+        return {"tokens_per_second": 300.0, "memory_gib": 1.0}
+
+    works, fails = tmp_path / "works.py", tmp_path / "fails.py"
+    works.write_text('print(\'{"step_seconds": [9, 9, 9, 9, 9, 1, 1], "memory_gib": 2, "setting": "all of it"}\')')
+    fails.write_text("raise MemoryError('no room')")
+    answers = {"works": (str(works), [], {}), "fails": (str(fails), [], {}), "titan": ("titan.py", [], {})}
+    monkeypatch.setattr(peers, "PEERS", answers)
+    monkeypatch.setattr(peers, "set_up", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(peers, "measure", run)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["peers", "--preset", "cpu-tiny", "--repeats", "2"])
+    with pytest.raises(SystemExit) as exit_code:
+        peers.main()
+    assert exit_code.value.code == 1
+    printed = capsys.readouterr().out
+    assert "| works | 128 | 2.34 | 2.00 GiB | 0.50 |" in printed
+    assert "works: all of it" in printed
+    assert "fails: MemoryError: no room" in printed
+    assert "titan: trains on GPUs only" in printed
+
+
+def test_only_torchtitan_is_asked_for_float8() -> None:
+    config = peers.load_config(["--job.config_file", str(PRESETS["gpu-8b-float8"])], 1)
+    able = [name for name in peers.PEERS if not peers.why_not(name, config, has_gpu=True)]
+    assert able == ["torchtitan 0.2.2, compiled"]

@@ -1,0 +1,121 @@
+"""torchtitan 0.2.2's own Trainer on random tokens: `titan.py JSON`; its last line is JSON. Runs in the peer's environment.
+
+It has no option for moments in bfloat16: where its float32 states would fill the GPU it trains in bfloat16 throughout,
+and where nothing recomputed does not fit it recomputes what it must. What was taken is in the answer.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+RECOMPUTE = ("none", "selective", "full")  # fastest first
+STATE_BYTES = 16  # of a parameter in float32: itself, its gradient and AdamW's two moments
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    if "recompute" in asked:
+        print(json.dumps(train(asked)))
+        return
+    for recompute in RECOMPUTE:  # in a process of its own, for what did not fit is not given back whole
+        command = [sys.executable, __file__, json.dumps(asked | {"recompute": recompute})]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "OutOfMemoryError" not in done.stderr:
+            break
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    raise SystemExit(done.returncode)
+
+
+def train(asked: dict[str, Any]) -> dict[str, Any]:
+    """The seconds of each step but the first, the memory, and what was chosen."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.models import llama3
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.protocols.train_spec import _extra_train_specs
+    from torchtitan.train import Trainer
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    shape, recompute = asked["model"], asked["recompute"]
+    room = torch.cuda.get_device_properties(0).total_memory
+    dtype = "float32" if STATE_BYTES * asked["parameters"] < 0.8 * room else "bfloat16"
+
+    class Model(Transformer):
+        def init_weights(self, buffer_device: torch.device | None = None) -> None:
+            if shape["tied_embeddings"]:  # torchtitan's Llama has no option for it
+                self.output.weight = self.tok_embeddings.weight
+            super().init_weights(buffer_device)
+
+    class Timed(Trainer):
+        def train_step(self, data_iterator: Iterator[Any]) -> None:
+            super().train_step(data_iterator)  # which logs the loss, and so waits for the GPU
+            ends.append(time.perf_counter())
+
+    class Tokens:
+        def __init__(self, **_: Any) -> None:
+            self.generator = torch.Generator().manual_seed(0)
+
+        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            while True:
+                size = asked["batch"], asked["seq_len"] + 1
+                tokens = torch.randint(shape["vocab_size"], size, generator=self.generator)
+                yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+    arguments = TransformerModelArgs(
+        dim=shape["dim"],
+        n_layers=shape["n_layers"],
+        n_heads=shape["n_heads"],
+        n_kv_heads=shape["n_kv_heads"],
+        vocab_size=shape["vocab_size"],
+        rope_theta=shape["rope_theta"],
+        ffn_dim_multiplier=0.1,  # rounded up to the multiple below, which is the size itself
+        multiple_of=shape["hidden_dim"],
+    )
+    _extra_train_specs["peer"] = dataclasses.replace(
+        llama3.get_train_spec(),
+        model_cls=Model,
+        model_args={"peer": arguments},
+        build_tokenizer_fn=None,
+        build_dataloader_fn=Tokens,
+    )
+    ends: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "job.dump_folder": folder,
+            "model.name": "peer",
+            "model.flavor": "peer",
+            "optimizer.lr": asked["lr"],
+            "lr_scheduler.warmup_steps": 2,
+            "training.local_batch_size": asked["batch"],
+            "training.seq_len": asked["seq_len"],
+            "training.steps": asked["steps"],
+            "training.dtype": dtype,
+            "activation_checkpoint.mode": recompute,
+            "activation_checkpoint.selective_ac_option": "op",
+            "metrics.log_freq": 1,
+        }
+        if asked["float8"]:
+            options["model.converters"] = "quantize.linear.float8"
+            options["quantize.linear.float8.filter_fqns"] = ",".join(asked["float8"]["filter_fqns"])
+            options["quantize.linear.float8.recipe_name"] = asked["float8"]["recipe_name"] or "tensorwise"
+        given = [f"--{name}={value}" for name, value in options.items()]
+        trainer = Timed(ConfigManager().parse_args([*given, "--compile.enable"]))
+        trainer.train()
+        trainer.close()
+    return {
+        "step_seconds": [b - a for a, b in zip(ends, ends[1:], strict=False)],
+        "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "setting": f"states in {dtype}, activation_checkpoint.mode {recompute}",
+    }
+
+
+if __name__ == "__main__":
+    main()
