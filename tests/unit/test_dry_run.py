@@ -90,11 +90,12 @@ def test_replaying_one_block_estimates_what_running_all_does(name: str) -> None:
     assert replayed.peak_bytes == pytest.approx(run.peak_bytes, rel=1e-3)  # pipelines count a few bytes more
 
 
-def test_fsdp_moves_each_parameter_twice_to_gather_it_and_once_to_scatter_its_gradient() -> None:
+def test_fsdp_gathers_each_blocks_parameters_twice_and_scatters_each_gradient_once() -> None:
     block = 4 * 4 * block_parameters(TINY)  # 4 layers, 4 bytes
     embedding, end = 4 * VOCABULARY * TINY.dim, 4 * (VOCABULARY + 1) * TINY.dim
     assert estimate_tiny(2, training__local_batch_size=4).moved == {
-        "all-gather": 2 * (embedding + block) + end,  # what ends forward begins backward and is kept in between
+        # What ends forward begins backward and is kept in between; backward of the embedding needs no weights.
+        "all-gather": embedding + 2 * block + end,
         "reduce-scatter": embedding + block + end,
         "all-reduce": 8 + 8,  # the number of tokens, the gradient norm
     }

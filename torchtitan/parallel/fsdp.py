@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchtitan.config.schema import Training
 from torchtitan.parallel.shared_memory import ReduceScatterOfOne, SharedGather, SharedReduceScatter
 
 
@@ -17,27 +18,26 @@ def apply_fsdp(
     model: nn.Module,
     units: list[list[nn.Module]],
     mesh: DeviceMesh,
-    *,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
+    training: Training,
     reshard: Literal["default", "always", "never"],
-    offload: bool,
 ) -> None:
     """Shard each unit, and what is left over with the model itself; gradients are summed over ranks, not averaged.
 
     `reshard` says which units are freed after forward. By default all but what ends the forward pass: it is needed
     first in backward, and freeing it would only gather it again; on one rank none, for there it would be cast again.
-    With `offload`, what is sharded stays on the host.
+    The caller may say otherwise of a unit whose backward needs no parameters.
+    With `enable_cpu_offload` what is sharded stays on the host.
     """
     is_alone = mesh.size() == 1
     policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         # Activations already have param_dtype; the float32 rotary table must keep its own.
         cast_forward_inputs=False,
     )
     # Pinned memory is copied to a GPU while it computes; a CPU has nothing to copy to.
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    place = pinned if training.enable_cpu_offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place)
     for unit in units:
         free = reshard == "always" or (reshard == "default" and not is_alone and unit is not units[-1])

@@ -38,6 +38,15 @@ def _write_gradient(rows: Tensor, largest: Tensor, total: Tensor, place: Tensor,
     rows.scatter_(1, place, of_label.to(rows.dtype))
 
 
+def _write_gradient_at_once(
+    rows: Tensor, largest: Tensor, total: Tensor, place: Tensor, own: Tensor, scale: Tensor
+) -> None:
+    """The same for a compiler, which would make a copy of all rows to scatter into."""
+    columns = torch.arange(rows.shape[1], device=rows.device, dtype=torch.int32)
+    is_label = columns == torch.where(own, place, -1).int()
+    rows.copy_((rows.float() - largest).exp() * (scale / total) - torch.where(is_label, scale, 0.0))
+
+
 @dataclass(frozen=True)
 class _Kernels:
     """Written out, a few rows at a time; compiled, each is one pass over all rows."""
@@ -112,5 +121,5 @@ def build_loss(compile_: Compile) -> LossFunction:
     compiled = partial(torch.compile, backend=compile_.backend, fullgraph=True)
     return partial(
         cross_entropy_sum,
-        kernels=_Kernels(*map(compiled, (_largest, _sum_rows, _write_gradient)), most_chunks=None),
+        kernels=_Kernels(*map(compiled, (_largest, _sum_rows, _write_gradient_at_once)), most_chunks=None),
     )

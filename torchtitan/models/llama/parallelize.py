@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -65,15 +66,10 @@ def apply_parallelism(
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
-    apply_fsdp(
-        model,
-        _sharding_units(model),
-        mesh.fsdp,
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        reshard=reshard,
-        offload=training.enable_cpu_offload,
-    )
+    apply_fsdp(model, _sharding_units(model), mesh.fsdp, training, reshard)
+    if isinstance(model.tok_embeddings, FSDPModule):  # a unit of its own: backward of a lookup needs no weights
+        model.tok_embeddings.set_unshard_in_backward(False)
+        model.tok_embeddings.set_reshard_after_forward(reshard != "never")
 
 
 def split_tensors(
