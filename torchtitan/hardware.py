@@ -145,12 +145,19 @@ def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: 
 
 
 def pick_attention(
-    device: "torch.device", dtype: "torch.dtype", heads: int, kv_heads: int, head_dim: int, is_masked: bool
+    device: "torch.device",
+    dtype: "torch.dtype",
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    seq_len: int,
+    is_masked: bool,
 ) -> tuple[str, AbstractContextManager]:
     """On a GPU the kernel that attention will be computed by, and the context that has torch try the fastest first.
 
-    From Hopper on that is cuDNN's: 631 against FlashAttention-2's 329 TFLOP/s on an H100
-    (https://github.com/pytorch/pytorch/issues/142132).
+    On Hopper and data-centre Blackwell that is cuDNN's from 9.15.1 on: 631 against FlashAttention-2's 329 TFLOP/s on an
+    H100 (https://github.com/pytorch/pytorch/issues/142132). With a mask and lengths that 128 does not divide its
+    gradients may be NaN (https://github.com/pytorch/pytorch/issues/196678).
     """
     if device.type != "cuda":
         return "", nullcontext()
@@ -161,8 +168,8 @@ def pick_attention(
     flash = "FlashAttention", SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention
     cudnn = "cuDNN", SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention
     others = ("memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention)
-    is_hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    order = [cudnn, flash, others] if is_hopper else [flash, cudnn, others]
+    is_new = torch.cuda.get_device_capability(device)[0] in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
+    order = [cudnn, flash, others] if is_new and not (is_masked and seq_len % 128) else [flash, others, cudnn]
 
     kv_heads = heads if is_masked or dtype == torch.float32 else kv_heads  # as CausalAttention repeats them
     q, k = (torch.empty(1, n, 128, head_dim, device=device, dtype=dtype, requires_grad=True) for n in (heads, kv_heads))

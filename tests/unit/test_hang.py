@@ -116,3 +116,22 @@ def test_looking_at_a_step_keeps_nothing_of_it() -> None:
         assert step()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "step", "where", "is_long"),
+    [
+        (False, 5, at(5), True),
+        (False, 5, at(5, ""), False),
+        (True, 5, at(5, ""), True),  # it takes no more work until its collective is done
+        (True, 1, at(1, ""), False),  # it compiles
+        (True, 5, at(5, "", "torchtitan/checkpoint/manager.py:1 (save)"), False),
+    ],
+)
+def test_a_rank_that_stands_still_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, step: int, where: Whereabouts, is_long: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: has_gpu)
+    rank = object.__new__(watch.Watch)
+    rank.step, rank.timeout_seconds, rank._where = step, 100, lambda: where
+    assert rank._waits_long(71) is is_long and not rank._waits_long(69)

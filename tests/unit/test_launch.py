@@ -195,17 +195,21 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.Mon
     assert [count_gpus(v) for v in (None, "", "0", "1, 0", "GPU-ab,MIG-cd", "-1")] == [2, 0, 1, 2, 2, 0]
 
 
+GROWS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 def test_one_process_is_train_py_itself_whatever_a_platform_numbered_so() -> None:
     start = plan_start(CONFIG, ["--training.steps", "20"], gpus=1)
-    assert start.arguments[0] == "train.py" and start.settings == {}
+    assert start.arguments[0] == "train.py" and start.settings == GROWS
     pod = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    assert plan_start(CONFIG | pod, [], gpus=1).settings == {"WORLD_SIZE": "1", "RANK": "0"}
+    assert plan_start(CONFIG | pod, [], gpus=1).settings == {**GROWS, "WORLD_SIZE": "1", "RANK": "0"}
 
 
 def test_on_cpus_memory_is_kept_and_cores_are_shared_unless_the_caller_says() -> None:
     start = plan_start(CONFIG | {"NGPU": "2", "MALLOC_TOP_PAD_": "1"}, [], gpus=0)
     assert set(start.settings) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS"}
-    assert plan_start(CONFIG | {"NGPU": "2"}, [], gpus=2).settings == {}
+    assert plan_start(CONFIG | {"NGPU": "2"}, [], gpus=2).settings == GROWS
+    assert plan_start(CONFIG | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, [], gpus=1).settings == {}
 
 
 def test_what_torchrun_would_read_itself_cannot_undo_the_command() -> None:

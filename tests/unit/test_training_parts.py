@@ -11,7 +11,7 @@ from torch import nn
 from torchtitan.config.schema import ActivationCheckpoint, Compile, LRScheduler, Optimizer
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Transformer
-from torchtitan.parallel.collectives import GlobalNorm, global_norm
+from torchtitan.parallel.collectives import GlobalNorm, global_norm, squares_at_once, squares_by_row
 from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.training.loss import IGNORED, _Kernels, build_loss, cross_entropy_sum
 from torchtitan.training.lr_schedule import learning_rate_factor
@@ -239,6 +239,13 @@ def test_the_global_norm_is_exact_for_large_tensors() -> None:
     tensors = [torch.randn(20000, 256) * 1e-3, torch.randn(256), torch.empty(0, 256)]
     exact = torch.cat([t.flatten() for t in tensors]).double().norm().item()
     assert global_norm(tensors).item() == pytest.approx(exact, rel=1e-6)
+
+
+def test_squares_added_up_as_on_a_gpu_are_those_by_row() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(200, 16).bfloat16(), torch.randn(16), torch.empty(0, 16)]
+    by_row, at_once = sum(squares_by_row(tensors)), sum(squares_at_once(tensors))
+    assert at_once.item() == pytest.approx(by_row.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     # Without torch and before any rank exists, so that a mistake is shown at once and once a node.
     checked = load_config_or_exit(train[1:], node.world_size, rank=0)
 
-    settings = _allocator_and_threads(env, node) if gpus == 0 and not fake else {}
+    settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
     if fake or (node.world_size == 1 and node.restarts == 0):
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # a platform may have numbered its containers so
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
@@ -295,6 +295,13 @@ def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         kept["OMP_NUM_THREADS"] = max(1, cores // node.num_processes)
     return {name: str(value) for name, value in kept.items() if not env.get(name)}
+
+
+def _gpu_allocator(env: Mapping[str, str]) -> dict[str, str]:
+    """Memory that grows in place leaves fewer holes; whoever sets the allocator otherwise is left alone."""
+    if env.get("PYTORCH_ALLOC_CONF") or env.get("PYTORCH_CUDA_ALLOC_CONF"):
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _understood(node: Node, config: str, gpus: int) -> str:

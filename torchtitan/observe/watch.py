@@ -1,7 +1,8 @@
 """When a rank lags or fails: every rank's stacks in the run folder, one message that names the rank, and an end to all.
 
 A thread beside the training loop looks, without any collective, at a board that all ranks share (the store they met in)
-for an alarm. It raises the alarm itself once this rank has waited in a collective for most of the timeout.
+for an alarm. It raises the alarm itself once this rank has waited for most of the timeout: in a collective, or with
+GPUs anywhere but in a save.
 """
 
 import json
@@ -119,12 +120,14 @@ class Watch:
         return self.step, *(backend._get_sequence_number_for_group() for backend in self._backends)
 
     def _waits_long(self, seconds: float) -> bool:
-        """Whether torch is about to give up, which may end the process at once."""
+        """Whether torch is, or may be, about to give up, which may end the process at once."""
         if seconds <= self.timeout_seconds - min(30.0, self.timeout_seconds / 3):
             return False
         where = self._where()
         saves = where.place.startswith("torchtitan/checkpoint/")  # which takes as long as its disk does
-        return bool(where.collective) and not saves
+        # A GPU that waits in a collective takes no more work: the host then stands still wherever it gives some.
+        hidden = torch.cuda.is_initialized() and self.step > 1
+        return (bool(where.collective) or hidden) and not saves
 
     def _where(self) -> Whereabouts:
         if self._thrown:

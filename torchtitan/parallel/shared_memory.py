@@ -43,7 +43,7 @@ class SharedMemory:
         dist.barrier(self.group)
 
     def _map(self, size: int) -> Tensor | None:
-        """New memory of all ranks, or of none; nothing of it is left behind when they end, however they do."""
+        """New memory of all ranks, or of none; once mapped, nothing of it is left behind however they end."""
         makes = self.group.rank() == 0
         names = [f"torchtitan-{secrets.token_hex(8)}"]
         mine = self._map_file(names[0], size, os.O_CREAT | os.O_EXCL) if makes else None
@@ -147,10 +147,12 @@ class ReduceScatterOfOne:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Twice for each reduction, the same."""
+        """Twice for each reduction, the same; on a GPU the second time in FSDP's own stream, which goes on using it."""
         output, self._input = self._input, None
         if output is None:
             output = self._input = torch.empty(*size, dtype=dtype, device=device)
+        elif output.is_cuda:
+            output.record_stream(torch.cuda.current_stream(output.device))
         return output
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_args: object, **_options: object) -> None:

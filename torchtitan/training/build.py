@@ -12,15 +12,13 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
 from torchtitan.models.llama.model import Transformer
 from torchtitan.models.llama.parallelize import apply_parallelism, init_weights, keep_modules
-from torchtitan.models.llama.stages import plan_stages
+from torchtitan.models.llama.stages import V_SHAPED, plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import import_wandb
 from torchtitan.parallel.collectives import all_agree, any_agrees
 from torchtitan.parallel.float8 import apply_float8, check_float8
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
-
-_FOLDED_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two neighbouring stages are on one rank
 
 
 def check_environment(config: Config, device: torch.device) -> None:
@@ -47,11 +45,17 @@ def check_environment(config: Config, device: torch.device) -> None:
         if config.checkpoint.enable and "://" in url:
             Storage(url)
     schedule = config.parallelism.pipeline_parallel_schedule
-    folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in _FOLDED_SCHEDULES
+    folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED
     if folded and device.type == "cpu" and torch.__version__ < "2.13":
         raise ValueError(
             f'parallelism.pipeline_parallel_schedule = "{schedule}" needs torch 2.13 on a CPU: {torch.__version__} '
             f"begins with a message from a rank to itself, which gloo cannot carry; use Interleaved1F1B, or torch 2.13"
+        )
+    early = config.optimizer.early_step_in_backward and config.training.enable_cpu_offload
+    if early and device.type == "cuda" and torch.__version__ < "2.13":
+        raise ValueError(
+            f"optimizer.early_step_in_backward = true with training.enable_cpu_offload = true needs torch 2.13 on a "
+            f"GPU: {torch.__version__} updates a parameter before its gradient is on the host; set one to false"
         )
     if config.float8 is not None:
         check_float8(config.float8, device)

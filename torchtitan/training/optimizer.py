@@ -156,6 +156,13 @@ class ShortAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        devices = [_local(p).device for group in self.param_groups for p in group["params"]]
+        if not devices:  # its turn is another optimizer's
+            return
+        device = devices[0]
+        scale = self.grad_scale.to(device)  # type: ignore[attr-defined]
+        applies = 1.0 - self.found_inf.to(device)  # type: ignore[attr-defined]
+        does_apply = applies.bool()
         for group in self.param_groups:
             rate = torch.tensor(group["lr"])  # a number would be compiled in
             for parameter in group["params"]:
@@ -163,20 +170,18 @@ class ShortAdamW(torch.optim.AdamW):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros((), device=_local(parameter).device)
+                    state["step"] = torch.zeros((), device=device)
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 tensors = [_local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
-                device = tensors[0].device
-                applies = 1.0 - self.found_inf.to(device)  # type: ignore[attr-defined]
                 state["step"] += applies
                 for begin, piece in self._pieces(tensors):
                     self._update(
                         *piece,
                         _place(parameter, begin),
                         state["step"],
-                        applies.bool(),
-                        self.grad_scale.to(device),  # type: ignore[attr-defined]
+                        does_apply,
+                        scale,
                         rate,
                         *group["betas"],
                         group["eps"],
