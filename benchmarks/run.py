@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -86,9 +87,8 @@ def describe_machine() -> dict[str, str]:
 
     from torchtitan import hardware
 
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True).stdout if shutil.which("git") else ""
     device = hardware.pick_device(0)
     peak = hardware.measure_matmul_flops(device, torch.bfloat16, seconds=2.0)
     return {
@@ -96,7 +96,7 @@ def describe_machine() -> dict[str, str]:
         "product_tflops": f"{peak / 1e12:.3f}",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
+        "commit": commit.strip() or "unknown",
     }
 
 
@@ -124,11 +124,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
-    machine = describe_machine()
     figures = measure(args.preset, options, args.warmup)
-    show(" ".join([args.preset, *options]), machine, figures)
     if args.profile:
         figures["shares"] = profile(args.preset, options)
+    machine = describe_machine()  # last: on a GPU it takes memory that this process keeps
+    show(" ".join([args.preset, *options]), machine, figures)
+    if args.profile:
         print("\n| where a step's time goes | |\n| --- | --- |")
         print("\n".join(f"| {sort} | {share:.1%} |" for sort, share in figures["shares"].items()))
     args.out.mkdir(parents=True, exist_ok=True)

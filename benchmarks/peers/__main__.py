@@ -3,8 +3,8 @@
     python -m benchmarks.peers --preset cpu-60m --repeats 3
 
 Each peer has its own documented fast settings, and an environment of its own under outputs/peers, which the first
-run makes (with WHEELS set, as benchmarks/on_gpu.sh has it, they run in this one's). Printed are medians over the repeats,
-and for each peer the median of this recipe's figure over the peer's; who could not run, and why, stands below.
+run makes (with WHEELS set, as benchmarks/on_gpu.sh has it, they run in this one's). Printed are medians over the
+repeats, and for each peer the median of this recipe's figure over the peer's; who could not run, and why, stands below.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def why_not(name: str, config: Config, has_gpu: bool) -> str:
 
 def set_up(program: str, packages: list[str]) -> Path:
     """The Python of a peer's environment, made if need be."""
-    if "WHEELS" in os.environ:
+    if os.environ.get("WHEELS"):
         return Path(sys.executable)
     folder = ROOT / "outputs/peers" / Path(program).stem
     python = folder / "bin/python"
@@ -77,7 +77,8 @@ def run_peer(name: str, config: Config) -> dict[str, Any]:
     )
     if done.returncode:
         print(f"{name}:\n{done.stderr[-3000:]}", file=sys.stderr)
-        return {"failed": done.stderr.strip().splitlines()[-1]}
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        return {"failed": said[-1] if said else f"exit code {done.returncode}"}
     answer = json.loads(done.stdout.splitlines()[-1])
     tokens = config.training.local_batch_size * config.training.seq_len
     seconds = statistics.median(answer["step_seconds"][WARMUP:])
@@ -105,7 +106,8 @@ def main() -> None:
         for name in peers:
             if name not in absent:
                 seen[name].append(run_peer(name, config))
-                absent |= {name: why for run in seen[name] if (why := run.get("failed"))}
+                if why := seen[name][-1].get("failed"):
+                    absent[name] = why
     print(f"{args.preset}, {args.repeats} runs of each in turn, {os.cpu_count()} cores\n")
     print("| | tokens/s | ours to it | peak memory | ours to it |\n| --- | --- | --- | --- | --- |")
     for name, runs in {"this recipe": ours, **seen}.items():

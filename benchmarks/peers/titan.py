@@ -1,4 +1,4 @@
-"""torchtitan 0.2.2's own Trainer on random tokens: `titan.py JSON`; its last line is JSON. Runs in the peer's environment.
+"""torchtitan 0.2.2's Trainer on random tokens: `titan.py JSON`; its last line is JSON. Runs in the peer's environment.
 
 It has no option for moments in bfloat16: where its float32 states would fill the GPU it trains in bfloat16 throughout,
 and where nothing recomputed does not fit it recomputes what it must. What was taken is in the answer.
@@ -27,7 +27,8 @@ def main() -> None:
         return
     for recompute in RECOMPUTE:  # in a process of its own, for what did not fit is not given back whole
         command = [sys.executable, __file__, json.dumps(asked | {"recompute": recompute})]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ  # as torchtitan's run_train.sh has it
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         if "OutOfMemoryError" not in done.stderr:
             break
     sys.stdout.write(done.stdout)
@@ -37,11 +38,12 @@ def main() -> None:
 
 def train(asked: dict[str, Any]) -> dict[str, Any]:
     """The seconds of each step but the first, the memory, and what was chosen."""
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.protocols.train_spec import register_train_spec
+    from torchtitan.train import Trainer
+
     from torchtitan.config import ConfigManager
     from torchtitan.models import llama3
-    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
-    from torchtitan.protocols.train_spec import _extra_train_specs
-    from torchtitan.train import Trainer
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     shape, recompute = asked["model"], asked["recompute"]
@@ -79,13 +81,14 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         ffn_dim_multiplier=0.1,  # rounded up to the multiple below, which is the size itself
         multiple_of=shape["hidden_dim"],
     )
-    _extra_train_specs["peer"] = dataclasses.replace(
+    spec = dataclasses.replace(
         llama3.get_train_spec(),
         model_cls=Model,
         model_args={"peer": arguments},
         build_tokenizer_fn=None,
         build_dataloader_fn=Tokens,
     )
+    register_train_spec("peer", spec)
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         options = {
@@ -110,6 +113,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         trainer = Timed(ConfigManager().parse_args([*given, "--compile.enable"]))
         trainer.train()
         trainer.close()
+        torch.distributed.destroy_process_group()
     return {
         "step_seconds": [b - a for a, b in zip(ends, ends[1:], strict=False)],
         "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
