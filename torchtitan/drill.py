@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.checkpoint.storage import IncompleteError, Storage
+from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.load import load_config
 from torchtitan.launch.node import torchrun_here
 
@@ -282,11 +282,8 @@ def _differences(ours: Storage, theirs: Storage, step: int) -> list[str]:
 
 
 def _is_complete(storage: Storage, step: int) -> bool:
-    try:
-        manifest = storage.manifest(step)
-    except IncompleteError:
-        return False
-    return not storage.faults(manifest, manifest.files)
+    manifest = storage.examine(step)
+    return isinstance(manifest, Manifest) and not storage.faults(manifest, manifest.files)
 
 
 def _obey_permissions() -> None:

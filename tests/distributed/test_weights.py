@@ -14,12 +14,10 @@ from tests.distributed.test_layouts import layout
 from tests.stored_models import SHAPES, random_weights, store_run
 from tests.tiny_runs import TINY, tiny_config
 from torchtitan import generate as generating
-from torchtitan.checkpoint.hf import load_hf
 from torchtitan.config.layout import plan_layout
 from torchtitan.convert import run as convert
 from torchtitan.evaluate import evaluate, resolve
 from torchtitan.hardware import Place
-from torchtitan.models.llama.hf import to_hf_name
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
@@ -30,7 +28,7 @@ VALIDATION = {"validation__dataset_path": "tests/assets/pydocs/validation.jsonl"
 PROMPTS = [[0, 5, 900, 31], [0, 77], [0, *range(100, 140)]]
 
 
-def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str, Any], direct: bool) -> list[Any]:
+def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str, Any]) -> list[Any]:
     """This rank's parameters, filled: name, where its part begins, and the part."""
     config = tiny_config("unused", world_size, model__flavor=flavor, **keys)
     store = open_source(source)
@@ -40,11 +38,7 @@ def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str,
     model = build.lay_out_model(config, store.args, mesh)
     for stage in model.stages.values():
         stage.to_empty(device=device)
-    if direct:
-        tied = store.args.tied_embeddings
-        load_hf(dict(model.named_parameters()), source, lambda name: to_hf_name(name, tied), store.weights.outline)
-    else:
-        load_weights(store, model)
+    load_weights(store, model)
     pieces: list[tuple[str, tuple[int, ...], Tensor]] = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -72,14 +66,14 @@ LAYOUTS = {
 CASES = [*((name, "tiny") for name in LAYOUTS), *((name, "tiny-tied") for name in ("TP 2", "PP 2", "PP 2 in a V"))]
 
 
-@pytest.mark.parametrize("origin", ["checkpoint", "load_hf"])
+@pytest.mark.parametrize("origin", ["checkpoint", "Hugging Face"])
 @pytest.mark.parametrize(("name", "flavor"), CASES)
 def test_each_rank_gets_its_part(flavor: str, name: str, origin: str, ranks: Ranks, tmp_path: Path) -> None:
     run, hf = stored(tmp_path, flavor)
     world_size, keys = LAYOUTS[name]
     keys = {key: value for key, value in keys.items() if key != "model__flavor"}
     source = run if origin == "checkpoint" else hf
-    answers = ranks(loaded, world_size, str(source), flavor, keys, origin == "load_hf")
+    answers = ranks(loaded, world_size, str(source), flavor, keys)
     whole = random_weights(SHAPES[flavor])
     if flavor == "tiny-tied":
         whole["output.weight"] = whole["tok_embeddings.weight"]  # a pipeline's last stage has a copy

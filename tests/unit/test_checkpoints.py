@@ -18,6 +18,7 @@ from torchtitan.checkpoint.manager import SaveError
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import ConfigError
 from torchtitan.parallel import collectives
+from torchtitan.training import checkpoints
 
 SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 10}
 
@@ -183,6 +184,17 @@ def test_another_run_begins_with_saved_weights_or_with_all_of_it(tmp_path: Path)
         checkpoint__exclude_from_loading=["train_state", "dataloader"],
     )
     assert [r["step"] for r in anew] == [1, 2, 3, 4]
+    longer = run(
+        tmp_path / "anew",
+        6,
+        checkpoint__initial_load_path=str(tmp_path / "first"),
+        checkpoint__initial_load_model_only=False,
+        checkpoint__exclude_from_loading=["train_state", "dataloader"],
+    )
+    assert [r["step"] for r in longer] == [1, 2, 3, 4, 5, 6]  # it goes on from its own, with all of it
+    with pytest.raises(ValueError, match="begin this run again at step 0, over its own records; remove it to go on"):
+        run(tmp_path / "first", 6, checkpoint__exclude_from_loading=["train_state"])
+    assert len(read_records(tmp_path / "first")) == 4
     with pytest.raises(ValueError, match=r'initial_load_path = ".*nothing" has no complete checkpoint'):
         run(tmp_path / "none", 2, checkpoint__initial_load_path=str(tmp_path / "nothing"))
 
@@ -203,6 +215,25 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
     assert from_run[0]["loss"] == from_hf[0]["loss"]
     with pytest.raises(ConfigError, match="last_save_in_hf = true saves weights alone"):
         run(tmp_path / "c", 1, checkpoint__last_save_in_hf=True)
+
+
+def test_weights_for_others_of_an_earlier_end_are_kept_aside_when_the_run_goes_on(tmp_path: Path) -> None:
+    end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True, "checkpoint__interval": 2}
+    run(tmp_path, 3, **end)
+    run(tmp_path, 4, checkpoint__load_step=2, **end)  # step 3 has only weights
+    files = [tmp_path / folder / "model.safetensors" for folder in ("hf", "earlier/1/hf")]
+    assert files[0].read_bytes() != files[1].read_bytes()
+
+
+def test_weights_for_others_that_cannot_be_written_are_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(checkpoints, "write_hf", refuse)
+    with pytest.raises(SaveError, match="step 1 is saved, but .*hf is not written: rank 0: no"):
+        run(tmp_path, 1, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
 
 
 def test_a_seed_checkpoint_is_the_initial_weights(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.stored_models import SHAPES, VOCAB, hold, random_weights, store_run
 from tests.tiny_runs import TINY
 from torchtitan.__main__ import main
-from torchtitan.checkpoint.hf import Weights, load_hf, plan_shards, save_hf
+from torchtitan.checkpoint.hf import Weights, plan_shards, save_hf
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs
 from torchtitan.models.llama.hf import from_hf_config, from_meta_params, to_hf_config, to_hf_name
 from torchtitan.models.llama.model import Transformer
@@ -231,16 +231,13 @@ def test_all_names_and_shapes_that_do_not_fit_are_listed(tmp_path: Path) -> None
     assert "  wrong shape: model.layers.3.self_attn.q_proj.weight is (7, 64), the model's is (64, 64)" in lines
 
 
-def test_parameters_are_filled_in_their_own_type_and_others_left_to_other_ranks(tmp_path: Path) -> None:
-    folder = exported(tmp_path / "hf")
+def test_parameters_are_filled_in_their_own_type(tmp_path: Path) -> None:
+    weights = open_source(str(exported(tmp_path / "hf"))).weights
     model = Transformer(replace(TINY, vocab_size=VOCAB)).bfloat16()
     parameters = dict(model.named_parameters())
-    load_hf(parameters, str(folder), to_hf_name)
+    for name, parameter in parameters.items():
+        weights.fill(name, parameter)
     assert same(parameters, {name: weight.bfloat16() for name, weight in random_weights(TINY).items()})
-    mine = {name: p for name, p in parameters.items() if name.startswith("layers.")}
-    with pytest.raises(ValueError, match="unexpected: lm_head.weight"):
-        load_hf(mine, str(folder), to_hf_name)
-    load_hf(mine, str(folder), to_hf_name, elsewhere=parameters.keys())
 
 
 @pytest.mark.parametrize(
@@ -284,7 +281,8 @@ def test_what_holds_no_model_is_refused_with_what_was_looked_for(tmp_path: Path)
     assert re.search("the checksum of .*distcp differs; convert another", refusal("convert", run, tmp_path / "hf"))
     data.write_bytes(whole[:-1])
     assert "step-0: " in refusal("convert", run, tmp_path / "hf")
-    assert "is no complete checkpoint" in refusal("convert", run / "checkpoint/step-0", tmp_path / "hf")
+    named = refusal("convert", run / "checkpoint/step-0", tmp_path / "hf")
+    assert re.search("holds no model: step-0: .*bytes, the manifest says", named)
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta/params.json").write_text("{}")
     assert "no consolidated.*.pth" in refusal("convert", tmp_path / "meta", tmp_path / "hf")

@@ -4,7 +4,7 @@ this rank's parameters, another checkpoint or safetensors files. What does not f
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,10 +46,10 @@ class Weights:
         self.fill(name, tensor)
         return tensor
 
-    def check(self, wanted: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> None:
-        """Refuse other names than those wanted here and elsewhere, and other shapes."""
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Refuse other names than those wanted, and other shapes."""
         faults = [f"missing: {name}" for name in wanted if name not in self.outline]
-        faults += [f"unexpected: {name}" for name in self.outline if name not in wanted and name not in elsewhere]
+        faults += [f"unexpected: {name}" for name in self.outline if name not in wanted]
         faults += [
             f"wrong shape: {name} is {tuple(found.shape)}, the model's is {tuple(wanted[name].shape)}"
             for name, found in self.outline.items()
@@ -87,21 +87,6 @@ def open_hf(folder: str | Path) -> Weights:
             copy_part(tensor, lambda part: file.get_slice(name)[part])
 
     return Weights(str(folder), outline, fill)
-
-
-def load_hf(
-    parameters: Mapping[str, Tensor],
-    folder: str,
-    to_hf_name: Callable[[str], str],
-    elsewhere: Collection[str] = (),
-) -> None:
-    """Fill parameters from a Hugging Face folder, each rank reading its part; other ranks have those `elsewhere`."""
-    weights = open_hf(folder)
-    weights.check(
-        {to_hf_name(name): parameter for name, parameter in parameters.items()}, {to_hf_name(n) for n in elsewhere}
-    )
-    for name, parameter in parameters.items():
-        weights.fill(to_hf_name(name), parameter)
 
 
 def save_hf(

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from torchtitan.checkpoint.storage import IncompleteError, Manifest, Storage
+from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.schema import Checkpoint
 from torchtitan.observe.log import logger
 
@@ -41,11 +41,11 @@ class Checkpointer:
         self._began, self._bytes, self.last_step = time.monotonic(), 0, -1
         self._writing: Future[None] | None = None
         self._copies: Tensors = {}  # in host memory that is kept from save to save
-        for name in [] if config.load_only else self._on_rank_0(storage.sweep):
+        for name in [] if config.load_only else self.on_rank_0(storage.sweep):
             logger.info(f"removed {name}, which an earlier run did not finish")
 
     def is_late(self) -> bool:
-        """Whether `interval_minutes` are over; to be asked of rank 0's clock alone."""
+        """Whether `interval_minutes` are over on this rank's clock; ranks go by the first one's whose are."""
         minutes = self.config.interval_minutes
         return minutes is not None and time.monotonic() - self._began > 60 * minutes
 
@@ -129,7 +129,7 @@ class Checkpointer:
             files |= described
         self._bytes = sum(size for size, _ in files.values())
         manifest = Manifest(step, files, run=run, **self.about)
-        self._on_rank_0(lambda: storage.complete(manifest))
+        self.on_rank_0(lambda: storage.complete(manifest))
 
     def _all(self, work: Callable[[], Any]) -> list[Any]:
         """What each rank's work gives; where it fails on any, it fails on all."""
@@ -144,21 +144,15 @@ class Checkpointer:
             raise OSError("; ".join(errors))
         return [answer for answer, _ in everyone]
 
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+    def on_rank_0(self, work: Callable[[], Any]) -> Any:
         """What rank 0's work gives, on all ranks."""
         return self._all(lambda: work() if self.rank == 0 else None)[0]
 
     def _retain(self, newest: int) -> None:
         """Keep the latest complete ones; never what somebody reads, never the one just written."""
-        keep, complete = self.config.keep_latest_k, []
-        for step in self.storage.steps() if keep else []:
-            if step > newest:
-                continue
-            try:
-                self.storage.manifest(step)
-                complete.append(step)
-            except IncompleteError:
-                continue
+        keep = self.config.keep_latest_k
+        older = [step for step in self.storage.steps() if step <= newest] if keep else []
+        complete = [step for step in older if isinstance(self.storage.examine(step), Manifest)]
         for step in complete[keep:]:
             if not self.storage.remove_unread(step):
                 logger.info(f"step {step} is being read by somebody; it is kept for now")
@@ -173,7 +167,7 @@ class Checkpointer:
 
     def find(self, storage: Storage, step: int = -1) -> Manifest | None:
         """The newest complete checkpoint, or that of this step; what is passed over is said, and why."""
-        candidates = self._on_rank_0(storage.steps)
+        candidates = self.on_rank_0(storage.steps)
         if step >= 0:
             if step not in candidates:
                 found = ", ".join(map(str, candidates)) or "none"
@@ -191,14 +185,7 @@ class Checkpointer:
 
     def _examine(self, storage: Storage, step: int) -> Manifest | str:
         """The manifest, or what is wrong; each rank reads its share of the files."""
-
-        def manifest_or_reason() -> Manifest | str:
-            try:
-                return storage.manifest(step)
-            except IncompleteError as error:
-                return str(error)
-
-        manifest: Manifest | str = self._on_rank_0(manifest_or_reason)
+        manifest: Manifest | str = self.on_rank_0(lambda: storage.examine(step))
         if isinstance(manifest, str):
             return manifest
         share = sorted(manifest.files)[self.rank :: self.world_size]

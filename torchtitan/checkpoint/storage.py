@@ -27,10 +27,6 @@ _MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
 
 
-class IncompleteError(ValueError):
-    """What is there is no complete checkpoint; the message says why."""
-
-
 @dataclass(frozen=True)
 class Manifest:
     """What a complete checkpoint says of itself."""
@@ -92,8 +88,8 @@ class Storage:
             Path(folder).rename(self.folder(manifest.step))
             _sync(Path(self.root))
 
-    def manifest(self, step: int) -> Manifest:
-        """What a checkpoint says of itself, its files being as long as it says."""
+    def examine(self, step: int) -> Manifest | str:
+        """What a checkpoint says of itself, its files being as long as it says; or why it is no complete one."""
         try:
             with self.fs.open(f"{self.folder(step)}/{_MANIFEST}", "rb") as file:
                 read = json.load(file)
@@ -101,18 +97,18 @@ class Storage:
                 raise ValueError("its own checksum differs")
             manifest = Manifest(**read | {"files": {name: tuple(about) for name, about in read["files"].items()}})
         except FileNotFoundError:
-            raise IncompleteError("it has no manifest: it was never finished") from None
+            return "it has no manifest: it was never finished"
         except (ValueError, TypeError, KeyError) as error:
-            raise IncompleteError(f"its manifest cannot be read ({error})") from None
+            return f"its manifest cannot be read ({error})"
         if manifest.step != step:
-            raise IncompleteError(f"its manifest is that of step {manifest.step}")
+            return f"its manifest is that of step {manifest.step}"
         for name, (size, _) in manifest.files.items():
             try:
                 found = self.fs.size(f"{self.folder(step)}/{name}")
             except FileNotFoundError:
-                raise IncompleteError(f"{name} is missing") from None
+                return f"{name} is missing"
             if found != size:
-                raise IncompleteError(f"{name} has {found} bytes, the manifest says {size}")
+                return f"{name} has {found} bytes, the manifest says {size}"
         return manifest
 
     def faults(self, manifest: Manifest, names: Iterable[str]) -> list[str]:

@@ -9,10 +9,12 @@ from torchtitan.config.layout_rules import Finding, find_layout_conflicts
 from torchtitan.config.schema import Config
 from torchtitan.models.llama.args import FLAVORS
 
+RUN_FILES = ("config.toml", "metrics.jsonl", "validation.jsonl", "wandb", "hang", "hf")  # what a run writes by itself
+
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
-    findings = [*_zeros(config), *_model(config), *_schedule(config), *_compile(config), *_data(config)]
+    findings = [*_model(config), *_schedule(config), *_compile(config), *_data(config)]
     findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config)]
     return [*findings, *find_layout_conflicts(config, world_size)]
 
@@ -70,19 +72,6 @@ def _early_step(config: Config) -> Iterator[Finding]:
     ):
         if cannot:
             yield (name, key), f"{name} = true with {key} = {value}: {reason}; use {fix}, or set {name} = false"
-
-
-def _zeros(config: Config) -> Iterator[Finding]:
-    for name in (
-        "training.epochs",
-        "training.num_streams",
-        "training.global_batch_size",
-        "parallelism.data_parallel_shard_degree",
-        "validation.steps",
-    ):
-        section, key = name.split(".")
-        if getattr(getattr(config, section), key) == 0:
-            yield (name,), f"{name} = 0 would do nothing; use 1 or more, or -1 (see --help)"
 
 
 def _model(config: Config) -> Iterator[Finding]:
@@ -195,6 +184,19 @@ def _float8(config: Config) -> Iterator[Finding]:
 
 
 def _checkpoint(config: Config) -> Iterator[Finding]:
+    for key, missed in (
+        ("create_seed_checkpoint", "nothing would be trained or saved"),
+        ("initial_load_path", "the run would begin with drawn weights"),
+        ("initial_load_in_hf", "the run would begin with drawn weights"),
+        ("last_save_in_hf", "nothing would be saved"),
+    ):
+        if not config.checkpoint.enable and (value := getattr(config.checkpoint, key)):
+            shown = f'"{value}"' if isinstance(value, str) else "true"
+            yield (
+                (f"checkpoint.{key}", "checkpoint.enable"),
+                f"checkpoint.{key} = {shown} without checkpoint.enable: {missed}; set checkpoint.enable = true, or "
+                f"remove it",
+            )
     if config.checkpoint.last_save_in_hf and not config.checkpoint.last_save_model_only:
         yield (
             ("checkpoint.last_save_in_hf", "checkpoint.last_save_model_only"),
@@ -203,17 +205,22 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
         )
 
 
-def _folders(config: Config) -> Iterator[Finding]:
-    """Folders inside the run folder: moved aside with it, so they must be its own."""
-    names = {
+def run_folders(config: Config) -> dict[str, str]:
+    """The folders in the run folder that the configuration names, by their keys."""
+    folders = {
         "metrics.save_tb_folder": config.metrics.save_tb_folder,
         "profiling.save_traces_folder": config.profiling.save_traces_folder,
         "profiling.save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
         "comm.save_traces_folder": config.comm.save_traces_folder,
-        "checkpoint.folder": "checkpoint" if "://" in config.checkpoint.folder else config.checkpoint.folder,
     }
-    taken = {"config.toml", "metrics.jsonl", "validation.jsonl", "earlier", "wandb", "hang", "hf"}
-    for key, name in names.items():
+    is_remote = "://" in config.checkpoint.folder
+    return folders if is_remote else folders | {"checkpoint.folder": config.checkpoint.folder}
+
+
+def _folders(config: Config) -> Iterator[Finding]:
+    """Folders inside the run folder: moved aside with it, so they must be its own."""
+    taken = {*RUN_FILES, "earlier", "checkpoint" if "://" in config.checkpoint.folder else ""}
+    for key, name in run_folders(config).items():
         if PurePath(name).parts != (name,) or name == "..":
             yield (key,), f'{key} = "{name}" is a name inside job.dump_folder; use one without "/", as "tb"'
         elif name in taken:

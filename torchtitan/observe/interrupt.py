@@ -16,8 +16,9 @@ EXIT_CODE = 75  # "try again" of sysexits.h: the run is not done, and goes on wh
 class Interrupt:
     """Inside, the first signal only sets `asked`; a second one, not of the same warning, ends the process at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = True) -> None:
         self.asked, self._since = "", 0.0
+        self._then = "the run is saved after this step and ends" if saves else "the run ends after this step, unsaved"
 
     def __enter__(self) -> "Interrupt":
         self._before = {}
@@ -39,4 +40,4 @@ class Interrupt:
             return
         self._since = time.monotonic()
         self.asked = signal.Signals(number).name
-        logger.warning(f"{self.asked}: the run is saved after this step and ends; once more ends it at once")
+        logger.warning(f"{self.asked}: {self._then}; once more ends it at once")

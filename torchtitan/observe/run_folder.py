@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO
 
 from torchtitan.config.load import to_toml
+from torchtitan.config.rules import RUN_FILES, run_folders
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
 
@@ -47,9 +48,12 @@ def claim(folder: Path) -> IO[str]:
 def start_record(folder: Path, config: Config, goes_on: bool) -> None:
     """Write the configuration; what an earlier run left is moved to `earlier/N` first, unless this one goes on with it.
 
-    When nothing can be refused any more.
+    When nothing can be refused any more. Weights in Hugging Face's form are of an end, and so always of an earlier one.
     """
-    left = [] if goes_on else [folder / name for name in _names(config) if (folder / name).exists()]
+    names = [*RUN_FILES, *run_folders(config).values()]
+    if goes_on:
+        names = ["hf"] if config.checkpoint.last_save_in_hf else []
+    left = [folder / name for name in names if (folder / name).exists()]
     if left:
         number = 1 + max((int(p.name) for p in (folder / "earlier").glob("*") if p.name.isdecimal()), default=0)
         aside = folder / "earlier" / str(number)
@@ -58,19 +62,3 @@ def start_record(folder: Path, config: Config, goes_on: bool) -> None:
             path.rename(aside / path.name)
         logger.info(f"kept the earlier run of this folder in {aside}")
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-
-
-def _names(config: Config) -> list[str]:
-    """What a run writes into its folder."""
-    return [
-        "config.toml",
-        "metrics.jsonl",
-        "validation.jsonl",
-        "wandb",
-        "hang",
-        config.metrics.save_tb_folder,
-        config.profiling.save_traces_folder,
-        config.profiling.save_memory_snapshot_folder,
-        config.comm.save_traces_folder,
-        *([config.checkpoint.folder] if "://" not in config.checkpoint.folder else []),
-    ]

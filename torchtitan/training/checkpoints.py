@@ -1,6 +1,5 @@
 """A run and its checkpoints: where it begins, when it is saved, how it ends; switched off, it begins at 0."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.observe.log import logger
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.training import state
-from torchtitan.training.weights import check_shape, load_weights, open_run, open_source, write_hf
+from torchtitan.training.weights import check_shape, find_checkpoints, load_weights, open_run, open_source, write_hf
 
 
 class Checkpoints:
@@ -35,8 +34,15 @@ class Checkpoints:
         self.manager = Checkpointer(self.section, storage, {"layout": layout, "versions": {"torch": torch.__version__}})
         manifest = self.manager.find(storage, self.section.load_step)
         self.resumes = manifest is not None
+        excluded, begun_from = self.section.exclude_from_loading, self.section.initial_load_path
+        if manifest is not None and "train_state" in excluded and begun_from is None:
+            raise ValueError(
+                f'checkpoint.exclude_from_loading = ["train_state"] would begin this run again at step 0, over its own '
+                f"records; remove it to go on from step {manifest.step}, or begin another run, in another "
+                f'job.dump_folder, with checkpoint.initial_load_path = "{storage.url}"'
+            )
         if manifest is None and self.section.initial_load_path is not None and not self.section.initial_load_in_hf:
-            storage, step = _place(self.section.initial_load_path)
+            storage, step = find_checkpoints(self.section.initial_load_path)
             manifest = self.manager.find(storage, step)
             if manifest is None:
                 raise ValueError(
@@ -71,6 +77,8 @@ class Checkpoints:
             return 0
         storage, manifest = self.found
         anew = set(self.section.exclude_from_loading)
+        if self.resumes and self.section.initial_load_path is not None:
+            anew = set()  # it was said of the run that this one began from
         if not self.resumes and self.section.initial_load_model_only:
             anew = {"optimizer", "dataloader", "train_state"}
         shapes = self.manager.shapes(storage, manifest.step)
@@ -121,10 +129,21 @@ class Checkpoints:
         self.manager.wait()
         if self.manager.last_step != step:
             raise SaveError(f"the checkpoint of the last step, {step}, could not be saved; see above")
-        if only_weights and self.section.last_save_in_hf and self.manager.rank == 0:
-            source = open_run(self.manager.storage, self.manager.storage.manifest(step))
-            write_hf(source, str(self.run_folder / "hf"), source.assets, None)
-            logger.info(f"wrote {self.run_folder / 'hf'} for Hugging Face")
+        if only_weights and self.section.last_save_in_hf:
+            try:
+                self.manager.on_rank_0(lambda: self._write_hf(step))  # the others wait, for validation may follow
+            except OSError as error:
+                raise SaveError(
+                    f"step {step} is saved, but {self.run_folder / 'hf'} is not written: {error}"
+                ) from error
+
+    def _write_hf(self, step: int) -> None:
+        assert self.manager is not None
+        manifest = self.manager.storage.examine(step)
+        assert isinstance(manifest, Manifest), manifest
+        source = open_run(self.manager.storage, manifest)
+        write_hf(source, str(self.run_folder / "hf"), source.assets, None)
+        logger.info(f"wrote {self.run_folder / 'hf'} for Hugging Face")
 
     def save(self, step: int, only_weights: bool = False) -> None:
         assert self.manager is not None
@@ -135,15 +154,6 @@ class Checkpoints:
             tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
         tokens = self.tokens_before + step * self.tokens_per_step
         self.manager.save(step, tensors, {"tokens": tokens, "data": state.data_header(self.loader)})
-
-
-def _place(path: str) -> tuple[Storage, int]:
-    """The newest of a run or of a folder of checkpoints (-1), or the step whose own folder is named."""
-    parent, _, name = path.rstrip("/").rpartition("/")
-    if step := re.fullmatch(r"step-(\d+)", name):
-        return Storage(parent or "."), int(step[1])
-    of_run = Storage(f"{path}/checkpoint")
-    return (of_run if of_run.steps() else Storage(path)), -1
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Where a path leads: to a run's checkpoint, a Hugging Face folder or Meta's files, opened alike, read when asked."""
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.hf import SHARD_BYTES, Weights, copy_part, open_checkpoint, open_hf, save_hf
-from torchtitan.checkpoint.storage import IncompleteError, Manifest, Storage
+from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.schema import Config, Job, Model
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
@@ -42,24 +43,25 @@ def open_source(path: str) -> Source:
         return _open_hf(folder)
     if (folder / "params.json").is_file():
         return _open_meta(folder)
-    above, _, name = path.rstrip("/").rpartition("/")
-    if name.startswith("step-") and name[5:].isdecimal():
-        storage = Storage(above or ".")
-        try:
-            return open_run(storage, storage.manifest(int(name[5:])))
-        except IncompleteError as error:
-            raise ValueError(f"{path} is no complete checkpoint: {error}") from None
+    storage, step = find_checkpoints(path)
     passed_over = []
-    for storage in (Storage(path), Storage(f"{path.rstrip('/')}/checkpoint")):
-        for step in storage.steps():
-            try:
-                manifest = storage.manifest(step)
-            except IncompleteError as error:
-                passed_over.append(f"step-{step}: {error}")
-                continue
+    for number in storage.steps() if step < 0 else [step]:
+        manifest = storage.examine(number)
+        if isinstance(manifest, Manifest):
             return open_run(storage, manifest)
+        passed_over.append(f"step-{number}: {manifest}")
     why = "; ".join(passed_over) or "no checkpoint/step-N, config.json (Hugging Face) or params.json (Meta) in it"
     raise ValueError(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
+
+
+def find_checkpoints(path: str) -> tuple[Storage, int]:
+    """Those of a run folder, or of a folder of checkpoints; and the step whose own folder is named, or -1."""
+    path = path.rstrip("/")
+    above, _, name = path.rpartition("/")
+    if step := re.fullmatch(r"step-(\d+)", name):
+        return Storage(above or "."), int(step[1])
+    of_run = Storage(f"{path}/checkpoint")
+    return (of_run if of_run.steps() else Storage(path)), -1
 
 
 def build_tokenizer_for(source: Source, path: str | Path) -> Tokenizer:

@@ -36,11 +36,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def to_hf_name(name: str, tied: bool = False) -> str:
-    """`layers.0.attention.wq.weight` -> `model.layers.0.self_attn.q_proj.weight`; a tied output is the embedding."""
+def to_hf_name(name: str) -> str:
+    """`layers.0.attention.wq.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
     module = name.removesuffix(".weight")
-    if tied and module == "output":
-        module = "tok_embeddings"
     block = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     renamed = f"model.layers.{block[1]}.{_BLOCK[block[2]]}" if block else _OUTER[module]
     return f"{renamed}.weight"
