@@ -76,6 +76,7 @@ def main(config: Config, place: Place) -> None:
     os.environ |= collectives.flight_recorder(config.comm, run_folder)
     collectives.start_process_group(device, place.rank, place.world_size, config.comm.init_timeout_seconds)
     mesh = build_mesh(dims, device.type)
+    collectives.set_timeout(config.comm.init_timeout_seconds, mesh.groups)
     watch = Watch(run_folder, config.comm.init_timeout_seconds, mesh.groups)
 
     # Where the run begins: anew, or after its last checkpoint
@@ -93,13 +94,14 @@ def main(config: Config, place: Place) -> None:
         args.n_heads // dims.tp,
         args.n_kv_heads // dims.tp,
         args.head_dim,
+        training.seq_len // (2 * dims.cp if dims.cp > 1 else 1),
         is_masked=config.model.attn_mask_type == "block_causal",
     )
     if kernel and dims.cp == 1:  # context parallelism has torch pick one for each piece
         logger.info(f"attention by {kernel}")
 
     # The data
-    interrupt = Interrupt()
+    interrupt = Interrupt(saves=config.checkpoint.enable and not config.checkpoint.load_only)
     vote = collectives.Vote(interrupt.is_asked, checkpoints.is_late)
     loader = build.build_training_loader(config, plan, tokenizer, mesh, seed, device, vote)
     held_out = build.build_validation_loader(config, plan, tokenizer, mesh, device)
@@ -134,7 +136,7 @@ def main(config: Config, place: Place) -> None:
     collectives.make_trace_folder(config.comm, run_folder, device)
     reporter = Reporter(
         training,
-        optimizer.defaults["fused"] and not config.optimizer.early_step_in_backward,
+        config.optimizer.leaves_out_updates,
         writer,
         mesh.loss_group,
         place.world_size,
@@ -152,7 +154,7 @@ def main(config: Config, place: Place) -> None:
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     learning_rate, stopping = 0.0, False
     last_step = 0 if config.checkpoint.create_seed_checkpoint else training.steps
-    with attention, profile(config.profiling, run_folder, place.rank, step, device) as profiler, watch, interrupt:
+    with attention, profile(config.profiling, run_folder, place.rank, step, device) as step_ended, watch, interrupt:
         while step < last_step:
             asked = time.perf_counter()
             batch = loader.next()
@@ -187,7 +189,7 @@ def main(config: Config, place: Place) -> None:
                 watch.timeout_seconds = config.comm.train_timeout_seconds
             if step % training.gc_freq == 0:
                 gc.collect(1)
-            profiler.step()
+            step_ended()
         reporter.flush(step, learning_rate)
         checkpoints.finish(step, is_last=not stopping)
         if validate is not None and not stopping and step % config.validation.freq:

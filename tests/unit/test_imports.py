@@ -27,7 +27,7 @@ VERBS = tuple(f"torchtitan.{tool}" for tool in TOOLS)
 TOP = (*VERBS, "torchtitan.__main__", "benchmarks", "train")
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
-LIGHT = {"pydantic", "tyro", "tomli", "tomli_w"}
+LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
 ALWAYS_THERE = LIGHT | {"torch", "numpy", "rich", "fsspec"}
 
 

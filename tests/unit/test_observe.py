@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import resource
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan import hardware
 from torchtitan.config.schema import Config, Job, Metrics
-from torchtitan.observe import metrics
+from torchtitan.observe import interrupt, metrics
 from torchtitan.observe.failure import is_refusal
 from torchtitan.observe.health import describe_stop, judge_window
 from torchtitan.observe.log import start_logging, wants_color
@@ -237,28 +238,50 @@ def test_ranks_of_one_cpu_keep_to_cores_of_their_own(
 
 
 @pytest.mark.parametrize(
-    ("capability", "cannot", "name", "second"),
+    ("capability", "cudnn", "seq_len", "is_masked", "cannot", "name", "second"),
     [
-        ((9, 0), [], "cuDNN", "FLASH_ATTENTION"),
-        ((9, 0), ["cudnn", "flash"], "memory-efficient attention", "FLASH_ATTENTION"),
-        ((8, 0), [], "FlashAttention", "CUDNN_ATTENTION"),
-        ((8, 0), ["cudnn", "flash", "efficient"], "separate products and a softmax", "CUDNN_ATTENTION"),
+        ((9, 0), 91501, 512, False, [], "cuDNN", "FLASH_ATTENTION"),
+        ((9, 0), 91501, 512, True, [], "cuDNN", "FLASH_ATTENTION"),
+        ((9, 0), 91501, 448, False, [], "cuDNN", "FLASH_ATTENTION"),
+        ((9, 0), 91501, 448, True, ["flash"], "memory-efficient attention", "EFFICIENT_ATTENTION"),
+        ((9, 0), 91002, 512, False, [], "FlashAttention", "EFFICIENT_ATTENTION"),
+        ((12, 0), 91501, 512, False, [], "FlashAttention", "EFFICIENT_ATTENTION"),
+        ((9, 0), 91501, 512, False, ["cudnn", "flash"], "memory-efficient attention", "FLASH_ATTENTION"),
+        ((8, 0), 91501, 512, False, [], "FlashAttention", "EFFICIENT_ATTENTION"),
+        (
+            (8, 0),
+            91501,
+            512,
+            False,
+            ["cudnn", "flash", "efficient"],
+            "separate products and a softmax",
+            "EFFICIENT_ATTENTION",
+        ),
     ],
 )
 def test_attention_is_by_the_fastest_kernel_that_a_gpu_can_run(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cannot: list[str], name: str, second: str
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    cudnn: int,
+    seq_len: int,
+    is_masked: bool,
+    cannot: list[str],
+    name: str,
+    second: str,
 ) -> None:
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
+    for make in ("empty", "ones"):
+        monkeypatch.setattr(torch, make, lambda *size, device, **options: empty(*size, **options))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     for kernel in ("cudnn", "flash", "efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda taken, k=kernel: k not in cannot)
-    chosen, context = hardware.pick_attention(torch.device("cuda"), torch.bfloat16, 8, 2, 64, is_masked=False)
+    chosen, context = hardware.pick_attention(torch.device("cuda"), torch.bfloat16, 8, 2, 64, seq_len, is_masked)
     assert chosen == name
     with context:
         order = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
     assert [backend.name for backend in order][1] == second
-    assert hardware.pick_attention(torch.device("cpu"), torch.bfloat16, 8, 2, 64, is_masked=False)[0] == ""
+    assert hardware.pick_attention(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 512, is_masked=False)[0] == ""
 
 
 def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +322,17 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="local rank 2 has no GPU: this machine has 2; start at most that many"):
         hardware.pick_device(2)
+
+
+@pytest.mark.parametrize(
+    ("saves", "words"),
+    [(True, "is saved after this step and ends; once more"), (False, "ends after this step, unsaved")],
+)
+def test_a_warning_says_what_becomes_of_the_run(saves: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with interrupt.Interrupt(saves):
+        start_logging(0, color=False)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert f"SIGTERM: the run {words}" in "".join(capsys.readouterr())
 
 
 def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warning() -> None:

@@ -314,3 +314,12 @@ def test_a_measurement_ends_with_its_other_end() -> None:
         with pytest.raises(ConnectionError, match="the other end hung up"):
             measured.result(10)
         leads.close()
+
+
+def test_a_folder_that_cannot_be_read_is_no_broken_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "token").write_text("x")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert preflight._look_and_leave(tmp_path / "token", "x", 1) == "cannot read there (Permission denied)"

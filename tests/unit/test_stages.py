@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Parallelism
 from torchtitan.models.llama.args import FLAVORS, block_parameters
 from torchtitan.models.llama.stages import StagePlan, plan_microbatches, plan_stages
@@ -120,6 +121,20 @@ def test_a_schedule_file_says_who_holds_which_stage(tmp_path: Path) -> None:
     assert (stages.ranks, stages.csv_microbatches, counts(stages)) == ((0, 1), 2, counts(plan(2)))
     with pytest.raises(ValueError, match="schedules 2 stages, but the model is cut into 4"):
         plan(2, schedule_csv=str(file), layer_counts=[2, 2, 2, 2])
+    assert not stages.backward_in_two_parts
+    file.write_text("0F0,,,0I0,0W0\n,1F0,1B0\n")
+    assert plan(2, schedule_csv=str(file)).backward_in_two_parts
+
+
+def test_only_a_schedule_file_with_backward_in_two_parts_is_refused_for_a_compiled_model(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    options = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule_csv", str(file)]
+    options += ["--compile.enable", "--training.local_batch_size", "1"]
+    file.write_text("0F0,,,0B0\n,1F0,1B0\n")
+    assert load_config(options, 2).compile.model
+    file.write_text("0F0,,,0I0,0W0\n,1F0,1B0\n")
+    with pytest.raises(ConfigError, match='schedule_csv = ".*" runs backward in two parts, which a compiled block'):
+        load_config(options, 2)
 
 
 @pytest.mark.parametrize(

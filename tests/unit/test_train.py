@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.config.load import key_names, load_config, sections
-from torchtitan.config.schema import Checkpoint, Config, Parallelism, Section
+from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism, Section, Training
 from torchtitan.hardware import Place
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.training.build import check_environment
@@ -148,9 +148,11 @@ def test_a_seed_that_was_drawn_is_written_down(tmp_path: Path) -> None:
 def test_an_earlier_runs_files_are_kept_aside(tmp_path: Path) -> None:
     for steps in (1, 2, 3):
         train_here(tiny_config(tmp_path, training__steps=steps, metrics__enable_tensorboard=True))
+        (tmp_path / "hf").mkdir()
     assert len(read_records(tmp_path)) == 3
     assert [len(read_records(tmp_path / "earlier" / n)) for n in "12"] == [1, 2]
     assert len(list((tmp_path / "tb").iterdir())) == 1 and (tmp_path / "earlier/2/tb").is_dir()
+    assert (tmp_path / "earlier/2/hf").is_dir()
 
 
 def test_data_that_runs_out_ends_the_run_with_its_last_steps_logged(
@@ -350,6 +352,15 @@ def test_a_schedule_that_an_older_torch_cannot_run_on_a_cpu_is_refused(monkeypat
         check_environment(Config(parallelism=schedule), torch.device("cpu"))
 
 
+def test_what_an_older_torch_would_update_too_early_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(enable_cpu_offload=True, max_norm=math.inf)
+    config = Config(optimizer=Optimizer(early_step_in_backward=True), training=training)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    check_environment(config, torch.device("cpu"))
+    with pytest.raises(ValueError, match="enable_cpu_offload = true needs torch 2.13 on a GPU: 2.11.0 updates"):
+        check_environment(config, torch.device("cuda"))
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="job.dump_folder = .* cannot be written: Not a directory; choose another"):
@@ -385,8 +396,9 @@ def test_data_for_less_than_one_step_is_refused(tmp_path: Path) -> None:
         ({}, True),
         ({"optimizer__implementation": "foreach"}, False),
         ({"optimizer__early_step_in_backward": True}, False),
+        ({"optimizer__name": "Muon"}, False),
     ],
-    ids=["fused", "foreach", "in backward"],
+    ids=["fused", "foreach", "in backward", "Muon"],
 )
 def test_a_stop_says_whether_the_bad_update_was_applied(
     tmp_path: Path, options: dict[str, Any], left_out: bool

@@ -5,18 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torchtitan.config.layout import plan_batch, plan_layout
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, Parallelism
 from torchtitan.models.llama.args import FLAVORS
 from torchtitan.models.llama.stages import plan_microbatches, plan_stages
 
-_DEGREES = (
-    "data_parallel_replicate",
-    "data_parallel_shard",
-    "tensor_parallel",
-    "context_parallel",
-    "pipeline_parallel",
-)
-_BACKWARD_IN_TWO_PARTS = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the message
 
 
@@ -68,6 +60,8 @@ def _pipeline(config: Config) -> Iterator[Finding]:
     vocab_size = config.model.vocab_size or args.vocab_size or 1  # the cut may depend on it, not whether there is one
     try:
         plan = plan_stages(replace(args, vocab_size=vocab_size), parallelism, training.seq_len)
+        if plan.backward_in_two_parts:
+            yield from _two_parts(config)
         plan_microbatches(parallelism, plan, training.local_batch_size)
     except ValueError as error:
         yield (*keys, "model.name", "model.flavor", "training.local_batch_size"), str(error)
@@ -77,15 +71,16 @@ def _pipeline(config: Config) -> Iterator[Finding]:
             f"validation.local_batch_size = {config.validation.local_batch_size} goes through the training's pipeline "
             f"schedule, made for training.local_batch_size; use {training.local_batch_size}",
         )
-    if (
-        parallelism.pipeline_parallel_schedule not in _BACKWARD_IN_TWO_PARTS
-        and not parallelism.pipeline_parallel_schedule_csv
-    ):
-        return
-    recompute = config.activation_checkpoint
+
+
+def _two_parts(config: Config) -> Iterator[Finding]:
+    """What a backward that gives the gradient of inputs first, of weights later, goes together with."""
+    recompute, parallelism = config.activation_checkpoint, config.parallelism
+    csv = parallelism.pipeline_parallel_schedule_csv
+    name = "parallelism.pipeline_parallel_schedule" + ("_csv" if csv else "")
     for cannot, keys, fix in (
         (
-            config.compile.enable and "model" in config.compile.components,
+            config.compile.model,
             ("compile.enable", "compile.components"),
             "a compiled block cannot do; leave model out of compile.components",
         ),
@@ -102,9 +97,9 @@ def _pipeline(config: Config) -> Iterator[Finding]:
     ):
         if cannot:
             yield (
-                (*keys, "parallelism.pipeline_parallel_schedule"),
-                f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}" runs backward in '
-                f"two parts, which {fix}, or use Interleaved1F1B",
+                (*keys, name),
+                f'{name} = "{csv or parallelism.pipeline_parallel_schedule}" runs backward in two parts, which '
+                f"{fix}, or use {'whole backwards (B)' if csv else 'Interleaved1F1B'}",
             )
 
 
@@ -126,23 +121,22 @@ def _async_tensor_parallel(config: Config) -> Iterator[Finding]:
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
-    degrees = tuple(f"parallelism.{key}_degree" for key in _DEGREES)
+    degrees = tuple(f"parallelism.{key}" for key in Parallelism.model_fields if key.endswith("_degree"))
     try:
         dims = plan_layout(config.parallelism, world_size)
     except ValueError as error:
         yield degrees, str(error)
         return
-    if config.training.global_batch_size and config.training.num_streams:  # zeros have their own message
-        batch = ("training.global_batch_size", "training.local_batch_size", "training.num_streams")
-        try:
-            plan = plan_batch(config.training, dims.dp)
-        except ValueError as error:
-            yield (*degrees, *batch), str(error)
-            return
-        early = "optimizer.early_step_in_backward"
-        if config.optimizer.early_step_in_backward and plan.num_microbatches > 1:
-            yield (
-                (early, *degrees, *batch),
-                f"{early} = true with {plan.num_microbatches} microbatches a step: their gradients are added up; set "
-                f"training.global_batch_size = {plan.global_batch_size // plan.num_microbatches}, or {early} = false",
-            )
+    batch = ("training.global_batch_size", "training.local_batch_size", "training.num_streams")
+    try:
+        plan = plan_batch(config.training, dims.dp)
+    except ValueError as error:
+        yield (*degrees, *batch), str(error)
+        return
+    early = "optimizer.early_step_in_backward"
+    if config.optimizer.early_step_in_backward and plan.num_microbatches > 1:
+        yield (
+            (early, *degrees, *batch),
+            f"{early} = true with {plan.num_microbatches} microbatches a step: their gradients are added up; set "
+            f"training.global_batch_size = {plan.global_batch_size // plan.num_microbatches}, or {early} = false",
+        )

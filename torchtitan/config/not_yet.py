@@ -4,6 +4,7 @@ Such a key is accepted at that value, or below a switch that is off, so that tor
 is refused by name: a run must never ignore what its file asks for.
 """
 
+import copy
 import difflib
 import json
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from torchtitan.config.schema import Config
 
 _OFF_WITH_SECTION = object()  # any value is idle while the section's switch is off
+_DATALOADER = {"num_workers": 0, "persistent_workers": False, "pin_memory": False, "prefetch_factor": None}
 
 # section -> key -> the value that asks for nothing
 KEYS: dict[str, dict[str, Any]] = {
@@ -18,12 +20,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "metrics": {"save_for_all_ranks": False},
     "model": {"tokenizer_path": None, "print_after_conversion": False},
     "training": {"gc_debug": False},
-    "training.dataloader": {
-        "num_workers": 0,
-        "persistent_workers": False,
-        "pin_memory": False,
-        "prefetch_factor": None,
-    },
+    "training.dataloader": _DATALOADER,
     "parallelism": {
         "pipeline_parallel_expert_parallel_overlap": True,
         "context_parallel_load_balancer": "headtail",
@@ -53,12 +50,7 @@ KEYS: dict[str, dict[str, Any]] = {
         ),
     },
     "experimental": {"custom_import": "", "custom_args_module": ""},
-    "validation.dataloader": {
-        "num_workers": 0,
-        "persistent_workers": False,
-        "pin_memory": False,
-        "prefetch_factor": None,
-    },
+    "validation.dataloader": _DATALOADER,
     "debug": {"moe_force_load_balance": False},
 }
 
@@ -70,9 +62,10 @@ _INSTEAD = {
 
 def take_out(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Split a parsed TOML file into what the schema knows and refusals of what this version does not have."""
-    rest, refusals = _copy(data), []
+    rest: dict[str, Any] = copy.deepcopy(data)
+    refusals: list[str] = []
     for section, keys in KEYS.items():
-        table = rest
+        table: Any = rest
         for part in section.split("."):
             table = table.get(part) if isinstance(table, dict) else None
         if not isinstance(table, dict):
@@ -80,7 +73,8 @@ def take_out(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         for key, idle in keys.items():
             if key in table:
                 value = table.pop(key)
-                if idle is not _OFF_WITH_SECTION and not _same(value, idle):
+                is_idle = value == idle and type(value) is type(idle)  # 1 is not true
+                if idle is not _OFF_WITH_SECTION and not is_idle:
                     refusals.append(_refusal(f"{section}.{key}", value, idle))
         if section not in Config.model_fields:  # the schema will not meet what is left here
             for key in [key for key, value in table.items() if not isinstance(value, dict)]:
@@ -97,20 +91,12 @@ def did_you_mean(near: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _same(value: Any, idle: Any) -> bool:
-    return value == idle and type(value) is type(idle)
-
-
 def _refusal(name: str, value: Any, idle: Any) -> str:
     advice = _INSTEAD.get(name) or (
         "remove it" if idle is None else f"remove it, or leave it at {json.dumps(idle)}, which asks for nothing"
     )
     shown = json.dumps(value, default=str)
     return f"{name} = {shown}: torchtitan v0.2.2 has this key, this version does not yet; {advice}"
-
-
-def _copy(value: Any) -> Any:
-    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _drop_if_empty(table: dict[str, Any], path: list[str]) -> None:

@@ -6,15 +6,22 @@ What torchtitan has and this version does not is listed in `not_yet.py`, and ref
 
 from typing import Annotated, Literal
 
-import tyro
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("zero", "0 would do nothing; use 1 or more, or -1 (see --help)")
+    return value
+
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-AllOrCount = Annotated[int, Field(ge=-1)]  # -1 means "as many as fit"; 0 is refused in rules.py
+AllOrCount = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # -1 means "as many as fit"
 
 
 class Section(BaseModel):
@@ -140,6 +147,11 @@ class Optimizer(Section):
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the moments; bfloat16 halves their memory, rounded at random; needs `implementation = "fused"` (ours)."""
 
+    @property
+    def leaves_out_updates(self) -> bool:
+        """Whether an update whose gradient norm is not finite changes nothing, decided on the device."""
+        return self.implementation == "fused" and self.name != "Muon" and not self.early_step_in_backward
+
 
 class LRScheduler(Section):
     """Warmup, stable, decay (arXiv:2404.06395)."""
@@ -191,7 +203,7 @@ class Training(Section):
     text_key: str = "text"
     """Field or column that holds the text (ours)."""
 
-    sources: tyro.conf.Suppress[list[DataSource]] = []
+    sources: list[DataSource] = []
     """Several sources mixed by weight, instead of `dataset` and `dataset_path`; in the TOML file only (ours)."""
 
     epochs: AllOrCount = 1
@@ -290,7 +302,7 @@ class Parallelism(Section):
     pipeline_parallel_last_stage_less_layers: NonNegativeInt | None = None
     """Layers that norm and output count for."""
 
-    module_fqns_per_model_part: tyro.conf.Suppress[list[list[str]] | None] = None
+    module_fqns_per_model_part: list[list[str]] | None = None
     """Names of the modules of each stage: tok_embeddings, layers.0, ..., norm, output; in the TOML file only."""
 
 
@@ -328,7 +340,7 @@ class Checkpoint(Section):
     """It is a folder of Hugging Face safetensors; `model.hf_assets_path` if no path is given."""
 
     exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = []
-    """What is not taken from a checkpoint but begins anew."""
+    """What is not taken from a checkpoint but begins anew; train_state only of another run's."""
 
     load_only: bool = False
     """Save nothing."""
@@ -337,7 +349,7 @@ class Checkpoint(Section):
     """Save after the first step too, to see early whether it can be done."""
 
     create_seed_checkpoint: bool = False
-    """Save the initial weights as step 0, on one process, and end."""
+    """Save the initial weights as step 0 and end."""
 
     last_save_model_only: bool = False
     """Save only the weights after the last step: small, but the run cannot go on (torchtitan: true)."""

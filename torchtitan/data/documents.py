@@ -16,21 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchtitan.data.tokenizer import Tokenizer
+
 INDEX_BLOCK_BYTES = 64 << 20
-
-
-class Tokenizer(Protocol):
-    """What of `tokenizer.Tokenizer` the data needs."""
-
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int
-
-    def encode(self, text: str, bos: bool, eos: bool) -> list[int]: ...
-
-    def encode_batch(self, texts: list[str], bos: bool, eos: bool) -> list[list[int]]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class Texts(Protocol):

@@ -4,6 +4,7 @@ Slot i of a global batch is served by stream i mod num_streams; rank r of dp own
 What ends on one rank ends on all of them; states are saved a stream, so that they can be handed to other ranks.
 """
 
+import functools
 import queue
 import threading
 import weakref
@@ -14,12 +15,12 @@ import torch
 
 from torchtitan.config.schema import DataSource
 from torchtitan.data.batch import Ahead, Batch, Layout, Origin, Shape, read_ahead
-from torchtitan.data.documents import Tokenizer
 from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
 from torchtitan.data.prepared import fingerprint
 from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.sources import open_source
 from torchtitan.data.stream import Order, Source, Stream, due_source, sample_mean_tokens
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 
 NUM_PREFETCHED = 3
@@ -77,18 +78,22 @@ class Loader:
             self._stop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch `next()` returned, of this rank's streams; see `merge_states`."""
+        """The place after the last batch `next()` returned, of this rank's streams; those of all ranks make a run's."""
         states = self._states or {s: Packer(self._stream(s), 1, 0).state() for s in self._layout.own_streams}
         return {
             "num_streams": self._layout.num_streams,
             "seed": self._order.seed,
             "shuffle": self._order.shuffle,
-            "tokenizer_sha256": fingerprint(self._tokenizer),
+            "tokenizer_sha256": self._tokenizer_sha256,
             "sources": [source.data.identity for source in self._sources],
             "weights": weight_shares(self._sources),
             # As strings: what JSON and PyTorch's checkpoints make of the keys of a dictionary.
             "streams": {str(stream): stream_state for stream, stream_state in states.items()},
         }
+
+    @functools.cached_property
+    def _tokenizer_sha256(self) -> str:
+        return fingerprint(self._tokenizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes this rank's streams out of the merged state of all ranks, whatever their number was."""
@@ -184,12 +189,6 @@ def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
         thread.join(timeout=2)
 
 
-def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The ranks' `state_dict()`s as one."""
-    streams = {number: stream for state in states for number, stream in state["streams"].items()}
-    return {**states[0], "streams": streams}
-
-
 def check_size(source: Source, num_streams: int) -> None:
     size = source_size(source)
     if isinstance(source.data, ShardedTexts):
@@ -238,10 +237,7 @@ def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]
                 f"{name} has {found}, and the saved data state is of {saved} there; resume with the same data"
             )
     if missing := [number for number in own["streams"] if number not in state["streams"]]:
-        raise ValueError(
-            f"the saved data state lacks streams {', '.join(missing[:8])}; give the states of all ranks, merged by "
-            "merge_states"
-        )
+        raise ValueError(f"the saved data state lacks streams {', '.join(missing[:8])}; go on from another checkpoint")
 
 
 def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_streams: int) -> None:

@@ -27,10 +27,9 @@ import numpy as np
 
 from torchtitan.data import prepared
 from torchtitan.data.chunks import BATCH_DOCUMENTS, Chunk, Job, describe_plan, plan_chunks, read_chunk
-from torchtitan.data.documents import Tokenizer
 from torchtitan.data.prepared import META, OFFSETS, PLAN, TOKENS, Meta, fingerprint, token_dtype
 from torchtitan.data.sources import locate_text, open_texts
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
 LOCK = ".lock"
 

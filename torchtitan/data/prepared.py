@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan.data.documents import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 TOKENS, OFFSETS, META, PLAN = "tokens.bin", "documents.bin", "meta.json", "plan.json"

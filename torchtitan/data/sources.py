@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchtitan.data.documents import Documents, JsonLines, SavedDataset, TextFiles, Texts, TokenizedTexts, Tokenizer
+from torchtitan.data.documents import Documents, JsonLines, SavedDataset, TextFiles, Texts, TokenizedTexts
 from torchtitan.data.prepared import PreparedTokens, is_prepared
 from torchtitan.data.sharded import COMPRESSIONS, CompressedJsonLines, HubDataset, ParquetFiles, ShardedTexts
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 
 Kind = Literal["jsonl", "compressed", "parquet", "text", "saved", "prepared", "hub"]

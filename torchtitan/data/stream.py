@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchtitan.data.documents import Documents, Tokenizer
+from torchtitan.data.documents import Documents
 from torchtitan.data.permutation import permute
 from torchtitan.data.sharded import ShardedTexts, ShardReader
+from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 
 INDEX_BLOCK = 256  # permuted indices are computed this many at a time: some microseconds a call, spread out

@@ -111,10 +111,13 @@ def _obey(order: dict[str, Any], peers: socket.socket, rank: int) -> dict[str, A
 def _look_and_leave(path: Path, token: str, rank: int) -> str | None:
     """Whether the file that node 0 wrote is seen here, and another can be written beside it."""
     end = time.monotonic() + _FOLDER_SECONDS
-    while not path.is_file() or path.read_text() != token:
-        if time.monotonic() > end:
-            return "does not see what node 0 writes there"
-        time.sleep(0.2)
+    try:
+        while not path.is_file() or path.read_text() != token:
+            if time.monotonic() > end:
+                return "does not see what node 0 writes there"
+            time.sleep(0.2)
+    except OSError as error:
+        return f"cannot read there ({error.strerror})"
     try:
         path.with_suffix(f".{rank}").write_text(token)
     except OSError as error:

@@ -1,9 +1,8 @@
 """torch profiler traces and CUDA memory snapshots, every so many steps, one file a rank in the run folder."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -13,39 +12,30 @@ from torchtitan.observe.log import logger
 _MEMORY_EVENTS = 100_000
 
 
-class Profiler(Protocol):
-    """Something that is told when a step has ended."""
-
-    def step(self) -> None: ...
-
-
 @contextmanager
 def profile(
     config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device
-) -> Iterator[Profiler]:
-    """Profile what runs inside; call `step()` after every training step."""
-    with _traces(config, run_folder, rank, start_step, device) as traces:
-        with _memory_snapshots(config, run_folder, rank, start_step, device) as snapshots:
-            yield _All([traces, snapshots])
+) -> Iterator[Callable[[], None]]:
+    """Profile what runs inside; what is given is to be called after every training step."""
+    after_a_step: list[Callable[[], None]] = []
+    with ExitStack() as stack:
+        if config.enable_profiling:
+            after_a_step.append(stack.enter_context(_traces(config, run_folder, rank, start_step, device)))
+        if config.enable_memory_snapshot:
+            assert device.type == "cuda", "refused in build.check_environment"
+            after_a_step.append(stack.enter_context(_memory_snapshots(config, run_folder, rank, start_step)))
 
+        def step_ended() -> None:
+            for tell in after_a_step:
+                tell()
 
-class _All:
-    def __init__(self, parts: list[Profiler | None]) -> None:
-        self._parts = [part for part in parts if part is not None]
-
-    def step(self) -> None:
-        for part in self._parts:
-            part.step()
+        yield step_ended
 
 
 @contextmanager
 def _traces(
     config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device
-) -> Iterator[Profiler | None]:
-    if not config.enable_profiling:
-        yield None
-        return
-
+) -> Iterator[Callable[[], None]]:
     ended = False
 
     def save(profiler: torch.profiler.profile) -> None:
@@ -64,40 +54,31 @@ def _traces(
     with torch.profiler.profile(
         activities=activities, schedule=schedule, on_trace_ready=save, record_shapes=True
     ) as profiler:
-        yield profiler
+        yield profiler.step
         ended = True
 
 
 @contextmanager
-def _memory_snapshots(
-    config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device
-) -> Iterator[Profiler | None]:
-    if not config.enable_memory_snapshot:
-        yield None
-        return
-    assert device.type == "cuda", "refused in build.check_environment"
+def _memory_snapshots(config: Profiling, run_folder: Path, rank: int, start_step: int) -> Iterator[Callable[[], None]]:
+    step = start_step
+
+    def save(label: str) -> None:
+        folder = run_folder / config.save_memory_snapshot_folder / label
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}.pickle"))
+        logger.info(f"wrote a memory snapshot to {folder}")
+
+    def count() -> None:
+        nonlocal step
+        step += 1
+        if step % config.profile_freq == 0:
+            save(f"step_{step}")
+
     torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
-    snapshots = _MemorySnapshots(run_folder / config.save_memory_snapshot_folder, rank, start_step, config.profile_freq)
     try:
-        yield snapshots
+        yield count
     except torch.OutOfMemoryError:
-        snapshots.save("out_of_memory")
+        save("out_of_memory")
         raise
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-class _MemorySnapshots:
-    def __init__(self, folder: Path, rank: int, start_step: int, freq: int) -> None:
-        self._folder, self._rank, self._step, self._freq = folder, rank, start_step, freq
-
-    def step(self) -> None:
-        self._step += 1
-        if self._step % self._freq == 0:
-            self.save(f"step_{self._step}")
-
-    def save(self, label: str) -> None:
-        folder = self._folder / label
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"rank{self._rank}.pickle"))
-        logger.info(f"wrote a memory snapshot to {folder}")

@@ -1,14 +1,13 @@
-"""Tensor parallelism: a plan of which module is split how, and a loss on logits split over the vocabulary."""
+"""Tensor parallelism: a plan of which module is split how, and what the plan leaves under way."""
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 
@@ -28,11 +27,6 @@ def overlap_communication(axis: DeviceMesh) -> None:
         # torch 2.13 calls this deprecated and unneeded, but its compiler pass skips groups without it.
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(axis.get_group().group_name)
-
-
-def split_logits(axis: DeviceMesh, disabled: bool) -> AbstractContextManager:
-    """Where loss and backward run, if logits stay split over the vocabulary."""
-    return nullcontext() if disabled or axis.size() == 1 else loss_parallel()
 
 
 class _Wait(torch.autograd.Function):

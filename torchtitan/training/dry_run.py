@@ -23,11 +23,12 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torchtitan.config.layout import plan_batch, plan_layout
-from torchtitan.config.schema import Config, Parallelism
+from torchtitan.config.schema import Config
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place, gpu_memory_bytes
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, count_parameters
+from torchtitan.models.llama.stages import plan_stages
 from torchtitan.observe.footprint import COLLECTIVES, KINDS, Footprint
 from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import GlobalNorm, stop_process_group
@@ -39,7 +40,6 @@ from torchtitan.training.replay import Replay
 from torchtitan.training.step import ForwardBackward
 
 _DEVICE = torch.device("cpu")  # of the fake tensors; a torch without CUDA can have no others
-_BACKWARD_IN_ONE_PART = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def dry_run(config: Config, place: Place) -> list[Estimate]:
                 "parallelism": config.parallelism.model_copy(update={"enable_async_tensor_parallel": False}),
             }
         )
-    if not _can_replay(config.parallelism):
+    if not _can_replay(config, args):
         logger.info("a schedule with backward in two parts: all blocks run, not one of each sort, which takes long")
     capacity = gpu_memory_bytes()
     estimates = []
@@ -131,7 +131,7 @@ def estimate(
         for part in model.stages.values():
             part.to_empty(device=_DEVICE)
         footprint.mark(model.parameters(), "parameters")
-        if replay and _can_replay(config.parallelism):
+        if replay and _can_replay(config, args):
             Replay(footprint).apply(block for part in model.stages.values() for block in part.layers.values())
         forward_backward = ForwardBackward(
             model, build_loss(config.compile), mesh, config.training, config.parallelism, _DEVICE
@@ -161,10 +161,9 @@ def blank_batch(config: Config, dp: int) -> Batch:
     return Batch(tokens, tokens.clone(), documents, Origin([], [], []))
 
 
-def _can_replay(parallelism: Parallelism) -> bool:
+def _can_replay(config: Config, args: LlamaArgs) -> bool:
     """Whether backward of a block is one piece."""
-    schedule, csv = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_schedule_csv
-    return parallelism.pipeline_parallel_degree == 1 or (schedule in _BACKWARD_IN_ONE_PART and not csv)
+    return not plan_stages(args, config.parallelism, config.training.seq_len).backward_in_two_parts
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Parallelism, Training
 from torchtitan.data.batch import Batch
@@ -14,7 +13,6 @@ from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.context import Masks, own_positions, piece_masks
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts, Pipeline
-from torchtitan.parallel.tensor import split_logits
 from torchtitan.training.loss import IGNORED, LossFunction
 
 
@@ -40,12 +38,11 @@ class ForwardBackward:
     ) -> None:
         self.model, self.loss = model, loss
         self.local_batch_size = training.local_batch_size
-        self.disable_loss_parallel = parallelism.disable_loss_parallel
         self.run: Callable[..., Tensor] = self._run_whole
         if mesh.dims.pp > 1:
             self.run = Pipeline(
                 model,
-                self._summed_loss,
+                loss,
                 parallelism.pipeline_parallel_schedule,
                 parallelism.pipeline_parallel_schedule_csv,
                 parallelism.pipeline_parallel_microbatch_size,
@@ -54,7 +51,7 @@ class ForwardBackward:
                 device,
             )
         # Looked up once: slicing a mesh costs tensor operations.
-        self.token_group, self.tp_axis, self.cp_axis = mesh.token_group, mesh.devices["tp"], mesh.devices["cp"]
+        self.token_group, self.cp_axis = mesh.token_group, mesh.devices["cp"]
 
     def __call__(self, batch: Batch) -> StepLoss:
         batch, positions = self._own_part(batch)
@@ -62,8 +59,7 @@ class ForwardBackward:
         all_tokens = sum_over(own_tokens.clone(), self.token_group).clamp(min=1)
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._microbatches(batch, positions, self.local_batch_size):
-            with split_logits(self.tp_axis, self.disable_loss_parallel):
-                total += self.run(inputs, labels, positions, mask, all_tokens)
+            total += self.run(inputs, labels, positions, mask, all_tokens)
         self.model.sum_tied_gradients()
         return StepLoss(share=total / all_tokens, own=total / own_tokens.clamp(min=1))
 
@@ -73,8 +69,7 @@ class ForwardBackward:
         batch, positions = self._own_part(batch)
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._microbatches(batch, positions, local_batch_size):
-            with split_logits(self.tp_axis, self.disable_loss_parallel):
-                total += self.run(inputs, labels, positions, mask, None)
+            total += self.run(inputs, labels, positions, mask, None)
         tokens = (batch.labels != IGNORED).sum() * self.model.has_loss
         return torch.stack([total.double(), tokens.double()])
 
@@ -95,14 +90,10 @@ class ForwardBackward:
         divisor: Tensor | None,
     ) -> Tensor:
         """As Pipeline's: the summed loss, and gradients of it over the divisor if there is one."""
-        summed = self._summed_loss(self.model.stages[0](inputs, positions=positions, mask=mask), labels)
+        summed = self.loss(self.model.stages[0](inputs, positions=positions, mask=mask), labels)
         if divisor is not None:
             (summed / divisor).backward()
         return summed.detach()
-
-    def _summed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        loss = self.loss(logits, labels)
-        return loss.to_local() if isinstance(loss, DTensor) else loss
 
     def _microbatches(
         self, batch: Batch, positions: Tensor | None, size: int

@@ -1,4 +1,4 @@
-"""Which modules of a Llama each pipeline stage holds, and which rank holds the stage; pure, no torch."""
+"""Which modules of a Llama each pipeline stage holds, and which rank holds the stage; no torch."""
 
 import csv
 import math
@@ -11,16 +11,18 @@ from torchtitan.config.schema import Parallelism
 from torchtitan.models.llama.args import LlamaArgs, block_parameters
 
 _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
-_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and 2 pp - 1 - r
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and 2 pp - 1 - r
+_BACKWARD_IN_TWO_PARTS = ("InterleavedZeroBubble", *V_SHAPED)
 _SPLIT_KEYS = ("module_fqns_per_model_part", "pipeline_parallel_layer_counts", "pipeline_parallel_layers_per_stage")
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The modules of each stage by name, in order, the pipeline rank of each stage, and what a CSV schedule expects."""
+    """The modules of each stage by name, in order, the pipeline rank of each stage, and what the schedule does."""
 
     modules: tuple[tuple[str, ...], ...]
     ranks: tuple[int, ...]
+    backward_in_two_parts: bool = False  # the gradients of inputs, and later those of weights
     csv_microbatches: int | None = None
 
     def of_rank(self, rank: int) -> list[int]:
@@ -40,9 +42,9 @@ def plan_stages(args: LlamaArgs, parallelism: Parallelism, seq_len: int) -> Stag
     given = [key for key in _SPLIT_KEYS if getattr(parallelism, key) is not None]
     if len(given) > 1:
         raise ValueError(f"parallelism.{given[0]} and {given[1]} both say how the stages are cut; remove one of them")
-    ranks, csv_microbatches = None, None
+    ranks, csv_microbatches, in_two_parts = None, None, schedule in _BACKWARD_IN_TWO_PARTS
     if parallelism.pipeline_parallel_schedule_csv:
-        ranks, csv_microbatches = _read_csv(parallelism.pipeline_parallel_schedule_csv, degree)
+        ranks, csv_microbatches, in_two_parts = _read_csv(parallelism.pipeline_parallel_schedule_csv, degree)
 
     modules = parallelism.module_fqns_per_model_part
     counts = parallelism.pipeline_parallel_layer_counts
@@ -63,13 +65,13 @@ def plan_stages(args: LlamaArgs, parallelism: Parallelism, seq_len: int) -> Stag
     if ranks is None:
         _check_stages_a_rank(num_stages, degree, schedule)
         stages = range(num_stages)
-        ranks = [min(s, 2 * degree - 1 - s) if schedule in _V_SHAPED else s % degree for s in stages]
+        ranks = [min(s, 2 * degree - 1 - s) if schedule in V_SHAPED else s % degree for s in stages]
     elif len(ranks) != num_stages:
         raise ValueError(
             f"parallelism.pipeline_parallel_schedule_csv schedules {len(ranks)} stages, but the model is cut into "
             f"{num_stages}; cut it into {len(ranks)}"
         )
-    return StagePlan(tuple(map(tuple, modules)), tuple(ranks), csv_microbatches)
+    return StagePlan(tuple(map(tuple, modules)), tuple(ranks), in_two_parts, csv_microbatches)
 
 
 def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_size: int) -> int:
@@ -212,7 +214,7 @@ def _check_stages_a_rank(num_stages: int, degree: int, schedule: str) -> None:
     cut = f"the model is cut into {num_stages} stages for pipeline_parallel_degree = {degree}"
     if schedule in _ONE_STAGE_A_RANK and num_stages != degree:
         raise ValueError(f"parallelism: {cut}, but the schedule {schedule} has one stage a rank; cut it into {degree}")
-    if schedule in _V_SHAPED and num_stages != 2 * degree:
+    if schedule in V_SHAPED and num_stages != 2 * degree:
         raise ValueError(
             f"parallelism: {cut}, but the schedule {schedule} has two stages a rank; cut it into {2 * degree}"
         )
@@ -223,8 +225,8 @@ def _check_stages_a_rank(num_stages: int, degree: int, schedule: str) -> None:
         )
 
 
-def _read_csv(path: str, degree: int) -> tuple[list[int], int]:
-    """The rank of each stage, and the number of microbatches, of a schedule with one row of actions for each rank."""
+def _read_csv(path: str, degree: int) -> tuple[list[int], int, bool]:
+    """Of a schedule with a row of actions for each rank: each stage's rank, the microbatches, if backward is in two."""
     name = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
     try:
         with Path(path).open(newline="") as file:
@@ -235,11 +237,13 @@ def _read_csv(path: str, degree: int) -> tuple[list[int], int]:
         raise ValueError(f"{name} has {len(rows)} rows, one a rank; pipeline_parallel_degree = {degree} needs as many")
     holders: dict[int, int] = {}
     forwards: dict[int, set[int]] = {}
+    in_two_parts = False
     for rank, row in enumerate(rows):
         actions = [action for cell in row for action in re.findall(r"(\d+)(F|B|I|W)(\d+)", cell)]
         for stage, kind, microbatch in actions:
             if holders.setdefault(int(stage), rank) != rank:
                 raise ValueError(f"{name} has stage {stage} on rank {holders[int(stage)]} and on rank {rank}; use one")
+            in_two_parts |= kind in "IW"
             if kind == "F":
                 forwards.setdefault(int(stage), set()).add(int(microbatch))
     counts = {len(done) for done in forwards.values()}
@@ -248,4 +252,4 @@ def _read_csv(path: str, degree: int) -> tuple[list[int], int]:
             f"{name} does not take every microbatch forward on every stage; write actions as 0F0 (stage 0, forward, "
             f"microbatch 0), 0B0, or 0I0 and 0W0, for stages from 0 on"
         )
-    return [holders[stage] for stage in range(len(holders))], counts.pop()
+    return [holders[stage] for stage in range(len(holders))], counts.pop(), in_two_parts
