@@ -1,6 +1,7 @@
 """Where a step's time goes, by a trace that is known; what the comparison with other trainers prints."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import __main__ as peers
+from benchmarks.peers import titan
 from benchmarks.run import PRESETS
 from benchmarks.where import IDLE, OTHER, SORTS, shares
 
@@ -82,6 +84,23 @@ def test_peers_that_cannot_run_or_fail_are_named_below_the_table(
     assert "works: all of it" in printed
     assert "fails: MemoryError: no room" in printed
     assert "titan: trains on GPUs only" in printed
+
+
+def test_torchtitan_recomputes_what_it_must_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess:
+        tried.append(json.loads(command[-1])["recompute"])
+        fits = tried[-1] == "full"
+        return subprocess.CompletedProcess(
+            command, int(not fits), "{}\n", "" if fits else "torch.OutOfMemoryError: CUDA"
+        )
+
+    monkeypatch.setattr(titan.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["titan.py", "{}"])
+    with pytest.raises(SystemExit) as exit_code:
+        titan.main()
+    assert (exit_code.value.code, tried) == (0, ["none", "selective", "full"])
 
 
 def test_only_torchtitan_is_asked_for_float8() -> None:

@@ -192,6 +192,10 @@ def test_another_run_begins_with_saved_weights_or_with_all_of_it(tmp_path: Path)
         checkpoint__exclude_from_loading=["train_state", "dataloader"],
     )
     assert [r["step"] for r in longer] == [1, 2, 3, 4, 5, 6]  # it goes on from its own, with all of it
+    begun = {"checkpoint__initial_load_path": path, "optimizer__name": "Muon"}
+    with pytest.raises(ValueError, match='exclude_from_loading = ."optimizer".'):
+        run(tmp_path / "weights", 3, **begun)
+    assert len(run(tmp_path / "weights", 3, **begun, checkpoint__exclude_from_loading=["optimizer"])) == 3
     with pytest.raises(ValueError, match="begin this run again at step 0, over its own records; remove it to go on"):
         run(tmp_path / "first", 6, checkpoint__exclude_from_loading=["train_state"])
     assert len(read_records(tmp_path / "first")) == 4

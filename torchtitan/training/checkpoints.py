@@ -77,8 +77,10 @@ class Checkpoints:
             return 0
         storage, manifest = self.found
         anew = set(self.section.exclude_from_loading)
+        saved = manifest.config["optimizer"]["name"]
         if self.resumes and self.section.initial_load_path is not None:
-            anew = set()  # it was said of the run that this one began from
+            # It was said of the run that this one began from, unless the optimizer has been changed since.
+            anew &= {"optimizer"} if saved != config.optimizer.name else set()
         if not self.resumes and self.section.initial_load_model_only:
             anew = {"optimizer", "dataloader", "train_state"}
         shapes = self.manager.shapes(storage, manifest.step)
@@ -87,7 +89,6 @@ class Checkpoints:
                 f"step {manifest.step} in {storage.url} has only weights (checkpoint.last_save_model_only), a run "
                 "cannot go on from it; begin another with checkpoint.initial_load_path, in another job.dump_folder"
             )
-        saved = manifest.config["optimizer"]["name"]
         if "optimizer" not in anew and saved != config.optimizer.name:
             raise ValueError(
                 f'optimizer.name = "{config.optimizer.name}", but step {manifest.step} in {storage.url} was saved with '
