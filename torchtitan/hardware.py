@@ -144,6 +144,17 @@ def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: 
     return 2 * n**3 / best
 
 
+def advise_type(device: "torch.device", used: str, peak: Peak) -> str:
+    """On a CPU, what to set if the other type multiplies at least half as fast again: CPUs differ tenfold in that."""
+    import torch
+
+    if device.type != "cpu":
+        return ""
+    other = "float32" if used == "bfloat16" else "bfloat16"
+    gain = measure_matmul_flops(device, getattr(torch, other), seconds=0.1) / peak.flops
+    return f"{other} multiplies {gain:.1f} times as fast here: --training.mixed_precision_param {other}" * (gain >= 1.5)
+
+
 def pick_attention(
     device: "torch.device",
     dtype: "torch.dtype",

@@ -212,6 +212,23 @@ def test_an_unknown_devices_peak_is_measured_and_says_so(name: str, monkeypatch:
     assert hardware.find_peak(torch.device("cpu"), torch.float32) == hardware.Peak(5e12, "measured")
 
 
+@pytest.mark.parametrize(
+    ("device", "used", "other_tflops", "says"),
+    [
+        ("cpu", "float32", 4.5, "bfloat16 multiplies 4.5 times as fast here: --training.mixed_precision_param"),
+        ("cpu", "bfloat16", 3.0, "float32 multiplies 3.0 times as fast here: --training.mixed_precision_param"),
+        ("cpu", "float32", 1.4, ""),
+        ("cuda", "float32", 9.0, ""),
+    ],
+)
+def test_a_cpu_that_multiplies_another_type_faster_is_told_of(
+    device: str, used: str, other_tflops: float, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "measure_matmul_flops", lambda device, dtype, seconds: other_tflops * 1e12)
+    advice = hardware.advise_type(torch.device(device), used, hardware.Peak(1e12, "measured"))
+    assert advice.rpartition(" ")[0] == says
+
+
 def test_a_measured_peak_is_that_of_a_real_product() -> None:
     assert 1e9 < hardware.measure_matmul_flops(torch.device("cpu"), torch.float32, seconds=0.1) < 1e14
 
