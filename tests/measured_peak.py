@@ -44,6 +44,7 @@ def peak_on_cpu(rank: int, world_size: int, overrides: dict[str, Any]) -> int:
     libc, device = ctypes.CDLL("libc.so.6"), torch.device("cpu")
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # so that a tensor's memory goes back when it does
     libc.mallopt(_M_TRIM_THRESHOLD, 0)
+    build.check_environment(tiny_config("unused", world_size, **overrides), device)
     collectives.start_process_group(device, rank, world_size, 60)
     small = overrides | {"model__flavor": "tiny", "training__seq_len": 64}
     train_two_steps(tiny_config("unused", world_size, **small), world_size, device)  # loads what kernels need

@@ -179,6 +179,7 @@ def parameters_after(
     dims = plan_layout(config.parallelism, world_size)
     plan = plan_batch(config.training, dims.dp)
     device = torch.device("cpu")
+    build.check_environment(config, device)
     collectives.start_process_group(device, rank, world_size, 60)
     mesh = build_mesh(dims, "cpu")
     tokenizer = build_tokenizer(config.model.hf_assets_path)

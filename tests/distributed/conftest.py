@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 NUM_RANKS = 8
 START_SECONDS = 200  # importing torch in all of them
 TEST_SECONDS = 100
+_OF_A_LATER_TORCH = "needs torch 2.13 on a CPU"  # what the code refuses on torch 2.11
 
 
 def _serve(rank: int, pipe: Connection) -> None:
@@ -102,6 +103,8 @@ class Ranks:
                 answer, error = None, "its process has died"
             answers.append(answer)
             errors += [f"rank {rank}: {error}"] if error else []
+        if errors and all(_OF_A_LATER_TORCH in error for error in errors):  # before any rank waited for another
+            pytest.skip(_OF_A_LATER_TORCH)
         if errors:
             self.stop()
             self._start()
