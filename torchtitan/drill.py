@@ -121,6 +121,10 @@ def _kill_all(run: Run, _: random.Random) -> None:
     run.kill()
 
 
+def _wait_for_steps(run: Run, number: int) -> None:
+    run.wait_until(lambda: len(run.records()) >= run.began + number)
+
+
 def _kill_while_writing(run: Run, _: random.Random) -> None:
     run.wait_until(lambda: list((run.folder / "checkpoint").glob("*.writing")))
     run.kill()
@@ -235,8 +239,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
             problems += _finish(broken, untouched, steps)
             shutil.rmtree(broken.folder)  # and from the start again
         broken.start()
-        wanted = broken.began + chance.randint(1, 4)
-        broken.wait_until(lambda wanted=wanted: len(broken.records()) >= wanted)
+        _wait_for_steps(broken, chance.randint(1, 4))
         time.sleep(chance.random() * 0.5)
         before, at = broken.complete(), (broken.records() or [0])[-1]
         damaged = FAULTS[name](broken, chance)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan import hardware
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.models.llama.model import Transformer
+from torchtitan.models.llama.model import Transformer, attentions
 from torchtitan.models.llama.parallelize import split_tensors
 from torchtitan.parallel import collectives
 from torchtitan.training.weights import Source, build_tokenizer_for, open_source
@@ -89,10 +89,9 @@ def generate(
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # at the left
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     everywhere = torch.arange(longest + max_new_tokens, device=device)
-    for layer in model.layers.values():
-        core = layer.attention.core
-        core = core.core if isinstance(core, CachedAttention) else core
-        layer.attention.core = CachedAttention(core, len(everywhere))
+    for attention in attentions(model):
+        core = attention.core.core if isinstance(attention.core, CachedAttention) else attention.core
+        attention.core = CachedAttention(core, len(everywhere))
 
     def advance(begin: int, new: Tensor) -> Tensor:
         at = everywhere[begin : begin + new.shape[1], None]

@@ -52,7 +52,7 @@ class Footprint(TorchDispatchMode):
             return resized
 
         self._restore = resize
-        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,10 +47,11 @@ class Watch:
         self._last_words = ""  # why this rank leaves, for the others
         self._verdict, self._follows = "", False  # why all leave, and whether another left first
         if self._world_size > 1:
-            every = {dist.group.WORLD, *groups}
+            every: set[Any] = {dist.group.WORLD, *groups}
             self._backends = [group._get_backend(device) for group in every for device in group._device_types]
             # A client of its own: a call that waits in another thread must not hold up this one's.
-            self._board = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store().clone())
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._board = dist.PrefixStore("watch", store.clone())
             self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
             self._thread.start()
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
     long as it is told; this process does not.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone = {"store": dist.HashStore()} if world_size == 1 else {}
+    alone: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
     alarm = threading.Timer(timeout_seconds + 5, _leave_unconnected, (timeout_seconds + 5,))
     alarm.daemon = True
     alarm.start()

@@ -53,9 +53,9 @@ class _CausalAttention(torch.autograd.Function):
             # Divided afterwards, when there is a value for each of D and not for each key
             values = torch.bmm(exponentials.to(v.dtype).flatten(1, 2), v[:, seen]).unflatten(1, (q.shape[1], -1))
             out.append((values / total).to(v.dtype))
-        out, sums = torch.cat(out, dim=2), torch.cat(sums, dim=2)
-        ctx.save_for_backward(q, k, v, mask, out, sums)
-        return out
+        whole = torch.cat(out, dim=2)
+        ctx.save_for_backward(q, k, v, mask, whole, torch.cat(sums, dim=2))
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:

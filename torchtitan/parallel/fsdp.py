@@ -54,10 +54,10 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if shards.size() == 1:
-            module.set_custom_reduce_scatter(ReduceScatterOfOne())
+            module.set_custom_reduce_scatter(ReduceScatterOfOne())  # type: ignore[arg-type]
         elif shared:
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(reduce_scatter)
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
 @torch.no_grad()

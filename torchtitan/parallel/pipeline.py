@@ -3,7 +3,7 @@
 A rank without the last stage knows no loss and says 0, so that a sum over ranks is the loss.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,14 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
 class ModelParts:
     """What this rank holds of a model: all of it, or its stages of a pipeline, each by its number."""
 
-    stages: dict[int, nn.Module]
+    stages: Mapping[int, nn.Module]
     ranks: Sequence[int]  # of all stages, which pipeline rank holds them
     axis: DeviceMesh
     dim: int  # of the activations between stages
@@ -66,6 +67,7 @@ class ModelParts:
         first = self.stages[0].get_parameter(self.tied[0]) if self.tied and 0 in self.stages else None
         last = self.copy()
         if first is not None and last is not None:
+            assert first.grad is not None and last.grad is not None
             total = first.grad + last.grad
             first.grad.copy_(total), last.grad.copy_(total)
         elif first is not None:
@@ -74,6 +76,7 @@ class ModelParts:
             self._add_gradient_of(last, self.ranks[0])
 
     def _add_gradient_of(self, parameter: nn.Parameter, other: int) -> None:
+        assert isinstance(parameter.grad, DTensor)
         mine = parameter.grad.to_local()
         theirs, group = torch.empty_like(mine), self.axis.get_group()
         exchange = [

@@ -35,6 +35,7 @@ def apply_recompute(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None
         return
     every = int(config.selective_ac_option) if config.mode == "selective" and config.selective_ac_option != "op" else 1
     by_operation = config.mode == "selective" and config.selective_ac_option == "op"
+    context: dict[str, Any] = {"context_fn": _keep_expensive_operations} if by_operation else {}
     for name in list(layers):  # numbers, the same on any stage of a pipeline
         if int(name) % every == 0:
             layers[name] = checkpoint_wrapper(
@@ -42,7 +43,7 @@ def apply_recompute(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None
                 preserve_rng_state=config.preserve_rng_state,
                 determinism_check=config.determinism_check,
                 early_stop=config.early_stop,
-                **({"context_fn": _keep_expensive_operations} if by_operation else {}),
+                **context,
             )
 
 

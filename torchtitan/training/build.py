@@ -26,7 +26,7 @@ def check_environment(config: Config, device: torch.device) -> None:
     if config.metrics.enable_wandb:
         import_wandb()
     if config.compile.enable:
-        backends = torch._dynamo.list_backends(None)  # type: ignore[arg-type]
+        backends = torch._dynamo.list_backends(None)
         if config.compile.backend not in backends:
             raise ValueError(
                 f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
@@ -79,6 +79,7 @@ def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.devic
     """This rank's part of the model, with its initial weights."""
     model = lay_out_model(config, args, mesh)
     for stage in model.stages.values():
+        assert isinstance(stage, Transformer)
         init_weights(stage, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
     return model
 

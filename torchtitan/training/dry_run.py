@@ -132,7 +132,8 @@ def estimate(
             part.to_empty(device=_DEVICE)
         footprint.mark(model.parameters(), "parameters")
         if replay and _can_replay(config, args):
-            Replay(footprint).apply(block for part in model.stages.values() for block in part.layers.values())
+            stages = model.stages.values()
+            Replay(footprint).apply(block for part in stages for block in part.get_submodule("layers").children())
         forward_backward = ForwardBackward(
             model, build_loss(config.compile), mesh, config.training, config.parallelism, _DEVICE
         )

@@ -119,7 +119,5 @@ def build_loss(compile_: Compile) -> LossFunction:
     if not (compile_.enable and "loss" in compile_.components):
         return cross_entropy_sum
     compiled = partial(torch.compile, backend=compile_.backend, fullgraph=True)
-    return partial(
-        cross_entropy_sum,
-        kernels=_Kernels(*map(compiled, (_largest, _sum_rows, _write_gradient_at_once)), most_chunks=None),
-    )
+    largest, sum_rows, write_gradient = map(compiled, (_largest, _sum_rows, _write_gradient_at_once))
+    return partial(cross_entropy_sum, kernels=_Kernels(largest, sum_rows, write_gradient, most_chunks=None))

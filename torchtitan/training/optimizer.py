@@ -149,7 +149,8 @@ class ShortAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: list[dict[str, Any]], compile_: Compile | None, **options: Any) -> None:
         super().__init__(groups, **options)
-        self._update, self._elements = _update, _ELEMENTS
+        self._update: Callable[..., None] = _update
+        self._elements: int | None = _ELEMENTS
         if compile_ is not None:  # one pass, with nothing in between
             self._update = torch.compile(_update, backend=compile_.backend, dynamic=True, fullgraph=True)
             self._elements = None

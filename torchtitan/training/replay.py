@@ -6,7 +6,7 @@ blocks times microbatches. What FSDP does around a block, pipelining and the los
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Replay:
 
     def apply(self, blocks: Iterable[nn.Module]) -> None:
         for block in blocks:
-            block.forward = self._replayed(block, block.forward)  # type: ignore[method-assign, assignment]
+            block.forward = self._replayed(block, block.forward)
 
     def _replayed(self, block: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(x: Tensor, *rest: Any) -> Tensor:
@@ -49,7 +49,7 @@ class Replay:
 
         return call
 
-    def _record(self, forward: Callable[..., Tensor], x: Tensor, rest: tuple, parameters: list[Tensor]) -> Record:
+    def _record(self, forward: Callable[..., Tensor], x: Tensor, rest: tuple, parameters: Sequence[Tensor]) -> Record:
         """Run a block once, forward and backward, and take it out of the books again."""
         footprint = self.footprint
         events, moved = footprint.events, footprint.moved

@@ -15,7 +15,8 @@ Tensors = dict[str, Tensor]
 
 def saved_parameters(model: ModelParts) -> dict[str, nn.Parameter]:
     """Parameters by the name of what is saved of them; the copy of a tied weight goes by the name of the first."""
-    copy, named = model.copy(), {}
+    copy = model.copy()
+    named: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if parameter is copy:
             assert model.tied is not None

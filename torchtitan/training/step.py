@@ -100,9 +100,10 @@ class ForwardBackward:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | Masks | None]]:
         for begin in range(0, len(batch.inputs), size):
             part = slice(begin, begin + size)
-            mask: Tensor | Masks | None = None
+            documents = None
             if batch.document_ids is not None:
-                mask = document_mask(batch.document_ids[part], positions)
+                documents = document_mask(batch.document_ids[part], positions)
+            mask: Tensor | Masks | None = documents
             if self.cp_axis.size() > 1:
-                mask = piece_masks(batch.inputs.shape[1] * self.cp_axis.size(), self.cp_axis, mask)
+                mask = piece_masks(batch.inputs.shape[1] * self.cp_axis.size(), self.cp_axis, documents)
             yield batch.inputs[part], batch.labels[part], mask

@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.core = CausalAttention()
+        self.core: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         # -1, not the number of heads: a tensor-parallel rank holds only some of them
@@ -125,6 +125,11 @@ class Transformer(nn.Module):
             h = layer(h, cos, sin, mask)
         h = h if self.norm is None else self.norm(h)
         return h if self.output is None else self.output(h)
+
+
+def attentions(model: nn.Module) -> list[Attention]:
+    """Of all blocks: what computes it in a layout or in generation is exchanged there."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def document_mask(document_ids: Tensor, positions: Tensor | None = None) -> Tensor:

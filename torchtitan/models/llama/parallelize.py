@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchtitan.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
-from torchtitan.models.llama.model import Transformer, fill_initial
+from torchtitan.models.llama.model import Transformer, attentions, fill_initial
 from torchtitan.parallel.context import GatheredAttention
 from torchtitan.parallel.cpu_attention import AttentionByProducts
 from torchtitan.parallel.float8 import float8_plan
@@ -50,11 +50,11 @@ def apply_parallelism(
     if parallelism.enable_async_tensor_parallel:
         overlap_communication(mesh.devices["tp"])
     if mesh.dims.cp > 1:
-        for layer in model.layers.values():
-            layer.attention.core = GatheredAttention(mesh.devices["cp"])
+        for attention in attentions(model):
+            attention.core = GatheredAttention(mesh.devices["cp"])
     elif compile_.model and mesh.devices.device_type == "cpu":
-        for layer in model.layers.values():
-            layer.attention.core = AttentionByProducts(layer.attention.core)
+        for attention in attentions(model):
+            attention.core = AttentionByProducts(attention.core)
     apply_recompute(model.layers, recompute)
     if compile_.enable and mesh.dims.tp > 1:
         # What split tensors compile to depends on the rank, but the key it is cached under does not, and with another
@@ -126,8 +126,8 @@ def _sharding_units(model: Transformer) -> list[list[torch.nn.Module]]:
     blocks: list[list[torch.nn.Module]] = [[layer] for layer in model.layers.values()]
     if _is_tied(model):
         return blocks
-    begin = [[model.tok_embeddings]] if model.tok_embeddings is not None else []
-    end = [module for module in (model.norm, model.output) if module is not None]
+    begin: list[list[torch.nn.Module]] = [[model.tok_embeddings]] if model.tok_embeddings is not None else []
+    end: list[torch.nn.Module] = [module for module in (model.norm, model.output) if module is not None]
     return [*begin, *blocks, *([end] if end else [])]
 
 
