@@ -61,7 +61,7 @@ def run_peer(name: str, config: Config) -> dict[str, Any]:
     program, packages, options = PEERS[name]
     flavor = FLAVORS[config.model.name][config.model.flavor]
     args = replace(flavor, vocab_size=config.model.vocab_size or flavor.vocab_size)
-    float8 = config.quantize.linear.float8.model_dump(include={"recipe_name", "filter_fqns"})
+    float8 = config.quantize.linear.float8.model_dump(exclude={"emulate"})
     asked = options | {
         "model": asdict(args),
         "parameters": count_parameters(args),

@@ -105,12 +105,15 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
             "activation_checkpoint.selective_ac_option": "op",
             "metrics.log_freq": 1,
         }
+        flags = ["--compile.enable"]
         if asked["float8"]:
             options["model.converters"] = "quantize.linear.float8"
             options["quantize.linear.float8.filter_fqns"] = ",".join(asked["float8"]["filter_fqns"])
-            options["quantize.linear.float8.recipe_name"] = asked["float8"]["recipe_name"] or "tensorwise"
+            if asked["float8"]["recipe_name"]:
+                options["quantize.linear.float8.recipe_name"] = asked["float8"]["recipe_name"]
+            flags += [f"--quantize.linear.float8.{name}" for name, value in asked["float8"].items() if value is True]
         given = [f"--{name}={value}" for name, value in options.items()]
-        trainer = Timed(ConfigManager().parse_args([*given, "--compile.enable"]))
+        trainer = Timed(ConfigManager().parse_args([*given, *flags]))
         trainer.train()
         trainer.close()
         torch.distributed.destroy_process_group()
