@@ -9,8 +9,9 @@ def main(argv: list[str]) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     check = verbs.add_parser("check", help="check a configuration as train.py would, without torch")
+    check.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
     check.add_argument("--world_size", type=int, help="ranks the run will have; without it, layouts are not checked")
-    check.add_argument("options", nargs="*", help="after --: the options of train.py")
+    check.epilog = "After --: options of train.py."
 
     verbs.add_parser("schema", help="bring train_configs/schema.json and docs/configuration.md up to date")
 
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> None:
     evaluate.epilog = "After --: options of train.py, over the configuration that the checkpoint was trained with."
 
     drill = verbs.add_parser("drill", help="break a run in many ways; it must end as if nothing had happened")
-    drill.add_argument("--faults", type=int, default=9, help="how many (default: %(default)s, one of each kind)")
+    drill.add_argument("--faults", type=int, default=11, help="how many (default: %(default)s, one of each kind)")
     drill.add_argument("--ranks", type=int, default=2, help="processes of the run (default: %(default)s)")
     drill.add_argument("--seed", type=int, default=0, help="of which fault comes when (default: %(default)s)")
     drill.add_argument("--minutes", type=float, default=60, help="longest time for all (default: %(default)s)")
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> None:
     download.add_arguments(verbs.add_parser("download", help="a tokenizer, model or dataset of the Hugging Face hub"))
 
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
-    takes_options = argv[:1] in (["compare"], ["drill"], ["eval"], ["launch"], ["preflight"])
+    takes_options = argv[:1] in (["check"], ["compare"], ["drill"], ["eval"], ["launch"], ["preflight"])
     end = argv.index("--") if takes_options and "--" in argv else len(argv)
     try:
         _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
@@ -88,7 +89,9 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
     if args.verb == "check":
         from torchtitan.config.load import load_config_or_exit
 
-        load_config_or_exit(args.options, args.world_size, rank=0)
+        file = ["--job.config_file", args.file] if args.file else []
+        config = load_config_or_exit([*file, *options], args.world_size, rank=0)
+        print(f"{config.job.config_file or 'command line'}: no mistake")
     elif args.verb == "schema":
         from torchtitan.config import export
 

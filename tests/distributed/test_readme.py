@@ -55,7 +55,7 @@ def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
 def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
     if "llama3_8b.toml" in command and "run_llama_train" in command:
         # Eight GPUs are not here: what can be wrong before they are needed is.
-        command = "python -m torchtitan check --world_size 8 -- --job.config_file train_configs/llama3_8b.toml"
+        command = "python -m torchtitan check train_configs/llama3_8b.toml --world_size 8"
     elif "torchtitan download" in command:
         command += " --help"  # tests/unit/test_download.py gives it to a hub that is here
     elif command.startswith("./run_tests.sh"):

@@ -447,8 +447,10 @@ def test_the_check_verb_finds_mistakes_without_torch(tmp_path: Path) -> None:
     assert done.returncode == 2 and "did you mean training.steps?" in done.stderr
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
     assert seconds < 3
-    done, _ = run("-m", "torchtitan", "check", "--world_size", "8", "--", "--job.config_file", str(SHIPPED[0]))
-    assert done.returncode == 0, done.stderr
+    done, _ = run("-m", "torchtitan", "check", str(SHIPPED[0]), "--world_size", "8")
+    assert (done.returncode, done.stdout) == (0, f"{SHIPPED[0]}: no mistake\n"), done.stderr
+    done, _ = run("-m", "torchtitan", "check", str(SHIPPED[0]), "--", "--training.steps", "0")
+    assert done.returncode == 2 and "training.steps = 0" in done.stderr
 
 
 def test_a_layout_fills_the_sharded_axis() -> None:
