@@ -3,7 +3,7 @@
 #
 #     PY="$(scripts/setup_env.sh requirements.txt)"
 #
-# The first that fits: $PYTHON, .venv, python3, a new .venv. Nothing is ever installed outside .venv.
+# $PYTHON where it is set, else the first that fits: .venv, python3, a new .venv. Nothing is ever installed outside .venv.
 set -euo pipefail
 case "${PYTHON:-}" in /*) ;; */*) PYTHON="$PWD/$PYTHON" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

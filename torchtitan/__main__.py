@@ -10,7 +10,9 @@ def main(argv: list[str]) -> None:
 
     check = verbs.add_parser("check", help="check a configuration as train.py would, without torch")
     check.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
-    check.add_argument("--world_size", type=int, help="ranks the run will have; without it, layouts are not checked")
+    check.add_argument(
+        "--world_size", type=int, help="ranks the run will have; without it, what hangs on them is not checked"
+    )
     check.epilog = "After --: options of train.py."
 
     verbs.add_parser("schema", help="bring train_configs/schema.json and docs/configuration.md up to date")
@@ -31,7 +33,7 @@ def main(argv: list[str]) -> None:
     dtypes = ("float32", "bfloat16", "float16")
     convert = verbs.add_parser("convert", help="weights from and to Hugging Face, and from Meta's files")
     convert.add_argument("source", metavar="FROM", help=checkpoint)
-    convert.add_argument("target", metavar="TO", help="the folder to write, which must not be there")
+    convert.add_argument("target", metavar="TO", help="the folder to write, new or empty")
     convert.add_argument("--to", choices=("hf", "torchtitan"), help="form of TO (default: what FROM is not)")
     convert.add_argument("--dtype", choices=dtypes, help="type of the weights in TO (default: that of FROM)")
     convert.add_argument("--shard_gb", type=float, default=5, help="GB of a safetensors file (default: %(default)s)")
@@ -54,7 +56,9 @@ def main(argv: list[str]) -> None:
     evaluate.epilog = "After --: options of train.py, over the configuration that the checkpoint was trained with."
 
     drill = verbs.add_parser("drill", help="break a run in many ways; it must end as if nothing had happened")
-    drill.add_argument("--faults", type=int, default=11, help="how many (default: %(default)s, one of each kind)")
+    drill.add_argument(
+        "--faults", type=int, default=11, help="how many (default: %(default)s, as many as there are kinds)"
+    )
     drill.add_argument("--ranks", type=int, default=2, help="processes of the run (default: %(default)s)")
     drill.add_argument("--seed", type=int, default=0, help="of which fault comes when (default: %(default)s)")
     drill.add_argument("--minutes", type=float, default=60, help="longest time for all (default: %(default)s)")

@@ -1,7 +1,7 @@
 """torchtitan v0.2.2's keys that this version does not have, with the value that asks for nothing.
 
-Such a key is accepted at that value, or below a switch that is off, so that torchtitan's files load. Anything else
-is refused by name: a run must never ignore what its file asks for.
+Such a key is accepted at that value, or where another of them switches it on, so that torchtitan's files load.
+Anything else is refused by name: a run must never ignore what its file asks for.
 """
 
 import copy

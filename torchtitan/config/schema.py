@@ -77,7 +77,7 @@ class Metrics(Section):
     """What is measured and where it goes; metrics.jsonl is always written."""
 
     log_freq: PositiveInt = 10
-    """Steps from one logged line to the next; numbers are averaged over them. The device is only waited for here."""
+    """Steps from one logged line to the next; numbers are averaged over them. Between, only a save waits for the device."""
 
     enable_tensorboard: bool = False
     """Write the numbers for TensorBoard, too."""
@@ -108,7 +108,7 @@ class Model(Section):
     """Rows of the embedding (ours). None: the flavor's, and the tokenizer's size where the flavor fixes none."""
 
     attn_mask_type: Literal["causal", "block_causal"] = "causal"
-    """What a token may attend to: all before it in the sequence, or only what belongs to its own document."""
+    """What a token may attend to: all before it in the sequence, or only what belongs to its own document (ours)."""
 
     converters: list[Literal["quantize.linear.float8"]] = []
     """Sections that change the model's layers; none: the plain model."""
@@ -118,7 +118,7 @@ class Optimizer(Section):
     """AdamW or Muon and their hyperparameters."""
 
     name: Literal["AdamW", "Muon"] = "AdamW"
-    """Optimizer; Muon for the matrices within blocks, and AdamW for the rest (ours)."""
+    """Optimizer; Muon (ours) is for the matrices within blocks, with AdamW for the rest."""
 
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
@@ -246,10 +246,10 @@ class Training(Section):
     """Steps between Python garbage collections, which are held off otherwise."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When loss or gradient norm is not finite: stop the run, or leave that update out and go on (ours)."""
+    """When loss or gradient norm is not finite: stop the run, or, if the norm is not, go on without the update (ours)."""
 
     max_consecutive_skips: PositiveInt = 10
-    """With `on_nonfinite = "skip"`: this many left-out updates in a row stop the run all the same (ours)."""
+    """With `on_nonfinite = "skip"`: more left-out updates in a row than this stop the run all the same (ours)."""
 
 
 class Parallelism(Section):
@@ -262,7 +262,7 @@ class Parallelism(Section):
     """Devices each copy is sharded over (FSDP2); -1: all that the other degrees leave."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward, for one more all-gather; default: all but what backward needs first."""
+    """Free gathered parameters after forward; default: all but what ends it, and none in pipelines or on one rank."""
 
     tensor_parallel_degree: PositiveInt = 1
     """Devices each matrix is split over, with activations between blocks split along the sequence; 1: none."""
@@ -371,7 +371,7 @@ class ActivationCheckpoint(Section):
     """Nothing, every block, some of it (see `selective_ac_option`), or what the compiler picks for `memory_budget`."""
 
     selective_ac_option: str = "2"
-    """A number n: every n-th block; "op": within each block, all but the expensive operations."""
+    """A number n: every n-th block; "op": in each, all but attention, communication and every second product."""
 
     early_stop: bool = False
     """End a block's recomputation as soon as all that backward needs is there."""
