@@ -1,4 +1,4 @@
-"""What stands for torch's own here, beside it: the loss and, on a CPU, attention, forward and backward, in milliseconds.
+"""What stands for torch's own here, beside it: the loss and, on a CPU, attention; forward and backward, in ms.
 
     python -m benchmarks.kernels
 

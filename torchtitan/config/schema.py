@@ -77,7 +77,7 @@ class Metrics(Section):
     """What is measured and where it goes; metrics.jsonl is always written."""
 
     log_freq: PositiveInt = 10
-    """Steps from one logged line to the next; numbers are averaged over them. Between, only a save waits for the device."""
+    """Steps from a logged line to the next; numbers are averaged over them. Between, only saves wait for the device."""
 
     enable_tensorboard: bool = False
     """Write the numbers for TensorBoard, too."""
@@ -246,7 +246,7 @@ class Training(Section):
     """Steps between Python garbage collections, which are held off otherwise."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When loss or gradient norm is not finite: stop the run, or, if the norm is not, go on without the update (ours)."""
+    """When loss or gradient norm is not finite: stop the run, or, if the norm is not, leave that update out (ours)."""
 
     max_consecutive_skips: PositiveInt = 10
     """With `on_nonfinite = "skip"`: more left-out updates in a row than this stop the run all the same (ours)."""
