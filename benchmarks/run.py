@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,13 @@ def profile(preset: str, options: list[str]) -> dict[str, float]:
 
 
 def summarize(records: list[dict[str, Any]], first_step_seconds: float, warmup: int) -> dict[str, Any]:
-    """The median step after the first ones."""
-    steps = records[warmup:]
+    """The median step after the first ones; a record has the mean of the steps since the one before."""
+    steps = [record for before, record in pairwise(records) if before["step"] >= warmup]
+    if len(steps) < 2:
+        raise SystemExit(
+            f"{len(steps)} logged after the first {warmup} steps, a spread needs 2: raise --training.steps or lower "
+            "--metrics.log_freq"
+        )
     seconds = statistics.median(record["step_seconds"] for record in steps)
     below, _, above = statistics.quantiles((record["step_seconds"] for record in steps), n=4)
     of_median = steps[-1]["step_seconds"] / seconds

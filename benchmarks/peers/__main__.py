@@ -70,6 +70,7 @@ def run_peer(name: str, config: Config) -> dict[str, Any]:
         "seq_len": config.training.seq_len,
         "steps": config.training.steps,
         "lr": config.optimizer.lr,
+        "log_freq": config.metrics.log_freq,
     }
     python = set_up(program, packages)
     done = subprocess.run(

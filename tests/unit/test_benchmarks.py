@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import titan
-from benchmarks.run import PRESETS
+from benchmarks.run import PRESETS, summarize
 from benchmarks.where import IDLE, OTHER, SORTS, shares
 
 STEP = ("user_annotation", "ProfilerStep#9", 0, 100)
@@ -59,6 +59,16 @@ def test_a_steps_time_goes_where_its_trace_says(
     found = shares(tmp_path / "trace.json")
     assert list(found) == [*SORTS, OTHER, IDLE]
     assert {sort: share for sort, share in found.items() if share} == pytest.approx(expected)
+
+
+def test_steps_that_are_logged_together_count_once_they_are_all_after_the_first_ones() -> None:
+    seconds = {1: 90.0, 5: 80.0, 10: 4.0, 15: 2.0, 20: 3.0}  # the second is the mean of steps 2 to 5
+    others = dict.fromkeys(("tokens_per_second", "tflops", "mfu", "memory_gib", "data_seconds", "loss"), 6.0)
+    records = [{"step": step, "step_seconds": mean, **others} for step, mean in seconds.items()]
+    figures = summarize(records, 90.0, warmup=5)
+    assert (figures["step_seconds"], figures["tokens_per_second"]) == (3.0, 6.0)
+    with pytest.raises(SystemExit, match="1 logged after the first 11 steps, a spread needs 2"):
+        summarize(records, 90.0, warmup=11)
 
 
 def test_peers_that_cannot_run_or_fail_are_named_below_the_table(
