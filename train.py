@@ -51,7 +51,7 @@ from torchtitan.training.step import ForwardBackward
 from torchtitan.training.validate import Validator
 
 
-@record  # under torchrun, the first rank's error is the one that is shown
+@record  # under torchrun, the error shown is that of the rank that failed first
 def main(config: Config, place: Place) -> None:
     if config.comm.mode == "fake_backend":
         dry_run(config, place)
@@ -125,7 +125,8 @@ def main(config: Config, place: Place) -> None:
     step = checkpoints.restore(config, args, model, optimizer, loader)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
-        f"global batch {plan.global_batch_size} x {training.seq_len} tokens in {plan.num_microbatches} microbatches"
+        f"global batch {plan.global_batch_size} x {training.seq_len} tokens, "
+        f"local batches a rank: {plan.num_local_batches}"
     )
 
     # What is seen of it
@@ -146,7 +147,7 @@ def main(config: Config, place: Place) -> None:
         tokens_per_step=tokens_per_step,
         flops_per_token=flops_per_token(args, training.seq_len),
         peak=peak,
-        tokens_before=checkpoints.tokens_before,
+        tokens_offset=checkpoints.tokens_offset,
     )
 
     validate = None
@@ -164,7 +165,7 @@ def main(config: Config, place: Place) -> None:
                 reporter.data_ended(step)
                 break
             data_seconds = time.perf_counter() - asked
-            asked_to_stop, late = vote.answers
+            asked_to_stop, late = vote.answers  # of the vote that loader.next() took
 
             watch.step = step = step + 1
             learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)

@@ -58,7 +58,7 @@ def read_place() -> Place:
 
 
 def check_restarts(world_size: int) -> None:
-    """Whether torchrun could start this run again, if it was told to."""
+    """Refuse restarts that torchrun was told to make and could not."""
     restarts, is_shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
     # A shared store keeps the addresses of the dead: https://github.com/pytorch/pytorch/issues/135712
     if world_size > 1 and int(restarts or 0) > 0 and is_shared == "True":
@@ -145,7 +145,7 @@ def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: 
 
 
 def advise_type(device: "torch.device", used: str, peak: Peak) -> str:
-    """On a CPU, what to set if the other type multiplies at least half as fast again: CPUs differ tenfold in that."""
+    """On a CPU, what to set if the other type multiplies at least 1.5 times as fast: CPUs differ tenfold in that."""
     import torch
 
     if device.type != "cpu":

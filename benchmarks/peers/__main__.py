@@ -110,7 +110,7 @@ def main() -> None:
                 if why := seen[name][-1].get("failed"):
                     absent[name] = why
     print(f"{args.preset}, {args.repeats} runs of each in turn, {os.cpu_count()} cores\n")
-    print("| | tokens/s | ours to it | peak memory | ours to it |\n| --- | --- | --- | --- | --- |")
+    print("| | tokens/s | ours / theirs | peak memory | ours / theirs |\n| --- | --- | --- | --- | --- |")
     for name, runs in {"this recipe": ours, **seen}.items():
         if name not in absent:
             print(f"| {name} | {compare(ours, runs)} |")

@@ -528,6 +528,6 @@ def test_shipped_files_are_plain_toml() -> None:
 def test_an_update_in_backward_has_one_microbatch_a_step(tmp_path: Path) -> None:
     text = "[optimizer]\nearly_step_in_backward = true\n[training]\nmax_norm = inf\nglobal_batch_size = %d"
     assert mistakes_of(tmp_path, text % 64, world_size=2) == [
-        "optimizer.early_step_in_backward = true with 4 microbatches a step: their gradients are added up; set "
+        "optimizer.early_step_in_backward = true with 4 local batches a step: their gradients are added up; set "
         "training.global_batch_size = 16, or optimizer.early_step_in_backward = false"
     ]

@@ -196,9 +196,9 @@ def test_config_json_of_transformers_5_is_read() -> None:
 def test_a_model_that_ours_cannot_be_is_refused_with_all_its_reasons() -> None:
     config = to_hf_config(replace(TINY, vocab_size=VOCAB), torch.float32, 0, 1)
     config |= {"hidden_act": "gelu", "attention_bias": True, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    with pytest.raises(ValueError, match="hidden_act = 'gelu', only 'silu'.*attention_bias.*of the type 'linear'"):
+    with pytest.raises(ValueError, match="hidden_act = 'gelu', must be 'silu'.*attention_bias.*of the type 'linear'"):
         from_hf_config(config)
-    with pytest.raises(ValueError, match="model_type = 'qwen3', only 'llama'.*sliding_window = 4096.*no vocab_size"):
+    with pytest.raises(ValueError, match="model_type = 'qwen3', must be 'llama'.*sliding_window = 4096.*no vocab_size"):
         from_hf_config({k: v for k, v in config.items() if k != "vocab_size"} | {"model_type": "qwen3", "sliding_window": 4096})  # noqa: E501  # fmt: skip
     with pytest.raises(ValueError, match="head_dim = 128, only"):
         from_hf_config(to_hf_config(replace(TINY, vocab_size=VOCAB), torch.float32, 0, 1) | {"head_dim": 128})

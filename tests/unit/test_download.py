@@ -147,7 +147,7 @@ def test_a_downloaded_model_converts_to_a_checkpoint_bit_for_bit(machine: Machin
 def test_of_another_model_no_weights_are_fetched(machine: Machine, hf_model: dict[str, bytes]) -> None:
     config = json.loads(hf_model["config.json"]) | {"hidden_act": "gelu"}
     machine.hub.repositories["me/other"] = Repository(hf_model | {"config.json": json.dumps(config).encode()})
-    assert "hidden_act = 'gelu', only 'silu'" in machine.download("model me/other")[1]
+    assert "hidden_act = 'gelu', must be 'silu'" in machine.download("model me/other")[1]
     assert machine.hub.fetched == ["config.json"]
 
 

@@ -343,7 +343,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("saves", "words"),
-    [(True, "is saved after this step and ends; once more"), (False, "ends after this step, unsaved")],
+    [(True, "is saved after this step and ends; a second signal"), (False, "ends after this step, unsaved")],
 )
 def test_a_warning_says_what_becomes_of_the_run(saves: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with interrupt.Interrupt(saves):

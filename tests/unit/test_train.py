@@ -51,8 +51,8 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", ["causal", "block_causal"])
-def test_accumulated_microbatches_equal_one_big_batch(tmp_path: Path, mask: str) -> None:
-    """Under block_causal the microbatches have different numbers of labels that count."""
+def test_accumulated_local_batches_equal_one_big_batch(tmp_path: Path, mask: str) -> None:
+    """Under block_causal they have different numbers of labels that count."""
     whole = train_here(tiny_config(tmp_path / "whole", model__attn_mask_type=mask))
     parts = train_here(tiny_config(tmp_path / "parts", model__attn_mask_type=mask, training__local_batch_size=2))
     for ours, reference in zip(parts, whole, strict=True):

@@ -59,7 +59,7 @@ class Checkpointer:
         self._began = time.monotonic()
         self._warn_of_a_full_disk()
         if self.config.async_mode == "disabled":
-            self._note(step, lambda: self._write(step, tensors, run))
+            self._try_write(step, lambda: self._write(step, tensors, run))
             return
         copied = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         if torch.cuda.is_available():
@@ -82,7 +82,7 @@ class Checkpointer:
 
     def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         try:
-            self._note(step, lambda: self._write(step, tensors, run))
+            self._try_write(step, lambda: self._write(step, tensors, run))
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
@@ -93,8 +93,8 @@ class Checkpointer:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _note(self, step: int, write: Callable[[], None]) -> None:
-        """Success or failure, the same on all ranks."""
+    def _try_write(self, step: int, write: Callable[[], None]) -> None:
+        """A failure is logged, or raised where `on_failure` says so, on all ranks alike."""
         begin = time.monotonic()
         try:
             write()
@@ -103,7 +103,7 @@ class Checkpointer:
             if self.config.on_failure == "stop":
                 raise SaveError(f'saving step {step} failed: {reason} (checkpoint.on_failure = "stop")') from error
             free = self.storage.free_bytes()  # torch's own error does not say that a disk is full
-            self._tidy(self.storage.sweep)  # there, the next save needs the room, and the log that of this one
+            self._tidy(self.storage.sweep)  # only now: the log shows the room this save had, the next one needs it
             if self.rank == 0:
                 room = f" ({free / 2**20:,.0f} MiB are free there)" if free is not None else ""
                 logger.error(f"saving step {step} failed: {reason}{room}; training goes on, the next save is a new try")

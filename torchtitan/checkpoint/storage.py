@@ -36,7 +36,7 @@ class Manifest:
     config: dict[str, Any]
     layout: str
     versions: dict[str, str]
-    run: dict[str, Any]  # token counts, losses: small things of the run, its tensors being in the files
+    run: dict[str, Any]  # tokens seen, and what all streams share of the data's state
 
 
 class Storage:
@@ -130,7 +130,7 @@ class Storage:
             self.fs.rm(folder, recursive=True)
 
     def remove_unread(self, step: int) -> bool:
-        """Remove a checkpoint that nobody reads; on an object store nobody can tell."""
+        """Remove a checkpoint that nobody reads; on an object store readers cannot be seen, and it is removed."""
         if not self.is_local:
             self.remove(self.folder(step))
             return True

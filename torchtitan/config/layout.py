@@ -1,4 +1,4 @@
-"""How the ranks of a run divide into the axes of its mesh, and the global batch into microbatches; pure, no torch."""
+"""How the ranks of a run divide into the axes of its mesh, and the global batch into local ones; pure, no torch."""
 
 import math
 from dataclasses import dataclass
@@ -68,12 +68,12 @@ class BatchPlan:
     """One optimizer step: sequences over all devices, and passes through the model on each."""
 
     global_batch_size: int
-    num_microbatches: int
+    num_local_batches: int
     num_streams: int
 
 
 def plan_batch(training: Training, dp: int) -> BatchPlan:
-    """Divide the global batch over data-parallel ranks, microbatches and streams."""
+    """Divide the global batch over data-parallel ranks, local batches and streams."""
     local, total = training.local_batch_size, training.global_batch_size
     if total == -1:
         total = local * dp
@@ -90,7 +90,7 @@ def plan_batch(training: Training, dp: int) -> BatchPlan:
             f"training.num_streams = {streams} must divide the global batch of {total} and be a multiple of the "
             f"data-parallel degree {dp}; use one of {_some(fitting)}, or -1"
         )
-    return BatchPlan(global_batch_size=total, num_microbatches=total // (local * dp), num_streams=streams)
+    return BatchPlan(global_batch_size=total, num_local_batches=total // (local * dp), num_streams=streams)
 
 
 def _some(choices: list[int]) -> str:

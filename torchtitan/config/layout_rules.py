@@ -134,9 +134,9 @@ def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
         yield (*degrees, *batch), str(error)
         return
     early = "optimizer.early_step_in_backward"
-    if config.optimizer.early_step_in_backward and plan.num_microbatches > 1:
+    if config.optimizer.early_step_in_backward and plan.num_local_batches > 1:
         yield (
             (early, *degrees, *batch),
-            f"{early} = true with {plan.num_microbatches} microbatches a step: their gradients are added up; set "
-            f"training.global_batch_size = {plan.global_batch_size // plan.num_microbatches}, or {early} = false",
+            f"{early} = true with {plan.num_local_batches} local batches a step: their gradients are added up; set "
+            f"training.global_batch_size = {plan.global_batch_size // plan.num_local_batches}, or {early} = false",
         )

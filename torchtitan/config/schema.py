@@ -160,7 +160,7 @@ class LRScheduler(Section):
     """Steps of linear warmup from zero."""
 
     total_steps: PositiveInt | None = None
-    """Length of the schedule; None: `training.steps`. Set it to stop a run early on the same curve."""
+    """Length of the schedule; None: `training.steps`. If longer, the run ends part of the way along the curve."""
 
     decay_ratio: Fraction | None = None
     """Share of the steps spent on the decay at the end; None: decay starts where warmup ends."""
@@ -246,7 +246,7 @@ class Training(Section):
     """Steps between Python garbage collections, which are held off otherwise."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When loss or gradient norm is not finite: stop the run, or, if the norm is not, leave that update out (ours)."""
+    """If loss or norm is not finite: stop the run; skip: leave out an update whose norm is not, else stop (ours)."""
 
     max_consecutive_skips: PositiveInt = 10
     """With `on_nonfinite = "skip"`: more left-out updates in a row than this stop the run all the same (ours)."""
@@ -262,7 +262,7 @@ class Parallelism(Section):
     """Devices each copy is sharded over (FSDP2); -1: all that the other degrees leave."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward; default: all but what ends it, and none in pipelines or on one rank."""
+    """Free gathered parameters after forward; default: all but the last; one rank: the embedding; pipelines: none."""
 
     tensor_parallel_degree: PositiveInt = 1
     """Devices each matrix is split over, with activations between blocks split along the sequence; 1: none."""
@@ -294,7 +294,7 @@ class Parallelism(Section):
     """Layers of each stage, from first to last, as [3, 1, 2, 2]; None: see below (ours)."""
 
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
-    """Layers of a stage, from which their number follows; None: one stage a device, two where the schedule loops."""
+    """Layers of a stage, which fixes how many stages; None: one stage a device, two where the schedule loops."""
 
     pipeline_parallel_first_stage_less_layers: NonNegativeInt | None = None
     """Layers that the embedding counts for. None here and below: stages balanced by FLOPs (torchtitan: 1)."""
@@ -334,13 +334,13 @@ class Checkpoint(Section):
     """Checkpoint (a folder step-N, or one of which the newest is taken) to begin from while the run has none itself."""
 
     initial_load_model_only: bool = True
-    """Take only the weights from there, and begin at step 0."""
+    """Take only the weights from `initial_load_path`, and begin at step 0."""
 
     initial_load_in_hf: bool = False
-    """It is a folder of Hugging Face safetensors; `model.hf_assets_path` if no path is given."""
+    """`initial_load_path` is a folder of Hugging Face safetensors; without a path, `model.hf_assets_path` is."""
 
     exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = []
-    """What is not taken from a checkpoint but begins anew; train_state only of another run's."""
+    """What is not taken from a checkpoint but begins anew; train_state only with `initial_load_path`."""
 
     load_only: bool = False
     """Save nothing."""
@@ -355,7 +355,7 @@ class Checkpoint(Section):
     """Save only the weights after the last step: small, but the run cannot go on (torchtitan: true)."""
 
     last_save_in_hf: bool = False
-    """With that, save them as Hugging Face safetensors, in the folder hf."""
+    """With `last_save_model_only`: write those weights as Hugging Face safetensors, too, in the folder hf."""
 
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights that are saved alone."""
@@ -368,7 +368,7 @@ class ActivationCheckpoint(Section):
     """Recompute activations in backward instead of keeping them."""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
-    """Nothing, every block, some of it (see `selective_ac_option`), or what the compiler picks for `memory_budget`."""
+    """What is recomputed; full: every block; selective: as the next key says; memory_budget: the compiler's choice."""
 
     selective_ac_option: str = "2"
     """A number n: every n-th block; "op": in each, all but attention, communication and every second product."""

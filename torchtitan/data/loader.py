@@ -155,11 +155,11 @@ def build_loader(
     pin_memory: bool = False,
     pad_last: bool = False,
 ) -> Loader:
-    """`agree` is called once per `next()`, by the thread that calls it, on every rank alike.
+    """`agree` is called once per `next()`, by `next()`'s thread, on every rank alike.
 
-    It gets whether this rank has a batch and says whether the run goes on: the minimum over the ranks, as a step needs
-    all of them. With `pad_last` (validation: every token, once) it is the maximum, and a rank without data gives
-    sequences of ignored labels until no rank has a label left.
+    It is given whether this rank has a batch and returns whether the run goes on: true if all ranks have one, as a
+    step needs them. With `pad_last` (validation: every token, once) it is true if any has, and a rank without data
+    gives sequences of ignored labels until no rank has a label left.
     """
     assert global_batch_size % num_streams == 0 and num_streams % dp_size == 0, "see config.layout.plan_batch"
     opened = []
@@ -212,7 +212,7 @@ def check_size(source: Source, num_streams: int) -> None:
 
 
 def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]) -> None:
-    """Whether a saved state is of what this rank reads; `own` is its own state, of any place in the data."""
+    """Refuse a saved state of other data than this rank reads; `own` is its own state, of any place in the data."""
     if state["num_streams"] != own["num_streams"]:
         raise ValueError(
             f"the saved data state has {state['num_streams']} streams, this run {own['num_streams']}; "

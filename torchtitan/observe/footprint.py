@@ -1,6 +1,6 @@
-"""What runs inside, in bytes: of live tensors by what they are for, and of what each collective is given.
+"""Bytes of what runs inside: of live tensors by what they are for, and of each collective's larger side.
 
-Of fake tensors, so it costs nothing. What a kernel allocates for itself is not seen.
+The tensors are fake, so nothing is allocated. What a kernel allocates for itself is not seen.
 """
 
 import weakref

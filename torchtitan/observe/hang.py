@@ -45,7 +45,7 @@ def locate(step: int, stack: Iterable[tuple[FrameType, int]], error: str = "") -
 
 
 def find_laggards(known: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
-    """The ranks that the others wait for, and what tells them."""
+    """The ranks that the others wait for, and the sign they are known by."""
     silent = [rank for rank in range(world_size) if rank not in known]
     if silent:
         return silent, "no answer"
@@ -73,7 +73,7 @@ def describe(known: Mapping[int, Whereabouts], processes: Mapping[int, str], sec
     together = defaultdict(list)
     for rank in sorted(known, key=lambda rank: (rank not in laggards, rank)):
         together[str(known[rank])].append(rank)
-    # Who lags is there and at something else: then the others' errors are its doing, and say nothing.
+    # A laggard that answered is alive and elsewhere: the others' errors come of its absence and are not shown.
     late = bool(laggards) and laggards[0] in known
     for where, ranks in together.items():
         error = "" if late else known[ranks[0]].error

@@ -40,4 +40,4 @@ class Interrupt:
             return
         self._since = time.monotonic()
         self.asked = signal.Signals(number).name
-        logger.warning(f"{self.asked}: {self._then}; once more ends it at once")
+        logger.warning(f"{self.asked}: {self._then}; a second signal ends it at once")

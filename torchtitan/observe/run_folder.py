@@ -48,7 +48,8 @@ def claim(folder: Path) -> IO[str]:
 def start_record(folder: Path, config: Config, goes_on: bool) -> None:
     """Write the configuration; what an earlier run left is moved to `earlier/N` first, unless this one goes on with it.
 
-    When nothing can be refused any more. Weights in Hugging Face's form are of an end, and so always of an earlier one.
+    To be called when nothing can be refused any more. Weights in `hf` are a finished run's, so a run that goes on and
+    will write them moves the old ones aside, too.
     """
     names = [*RUN_FILES, *run_folders(config).values()]
     if goes_on:

@@ -144,7 +144,7 @@ class Watch:
         return where
 
     def _answer(self, alarm: str, seconds: float) -> str:
-        """Say where this rank is. Rank 0 tells the console about all; if it does not, the first to find that out."""
+        """Say where this rank is. Rank 0 logs where all are; if it does not in time, the first rank to notice does."""
         where = self._where()
         answers = {rank: f"{alarm}rank/{rank}" for rank in range(self._world_size)}
         self._board.set(answers[self._rank], json.dumps(asdict(where)))
@@ -166,7 +166,7 @@ class Watch:
             time.sleep(0.05)
 
     def _follow(self, told: bool) -> None:
-        """Another rank has left: this one's loop is thrown out of its collective, or is ended here."""
+        """Another rank has left: wait until this one's collective fails of it, or else end the process here."""
         message = self._board.get("end").decode()
         end = time.monotonic() + 2 * self._grace
         while not (self._thrown or self._left.is_set()) and time.monotonic() < end:

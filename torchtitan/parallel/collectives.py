@@ -19,7 +19,7 @@ from torchtitan.config.schema import Comm
 from torchtitan.observe.log import logger
 
 _WAY = (
-    "each node is asked where its host's name leads, or GLOO_SOCKET_IFNAME; "
+    "gloo uses the address that a node's own name resolves to, or GLOO_SOCKET_IFNAME's; "
     "PREFLIGHT=1 ./run_llama_train.sh on each node says which interface leads to the others"
 )
 
@@ -107,7 +107,7 @@ def all_agree(mine: bool) -> bool:
     return bool(_reduce_on_host(int(mine), dist.ReduceOp.MIN))
 
 
-def any_agrees(mine: bool) -> bool:
+def any_says_so(mine: bool) -> bool:
     """True where at least one rank says so."""
     return bool(_reduce_on_host(int(mine), dist.ReduceOp.MAX))
 

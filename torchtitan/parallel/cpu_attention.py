@@ -15,7 +15,7 @@ _LONGEST = 4096  # beyond, torch's kernel is faster
 
 
 class AttentionByProducts(nn.Module):
-    """Stands for attention by torch's kernel, which has what is long."""
+    """Replaces attention by torch's kernel, which still gets sequences longer than _LONGEST."""
 
     def __init__(self, by_kernel: nn.Module) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class AttentionByProducts(nn.Module):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Of queries [B, S, H, D] to keys and values [B, S, KV heads, D], of these perhaps fewer than are not later."""
+    """Causal attention of queries [B, S, H, D] to keys and values [B, S, KV heads, D]; a mask must be causal itself."""
     batch, kv_heads = k.shape[0], k.shape[2]
     q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)  # [N, G, S, D]: queries of each key's head
     k, v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)  # [N, S, D]
@@ -65,8 +65,8 @@ class _CausalAttention(torch.autograd.Function):
         of_k: list[Tensor] = []  # these two in float32, a piece of the keys each
         of_v: list[Tensor] = []
         for rows, seen in _pieces(q.shape[2]):
-            # Keys by queries, not the other way: two of three products take them as they lie, and the compiler makes
-            # them again; forward's scores, were they the same as these, it would keep.
+            # Keys by queries, not queries by keys: two of the three products that follow need no transpose, and the
+            # compiler recomputes these scores. Had they forward's form, it would keep forward's in memory.
             queries, arriving, keys = _flat(q, rows), _flat(gradient, rows), k[:, seen]
             products = torch.bmm(keys, queries.transpose(1, 2)).unflatten(2, (q.shape[1], -1))
             hidden = _hidden(mask, rows, seen, k).transpose(1, 2)[:, :, None]

@@ -1,4 +1,4 @@
-"""Linear layers in float8, by torchao: exchanged before anything is split, gathered in float8 where that is had.
+"""Linear layers in float8, by torchao: replaced before anything is split, gathered in float8 if asked for.
 
 Optional: torchao is imported inside the functions, and `check_float8` refuses what is missing before training starts.
 """
@@ -61,7 +61,7 @@ def apply_float8(model: nn.Module, config: Float8, compiled: bool) -> None:
 
 
 def _layer_filter(recipe: str, names: list[str]) -> Callable[[nn.Module, str], bool]:
-    """Which layers to exchange: those not named, and of sizes that the kernels can take."""
+    """Which layers to replace: those not named, and of sizes that the kernels can take."""
     named = [name for name in names if name != _AUTO_FILTER]
     if len(named) < len(names):
         from torchao.float8 import _auto_filter_for_recipe
@@ -101,7 +101,7 @@ def float8_plan(module: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, 
 
 
 def _has_one_scale(linear: nn.Module) -> bool:
-    """Whether a layer was exchanged for one with a single scale a tensor; one a row cannot be gathered in float8."""
+    """Whether a layer was replaced by one with a single scale a tensor; one a row cannot be gathered in float8."""
     config = getattr(linear, "config", None)
     return config is not None and config.cast_config_input.scaling_granularity.value == "tensorwise"
 

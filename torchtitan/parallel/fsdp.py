@@ -23,9 +23,9 @@ def apply_fsdp(
 ) -> None:
     """Shard each unit, and what is left over with the model itself; gradients are summed over ranks, not averaged.
 
-    `reshard` says which units are freed after forward. By default all but what ends the forward pass: it is needed
-    first in backward, and freeing it would only gather it again; on one rank none, for there it would be cast again.
-    The caller may say otherwise of a unit whose backward needs no parameters.
+    `reshard` says which units are freed after forward. By default all but the last, which backward needs first and
+    would gather again at once; on one rank none, where a freed unit would be cast again. The caller may free a unit
+    whose backward needs no parameters.
     With `enable_cpu_offload` what is sharded stays on the host.
     """
     is_alone = mesh.size() == 1

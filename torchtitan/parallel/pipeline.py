@@ -53,11 +53,11 @@ class ModelParts:
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients here, those of a tied weight on one stage only."""
-        copy = self.copy()
+        copy = self.tied_copy()
         return [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
 
-    def copy(self) -> nn.Parameter | None:
-        """The last stage's copy of the tied weight, if it is here: the same parameter a second time."""
+    def tied_copy(self) -> nn.Parameter | None:
+        """The last stage's copy of the tied weight, if it is on this rank; norm and checkpoint leave it out."""
         last = len(self.ranks) - 1
         return self.stages[last].get_parameter(self.tied[1]) if self.tied and last in self.stages else None
 
@@ -65,7 +65,7 @@ class ModelParts:
     def sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of their gradients, so that they stay the same."""
         first = self.stages[0].get_parameter(self.tied[0]) if self.tied and 0 in self.stages else None
-        last = self.copy()
+        last = self.tied_copy()
         if first is not None and last is not None:
             assert first.grad is not None and last.grad is not None
             total = first.grad + last.grad

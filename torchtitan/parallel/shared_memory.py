@@ -79,7 +79,7 @@ class SharedMemory:
 
 
 class SharedGather:
-    """All-gather: each rank lays down its part and takes up the others'."""
+    """All-gather: each rank writes its part to the shared memory and reads the others'."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._memory, self._other = SharedMemory(group), SharedMemory(group)
@@ -93,25 +93,26 @@ class SharedGather:
         parts = self._memory.parts(input_tensor.numel(), input_tensor.dtype)
         if not parts:
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        parts[group.rank()].copy_(input_tensor)  # which FSDP made a part of the output
+        parts[group.rank()].copy_(input_tensor)  # a slice of output_tensor, so only the others' are copied there
         self._memory.wait_for_all()
         for rank, (part, place) in enumerate(zip(parts, output_tensor.chunk(group.size()), strict=True)):
             if rank != group.rank():
                 place.copy_(part)
-        # Who lays down in the other memory has waited for all since it was last used: by then all was taken up.
+        # The two memories alternate. Before a rank writes to this one again it has met all others at the other's
+        # barrier, which they reach only after reading from this one.
         self._memory, self._other = self._other, self._memory
         return None
 
 
 class SharedReduceScatter:
-    """Reduce-scatter: each rank lays down all its gradients and adds up its part of everyone's."""
+    """Reduce-scatter: each rank writes all its gradients to the shared memory and adds up its part of everyone's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._memory = SharedMemory(group)
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Twice for each reduction: its input, which is laid down at once, then its output."""
+        """Called twice a reduction: for its input, placed in the shared memory at once, then for its output."""
         if self._input is not None:
             return torch.empty(*size, dtype=dtype, device=device)
         parts = self._memory.parts(size[0], dtype)
@@ -136,18 +137,18 @@ class SharedReduceScatter:
         torch.add(first, others[0], out=output_tensor)
         for other in others[1:]:
             output_tensor += other
-        self._memory.wait_for_all()  # before the next ones are laid down
+        self._memory.wait_for_all()  # before the next ones are written
         return None
 
 
 class ReduceScatterOfOne:
-    """Of one rank: the input is the output, and FSDP's copy of the one to the other nothing."""
+    """On one rank: input and output are one tensor, so FSDP's copy from one to the other does nothing."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Twice for each reduction, the same; on a GPU the second time in FSDP's own stream, which goes on using it."""
+        """Called twice a reduction; on a GPU the second time in FSDP's own stream, which goes on using the tensor."""
         output, self._input = self._input, None
         if output is None:
             output = self._input = torch.empty(*size, dtype=dtype, device=device)

@@ -15,7 +15,7 @@ from torchtitan.models.llama.parallelize import apply_parallelism, init_weights,
 from torchtitan.models.llama.stages import V_SHAPED, plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import import_wandb
-from torchtitan.parallel.collectives import all_agree, any_agrees
+from torchtitan.parallel.collectives import all_agree, any_says_so
 from torchtitan.parallel.float8 import apply_float8, check_float8
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
@@ -139,7 +139,7 @@ def build_validation_loader(
 ) -> Loader | None:
     """The held-out data in file order, if validation is on.
 
-    It ends when no rank has any left, the last batches filled up with nothing.
+    It ends when no rank has any left; the last batches are filled up with ignored tokens.
     Its batches are as large as the training's, so that what `validation.steps` of them hold does not depend on ranks.
     """
     validation = config.validation
@@ -158,7 +158,7 @@ def build_validation_loader(
         epochs=1,
         shuffle=False,
         block_causal=config.model.attn_mask_type == "block_causal",
-        agree=any_agrees,
+        agree=any_says_so,
         pin_memory=device.type == "cuda",
         pad_last=True,
     )

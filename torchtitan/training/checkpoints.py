@@ -22,7 +22,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, run_folder: Path, layout: str, tokens_per_step: int) -> None:
         self.section, self.run_folder, self.last_step = config.checkpoint, run_folder, config.training.steps
-        self.tokens_per_step, self.tokens_before = tokens_per_step, 0  # beyond steps times tokens: the batch was larger
+        self.tokens_per_step, self.tokens_offset = tokens_per_step, 0  # to add to steps times tokens
         self.manager: Checkpointer | None = None
         self.found: tuple[Storage, Manifest] | None = None
         self.resumes = False  # what was found is this run's own
@@ -79,7 +79,7 @@ class Checkpoints:
         anew = set(self.section.exclude_from_loading)
         saved = manifest.config["optimizer"]["name"]
         if self.resumes and self.section.initial_load_path is not None:
-            # It was said of the run that this one began from, unless the optimizer has been changed since.
+            # The exclusions were for the checkpoint this run began from; only a changed optimizer still begins anew.
             anew &= {"optimizer"} if saved != config.optimizer.name else set()
         if not self.resumes and self.section.initial_load_model_only:
             anew = {"optimizer", "dataloader", "train_state"}
@@ -108,7 +108,7 @@ class Checkpoints:
         if "train_state" in anew:
             return 0
         self.manager.last_step = manifest.step if self.resumes else -1
-        self.tokens_before = manifest.run["tokens"] - manifest.step * self.tokens_per_step
+        self.tokens_offset = manifest.run["tokens"] - manifest.step * self.tokens_per_step
         return manifest.step
 
     def is_late(self) -> bool:
@@ -153,7 +153,7 @@ class Checkpoints:
             tensors = {name: tensor.to(getattr(torch, self.section.export_dtype)) for name, tensor in tensors.items()}
         else:
             tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
-        tokens = self.tokens_before + step * self.tokens_per_step
+        tokens = self.tokens_offset + step * self.tokens_per_step
         self.manager.save(step, tensors, {"tokens": tokens, "data": state.data_header(self.loader)})
 
 

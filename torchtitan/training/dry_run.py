@@ -109,7 +109,7 @@ def _check(config: Config, place: Place) -> None:
 def estimate(
     config: Config, args: LlamaArgs, rank: int, world_size: int, *, gpu: bool = True, replay: bool = True
 ) -> Estimate:
-    """One optimizer step of a rank, with all its microbatches, on a GPU or on a CPU.
+    """One optimizer step of a rank, with all its local batches, on a GPU or on a CPU.
 
     Of blocks that are alike one runs, unless told not to.
     """
@@ -182,7 +182,7 @@ def _process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _garbage_held() -> Iterator[None]:
-    """No collection within, as in a run; with the many small objects of fake tensors it takes a third of the time."""
+    """No garbage collection inside, as in a run; fake tensors' many small objects make it a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -200,7 +200,7 @@ class _AllAgree(TorchDispatchMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A GPU's kernel keeps its input and a number a row; what a CPU does keeps its intermediate results."""
+    """RMS norm that saves what a GPU's kernel does, its input and a number a row; a CPU's saves all in between."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: Any, weight: Tensor, eps: float) -> Tensor:

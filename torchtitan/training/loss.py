@@ -31,7 +31,7 @@ def _sum_rows(rows: Tensor, largest: Tensor, place: Tensor) -> tuple[Tensor, Ten
 
 
 def _write_gradient(rows: Tensor, largest: Tensor, total: Tensor, place: Tensor, own: Tensor, scale: Tensor) -> None:
-    """The probabilities over the logits, less one at the labels that are here, scaled."""
+    """Overwrite the logits with their gradient: probabilities, less one at labels on this rank, times `scale`."""
     factor = scale / total
     of_label = (rows.gather(1, place).float() - largest).exp() * factor - own.float() * scale
     rows.copy_((rows.float() - largest).exp_().mul_(factor))
@@ -49,13 +49,13 @@ def _write_gradient_at_once(
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Written out, a few rows at a time; compiled, each is one pass over all rows."""
+    """The loss's three steps: not compiled, over a few rows at a time; compiled, each is one pass over all rows."""
 
     largest: Callable[[Tensor], Tensor] = _largest
     sum_rows: Callable[..., Any] = _sum_rows
     write_gradient: Callable[..., Any] = _write_gradient
     least_elements: int = 1 << 20  # in float32 at a time: what a CPU's caches hold,
-    most_chunks: int | None = 32  # or more where that would make too many chunks
+    most_chunks: int | None = 32  # larger chunks where there would be more; None: one chunk
 
     def chunks(self, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
         size = len(logits)

@@ -50,17 +50,17 @@ def apply_update(
 ) -> None:
     """One update at this rate with gradients scaled down to a norm of at most `max_norm`.
 
-    A fused one does both in its one pass, and changes nothing when the norm is not finite, decided on the device.
+    Fused AdamW scales and updates in one pass, and leaves all as it is, on the device, where the norm is not finite.
     """
-    too_long = ((gradient_norm + 1e-6) / max_norm).clamp(min=1.0)
+    divisor = ((gradient_norm + 1e-6) / max_norm).clamp(min=1.0)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if optimizer.defaults["fused"]:
         # What torch's GradScaler sets to make a fused optimizer divide or skip: no value ever travels to the host.
-        optimizer.grad_scale = too_long  # type: ignore[attr-defined]
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         optimizer.found_inf = (~gradient_norm.isfinite()).float()  # type: ignore[attr-defined]
     else:
-        _divide_gradients(optimizer, too_long)
+        _divide_gradients(optimizer, divisor)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -84,7 +84,7 @@ def update_in_backward(
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """What a first update would make, by updates with nothing at a rate of 0, which are not counted."""
+    """Create the states a first update would, by updates with zero gradients at a rate of 0 that are not counted."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for parameter in group["params"].copy():
@@ -143,8 +143,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 class ShortAdamW(torch.optim.AdamW):
     """AdamW with moments in bfloat16: half the memory of the optimizer.
 
-    What is too small a change for bfloat16 is rounded up as often as it is near, so that changes add up
-    (arXiv:2010.06192). Which way is drawn from a parameter's place in the whole and the step: the same on all layouts.
+    A change too small for bfloat16 is rounded up with the probability that keeps it on average, so that changes add
+    up (arXiv:2010.06192). The draw is a hash of an element's place in the whole and the step: the same on all layouts.
     """
 
     def __init__(self, groups: list[dict[str, Any]], compile_: Compile | None, **options: Any) -> None:
@@ -158,7 +158,7 @@ class ShortAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         devices = [_local(p).device for group in self.param_groups for p in group["params"]]
-        if not devices:  # its turn is another optimizer's
+        if not devices:  # the parameter that is updated in backward is Muon's
             return
         device = devices[0]
         scale = self.grad_scale.to(device)  # type: ignore[attr-defined]

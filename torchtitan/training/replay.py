@@ -1,4 +1,4 @@
-"""One block runs, the others are booked: a model's blocks are alike, and so is what each does to memory.
+"""One block runs, the others replay its record: a model's blocks are alike, and so is what each does to memory.
 
 Needed by the dry run, where a block's fake operations take a tenth of a second and a big model has hundreds of
 blocks times microbatches. What FSDP does around a block, pipelining and the loss are run each time.
@@ -45,12 +45,12 @@ class Replay:
             key = type(block), x.shape, x.dtype
             if key not in self.records:
                 self.records[key] = self._record(forward, x, rest, parameters)
-            return _Booked.apply(self.footprint, self.records[key], rest, x, *parameters)
+            return _Replayed.apply(self.footprint, self.records[key], rest, x, *parameters)
 
         return call
 
     def _record(self, forward: Callable[..., Tensor], x: Tensor, rest: tuple, parameters: Sequence[Tensor]) -> Record:
-        """Run a block once, forward and backward, and take it out of the books again."""
+        """Run a block once, forward and backward, and keep its events out of the footprint's own."""
         footprint = self.footprint
         events, moved = footprint.events, footprint.moved
         x = x.detach().requires_grad_()
@@ -77,7 +77,7 @@ class Replay:
         return record
 
 
-class _Booked(torch.autograd.Function):
+class _Replayed(torch.autograd.Function):
     """Stands for a block between the same neighbours: takes and gives the same tensors."""
 
     @staticmethod

@@ -34,7 +34,7 @@ class Reporter:
         tokens_per_step: int,
         flops_per_token: int,
         peak: Peak,
-        tokens_before: int = 0,
+        tokens_offset: int = 0,
     ) -> None:
         self.training, self.writer, self.loss_group = training, writer, loss_group
         self.skips_on_device = skips_on_device  # an update whose gradient norm is not finite changes nothing
@@ -42,7 +42,7 @@ class Reporter:
         self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak
         self.clock = Clock()
         self.losses: list[float] = []  # of all logged windows, for the run's summary
-        self.tokens_before = tokens_before  # more than steps times tokens: the batch was larger before a resume
+        self.tokens_offset = tokens_offset  # to add to steps times tokens: the batch had another size before a resume
         self._skips_in_a_row = 0
         self._begin = time.perf_counter()
         self._start_window()
@@ -97,7 +97,7 @@ class Reporter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not training: its time does not count, nor does it wait for steps that are queued."""
+        """What happens inside is not training and does not count; steps still queued are waited for first, and do."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         with self.clock.outside_training():
@@ -138,7 +138,7 @@ class Reporter:
             max_loss=max((largest[i] for i in counted), default=math.nan),
             grad_norm=sum(norms[i] for i in counted) / mean_over if counted else math.nan,
             lr=learning_rate,
-            tokens_seen=self.tokens_before + step * self.tokens_per_step,
+            tokens_seen=self.tokens_offset + step * self.tokens_per_step,
             tokens_per_second=tokens_per_second,
             tflops=flops / 1e12,
             mfu=flops / self.peak.flops,

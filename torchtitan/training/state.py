@@ -15,7 +15,7 @@ Tensors = dict[str, Tensor]
 
 def saved_parameters(model: ModelParts) -> dict[str, nn.Parameter]:
     """Parameters by the name of what is saved of them; the copy of a tied weight goes by the name of the first."""
-    copy = model.copy()
+    copy = model.tied_copy()
     named: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if parameter is copy:
@@ -44,7 +44,7 @@ def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Te
 @torch.no_grad()
 def copy_tied(model: ModelParts, optimizer: torch.optim.Optimizer) -> None:
     """Give the copy of a tied weight that lies beside the first on this rank what was loaded for the first."""
-    copy, first = model.copy(), model.tied and 0 in model.stages and model.stages[0].get_parameter(model.tied[0])
+    copy, first = model.tied_copy(), model.tied and 0 in model.stages and model.stages[0].get_parameter(model.tied[0])
     if copy is None or not isinstance(first, nn.Parameter):
         return
     copy.copy_(first)

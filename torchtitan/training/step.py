@@ -58,7 +58,7 @@ class ForwardBackward:
         own_tokens = (batch.labels != IGNORED).sum()
         all_tokens = sum_over(own_tokens.clone(), self.token_group).clamp(min=1)
         total = torch.zeros((), device=batch.inputs.device)
-        for inputs, labels, mask in self._microbatches(batch, positions, self.local_batch_size):
+        for inputs, labels, mask in self._local_batches(batch, positions, self.local_batch_size):
             total += self.run(inputs, labels, positions, mask, all_tokens)
         self.model.sum_tied_gradients()
         return StepLoss(share=total / all_tokens, own=total / own_tokens.clamp(min=1))
@@ -68,7 +68,7 @@ class ForwardBackward:
         """This rank's summed loss and number of counted tokens, in float64; no gradients."""
         batch, positions = self._own_part(batch)
         total = torch.zeros((), device=batch.inputs.device)
-        for inputs, labels, mask in self._microbatches(batch, positions, local_batch_size):
+        for inputs, labels, mask in self._local_batches(batch, positions, local_batch_size):
             total += self.run(inputs, labels, positions, mask, None)
         tokens = (batch.labels != IGNORED).sum() * self.model.has_loss
         return torch.stack([total.double(), tokens.double()])
@@ -95,7 +95,7 @@ class ForwardBackward:
             (summed / divisor).backward()
         return summed.detach()
 
-    def _microbatches(
+    def _local_batches(
         self, batch: Batch, positions: Tensor | None, size: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | Masks | None]]:
         for begin in range(0, len(batch.inputs), size):

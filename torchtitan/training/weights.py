@@ -26,7 +26,7 @@ class Source:
 
     weights: Weights  # under the model's names, complete
     args: LlamaArgs
-    assets: Path  # the tokenizer, and how to generate
+    assets: Path  # folder of the tokenizer and generation_config.json
     dtype: torch.dtype  # what to compute in
     config: Config | None = None  # the run's
     place: tuple[Storage, Manifest] | None = None
@@ -55,7 +55,7 @@ def open_source(path: str) -> Source:
 
 
 def find_checkpoints(path: str) -> tuple[Storage, int]:
-    """Those of a run folder, or of a folder of checkpoints; and the step whose own folder is named, or -1."""
+    """Storage of a run folder's checkpoints, or of a folder of checkpoints; and N if the path ends in step-N, or -1."""
     path = path.rstrip("/")
     above, _, name = path.rpartition("/")
     if step := re.fullmatch(r"step-(\d+)", name):
@@ -78,7 +78,7 @@ def outline_of(args: LlamaArgs) -> dict[str, Tensor]:
 
 
 def check_shape(source: Source, args: LlamaArgs) -> None:
-    """Refuse weights of another model than a run's; how long its texts may be is no matter of weights."""
+    """Refuse weights of another model than a run's; max_seq_len may differ, no weight depends on it."""
     ours, theirs = asdict(args), asdict(replace(source.args, max_seq_len=args.max_seq_len))
     if differing := [f"{k} {theirs[k]}, this run's {ours[k]}" for k in ours if ours[k] != theirs[k]]:
         raise ValueError(

@@ -24,7 +24,7 @@ _BLOCK = {
     "ffn_norm": "post_attention_layernorm",
 }
 _OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-# What config.json may say that this model cannot be, and the only values it can.
+# Keys of config.json that may have only these values here.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
     "hidden_act": ("silu",),
@@ -82,7 +82,7 @@ def to_hf_config(args: LlamaArgs, dtype: torch.dtype, bos_id: int | None, eos_id
 def from_hf_config(config: dict[str, Any]) -> LlamaArgs:
     """The shape config.json describes; what this model cannot be is refused, all of it at once."""
     refused = [
-        f"{key} = {config[key]!r}, only {allowed[-1]!r}"
+        f"{key} = {config[key]!r}, must be {allowed[-1]!r}"
         for key, allowed in _FIXED.items()
         if key in config and config[key] not in allowed
     ]

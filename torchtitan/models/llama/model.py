@@ -36,7 +36,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalAttention(nn.Module):
-    """Scaled dot products under a causal mask or a given one; a module of its own, so that it can be exchanged."""
+    """Scaled dot products under a causal mask or a given one; a module of its own, so that it can be replaced."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, S, D]
@@ -128,7 +128,7 @@ class Transformer(nn.Module):
 
 
 def attentions(model: nn.Module) -> list[Attention]:
-    """Of all blocks: what computes it in a layout or in generation is exchanged there."""
+    """The attention module of every block; layouts and generation replace its `core`."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
@@ -141,7 +141,7 @@ def document_mask(document_ids: Tensor, positions: Tensor | None = None) -> Tens
 
 
 def initial_std(name: str, args: LlamaArgs) -> float:
-    """Standard deviation a weight starts with, by its name; writers to the residual stream shrink with depth."""
+    """Standard deviation a weight starts with, by its name; those of wo, w2 and w3 shrink with depth."""
     parts = name.split(".")
     if name == "output.weight" or (name == "tok_embeddings.weight" and args.tied_embeddings):
         return args.dim**-0.5
