@@ -104,7 +104,7 @@ def main(config: Config, place: Place) -> None:
 
     # The data
     interrupt = Interrupt(saves=config.checkpoint.enable and not config.checkpoint.load_only)
-    vote = collectives.Vote(interrupt.is_asked, checkpoints.is_late)
+    vote = collectives.Vote(interrupt.is_asked, checkpoints.is_time_up)
     loader = build.build_training_loader(config, plan, tokenizer, mesh, seed, device, vote)
     held_out = build.build_validation_loader(config, plan, tokenizer, mesh, device)
 
@@ -165,7 +165,7 @@ def main(config: Config, place: Place) -> None:
                 reporter.data_ended(step)
                 break
             data_seconds = time.perf_counter() - asked
-            asked_to_stop, late = vote.answers  # of the vote that loader.next() took
+            asked_to_stop, time_is_up = vote.answers  # of the vote that loader.next() took
 
             watch.step = step = step + 1
             learning_rate = config.optimizer.lr * learning_rate_factor(step, config.lr_scheduler, training.steps)
@@ -176,7 +176,7 @@ def main(config: Config, place: Place) -> None:
             update_float8_scales(model.stages.values(), config.float8)
 
             reporter.add(batch.origin, loss, gradient_norm, data_seconds)
-            saving = checkpoints.due(step, late)  # what is saved has been judged
+            saving = checkpoints.due(step, time_is_up)  # what is saved has been judged
             if saving or step == 1 or step % config.metrics.log_freq == 0 or step == training.steps:
                 reporter.flush(step, learning_rate)
             if stopping := asked_to_stop and step < training.steps:

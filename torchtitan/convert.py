@@ -13,12 +13,12 @@ import torch
 from torchtitan.checkpoint.hf import copy_assets, refuse_existing, save_checkpoint
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
-from torchtitan.training.weights import Source, build_tokenizer_for, config_of, open_source, write_hf
+from torchtitan.training.weights import StoredModel, build_tokenizer_for, config_of, open_model, write_hf
 
 
 def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    source = open_source(args.source)
+    source = open_model(args.source)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     assets = Path(args.tokenizer) if args.tokenizer else source.assets
     with source.reading():
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def write_checkpoint(source: Source, folder: str, assets: Path, dtype: torch.dtype | None) -> None:
+def write_checkpoint(source: StoredModel, folder: str, assets: Path, dtype: torch.dtype | None) -> None:
     """A run folder whose only checkpoint is the model, at step 0."""
     refuse_existing(folder)
     build_tokenizer_for(source, assets)

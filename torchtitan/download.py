@@ -92,9 +92,9 @@ def describe(kind: str, folder: Path, names: list[str]) -> tuple[str, str]:
                 return what, f"CONFIG_FILE={config} ./run_llama_train.sh"
         return what, f"./run_llama_train.sh --model.hf_assets_path {quote(str(folder))}"
     if kind == "model":
-        from torchtitan.training.weights import open_source
+        from torchtitan.training.weights import open_model
 
-        count = sum(tensor.numel() for tensor in open_source(str(folder)).weights.outline.values())
+        count = sum(tensor.numel() for tensor in open_model(str(folder)).weights.outline.values())
         next_one = f"python -m torchtitan generate --checkpoint {quote(str(folder))} --prompt 'Once upon a time'"
         return f"{count:,} parameters", next_one
     from torchtitan.data.sources import locate_text

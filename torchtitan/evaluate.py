@@ -21,13 +21,13 @@ from torchtitan.training import build
 from torchtitan.training.loss import build_loss
 from torchtitan.training.step import ForwardBackward
 from torchtitan.training.validate import Validator
-from torchtitan.training.weights import Source, check_shape, config_of, load_weights, open_source
+from torchtitan.training.weights import StoredModel, check_shape, config_of, load_weights, open_model
 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     place = hardware.read_place()
     start_logging(place.rank)
-    source = open_source(args.checkpoint)
+    source = open_model(args.checkpoint)
     config = resolve(source, args.checkpoint, options, place)
     loss, tokens = evaluate(source, config, place)
     if place.rank == 0:
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     collectives.stop_process_group()
 
 
-def resolve(source: Source, path: str, options: Sequence[str], place: hardware.Place) -> Config:
+def resolve(source: StoredModel, path: str, options: Sequence[str], place: hardware.Place) -> Config:
     """The run's configuration, less its layout, under the options; validation is on."""
     config = source.config or config_of(source.args, path, source.assets)
     config = config.model_copy(update={"parallelism": Parallelism()})
@@ -47,7 +47,7 @@ def resolve(source: Source, path: str, options: Sequence[str], place: hardware.P
         return load_config_or_exit(argv, place.world_size, place.rank, prog="eval")
 
 
-def evaluate(source: Source, config: Config, place: hardware.Place) -> tuple[float, int]:
+def evaluate(source: StoredModel, config: Config, place: hardware.Place) -> tuple[float, int]:
     """Mean loss and number of tokens, on any layout."""
     device = hardware.pick_device(place.local_rank)
     build.check_environment(config, device)

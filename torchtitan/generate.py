@@ -21,7 +21,7 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama.model import Transformer, attentions
 from torchtitan.models.llama.parallelize import split_tensors
 from torchtitan.parallel import collectives
-from torchtitan.training.weights import Source, build_tokenizer_for, open_source
+from torchtitan.training.weights import StoredModel, build_tokenizer_for, open_model
 
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
 
@@ -51,7 +51,7 @@ class CachedAttention(nn.Module):
         return self.core(q, self.k[:, : self.used], self.v[:, : self.used], mask)
 
 
-def build_model(source: Source, dtype: torch.dtype, place: hardware.Place) -> Transformer:
+def build_model(source: StoredModel, dtype: torch.dtype, place: hardware.Place) -> Transformer:
     """The whole model, or with several ranks this one's part of every tensor."""
     degree, args = place.world_size, source.args
     if args.n_kv_heads % degree or args.hidden_dim % degree:
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
     place = hardware.read_place()
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise ValueError("--temperature and --top_k are 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
-    source = open_source(args.checkpoint)
+    source = open_model(args.checkpoint)
     tokenizer = build_tokenizer_for(source, args.tokenizer or source.assets)
     model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, place)
     seed = secrets.randbits(31) if args.seed is None else args.seed

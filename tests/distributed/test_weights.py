@@ -21,7 +21,7 @@ from torchtitan.hardware import Place
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
-from torchtitan.training.weights import load_weights, open_source
+from torchtitan.training.weights import load_weights, open_model
 
 VALIDATION = {"validation__dataset_path": "tests/assets/pydocs/validation.jsonl", "validation__seq_len": 64,
               "validation__steps": 3}  # fmt: skip
@@ -31,7 +31,7 @@ PROMPTS = [[0, 5, 900, 31], [0, 77], [0, *range(100, 140)]]
 def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str, Any]) -> list[Any]:
     """This rank's parameters, filled: name, where its part begins, and the part."""
     config = tiny_config("unused", world_size, model__flavor=flavor, **keys)
-    store = open_source(source)
+    store = open_model(source)
     device = torch.device("cpu")
     collectives.start_process_group(device, rank, world_size, 60)
     mesh = build_mesh(plan_layout(config.parallelism, world_size), "cpu")
@@ -93,7 +93,7 @@ def test_each_rank_gets_its_part(flavor: str, name: str, origin: str, ranks: Ran
 
 def generated(rank: int, world_size: int, source: str) -> list[list[int | None]]:
     place = Place(rank, rank, world_size)
-    model = generating.build_model(open_source(source), torch.float32, place)
+    model = generating.build_model(open_model(source), torch.float32, place)
     sampling = generating.Sampling(temperature=0.7, top_k=200, top_p=0.95, seed=3)
     greedy = list(generating.generate(model, PROMPTS, {1}, 30, generating.Sampling()))
     return greedy + list(generating.generate(model, PROMPTS, {1}, 30, sampling))
@@ -111,7 +111,7 @@ def test_split_tensors_write_the_same_text(flavor: str, ranks: Ranks, tmp_path: 
 def evaluated(rank: int, world_size: int, source: str, options: list[str]) -> tuple[float, int]:
     tiny_config("unused")  # the flavor is known to it
     place = Place(rank, rank, world_size)
-    store = open_source(source)
+    store = open_model(source)
     return evaluate(store, resolve(store, source, options, place), place)
 
 

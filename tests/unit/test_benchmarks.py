@@ -26,7 +26,7 @@ ON_A_GPU = [
     ("gpu_user_annotation", "ProfilerStep#9", 5, 400),
     STEP,
     ("cpu_op", "aten::linear", 0, 45),  # the host's time is none of the device's
-    ("user_annotation", "Optimizer.step#ShortAdamW.step", 90, 10),
+    ("user_annotation", "Optimizer.step#BFloat16AdamW.step", 90, 10),
     ("cuda_runtime", "cudaLaunchKernel", 91, 1, 7),
     ("user_annotation", "FSDP::post_backward_reduce", 50, 10),
     ("cuda_runtime", "cudaLaunchKernel", 51, 1, 8),

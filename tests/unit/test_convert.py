@@ -22,7 +22,7 @@ from torchtitan.checkpoint.hf import Weights, plan_shards, save_hf
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs
 from torchtitan.models.llama.hf import from_hf_config, from_meta_params, to_hf_config, to_hf_name
 from torchtitan.models.llama.model import Transformer
-from torchtitan.training.weights import open_source
+from torchtitan.training.weights import open_model
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests/assets/tokenizer"
@@ -50,7 +50,7 @@ def test_there_and_back_nothing_has_changed(flavor: str, tmp_path: Path) -> None
     run = store_run(tmp_path / "run", flavor)
     convert(run, tmp_path / "hf", "--shard_gb", 0.0003)
     convert(tmp_path / "hf", tmp_path / "back")
-    before, after = open_source(str(run)), open_source(str(tmp_path / "back"))
+    before, after = open_model(str(run)), open_model(str(tmp_path / "back"))
     assert same(contents(before.weights), contents(after.weights))
     assert before.args == after.args
     assert after.config is not None and after.config.model.flavor == flavor
@@ -71,8 +71,8 @@ def test_transformers_loads_the_export_and_computes_the_same(flavor: str, shard_
     convert(run, tmp_path / "hf", "--shard_gb", shard_gb)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    ours = Transformer(open_source(str(run)).args)
-    ours.load_state_dict(contents(open_source(str(run)).weights), strict=flavor != "tiny-tied")
+    ours = Transformer(open_model(str(run)).args)
+    ours.load_state_dict(contents(open_model(str(run)).weights), strict=flavor != "tiny-tied")
     tokens = torch.randint(VOCAB, (2, 64))
     with torch.no_grad():
         expected = theirs(tokens).logits
@@ -92,8 +92,8 @@ def test_what_transformers_saves_is_read(flavor: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "saved", max_shard_size="300KB")
     shutil.copy(TOKENIZER / "tokenizer.json", tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
-    source = open_source(str(tmp_path / "saved"))
-    assert source.args == open_source(str(tmp_path / "run")).args
+    source = open_model(str(tmp_path / "saved"))
+    assert source.args == open_model(str(tmp_path / "run")).args
     assert same(contents(source.weights), random_weights(SHAPES[flavor]))
 
 
@@ -102,7 +102,7 @@ def test_weights_change_their_type_where_that_is_asked_for(tmp_path: Path) -> No
     convert(run, tmp_path / "hf", "--dtype", "bfloat16")
     convert(tmp_path / "hf", tmp_path / "back", "--dtype", "float32")
     expected = {name: weight.bfloat16().float() for name, weight in random_weights(TINY).items()}
-    assert same(contents(open_source(str(tmp_path / "back")).weights), expected)
+    assert same(contents(open_model(str(tmp_path / "back")).weights), expected)
     written = json.loads((tmp_path / "hf/config.json").read_text())
     assert written["torch_dtype"] == "bfloat16"
     assert {t.dtype for t in load_file(tmp_path / "hf/model.safetensors").values()} == {torch.bfloat16}
@@ -136,8 +136,8 @@ def test_metas_files_are_read_whole_or_in_parts(count: int, by_vocabulary: bool,
     meta_files(tmp_path / "meta", weights, TINY, count, by_vocabulary)
     convert(tmp_path / "meta", tmp_path / "ours")
     convert(tmp_path / "meta", tmp_path / "hf", "--to", "hf")
-    assert same(contents(open_source(str(tmp_path / "ours")).weights), weights)
-    assert same(contents(open_source(str(tmp_path / "hf")).weights), weights)
+    assert same(contents(open_model(str(tmp_path / "ours")).weights), weights)
+    assert same(contents(open_model(str(tmp_path / "hf")).weights), weights)
 
 
 def test_metas_rotation_of_neighbours_becomes_ours_of_halves(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_metas_rotation_of_neighbours_becomes_ours_of_halves(tmp_path: Path) -> 
 
     seen: list[Tensor] = []
     model = Transformer(replace(TINY, vocab_size=VOCAB))
-    model.load_state_dict(contents(open_source(str(tmp_path / "meta")).weights))
+    model.load_state_dict(contents(open_model(str(tmp_path / "meta")).weights))
     attention = model.layers["0"].attention
     attention.core.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:2]))
     from torchtitan.models.llama.model import rope_table
@@ -222,7 +222,7 @@ def test_all_names_and_shapes_that_do_not_fit_are_listed(tmp_path: Path) -> None
                 tensors[name] = tensors[name][:7].clone()
         save_file(tensors, path)
     with pytest.raises(ValueError) as caught:
-        open_source(str(folder))
+        open_model(str(folder))
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{folder} does not fit the model:" and len(lines) == 1 + 3 + 3 + 4
     for kind in ("gate", "up", "down"):
@@ -232,7 +232,7 @@ def test_all_names_and_shapes_that_do_not_fit_are_listed(tmp_path: Path) -> None
 
 
 def test_parameters_are_filled_in_their_own_type(tmp_path: Path) -> None:
-    weights = open_source(str(exported(tmp_path / "hf"))).weights
+    weights = open_model(str(exported(tmp_path / "hf"))).weights
     model = Transformer(replace(TINY, vocab_size=VOCAB)).bfloat16()
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
@@ -252,7 +252,7 @@ def test_a_folder_that_is_not_whole_is_refused(harm: Callable[[Path], None], mes
     folder = exported(tmp_path / "hf")
     harm(folder)
     with pytest.raises(ValueError, match=message):
-        open_source(str(folder))
+        open_model(str(folder))
 
 
 def refusal(*words: Any) -> str:
@@ -291,7 +291,7 @@ def test_what_holds_no_model_is_refused_with_what_was_looked_for(tmp_path: Path)
 def test_a_run_its_checkpoints_and_a_step_lead_to_the_same_weights(tmp_path: Path) -> None:
     run = store_run(tmp_path / "run")
     (run / "checkpoint/step-9").mkdir()  # never finished
-    places = [open_source(str(run / part)).weights.where for part in ("", "checkpoint", "checkpoint/step-0/")]
+    places = [open_model(str(run / part)).weights.where for part in ("", "checkpoint", "checkpoint/step-0/")]
     assert places == [str(run / "checkpoint/step-0")] * 3
 
 

@@ -139,7 +139,7 @@ def test_a_downloaded_model_converts_to_a_checkpoint_bit_for_bit(machine: Machin
     assert f"{sum(tensor.numel() for tensor in expected.values()):,} parameters" in said
     assert "next:  python -m torchtitan generate --checkpoint assets/hf/tiny" in said
     main(["convert", str(machine.folder / "assets/hf/tiny"), str(machine.folder / "imported")])
-    imported = weights.open_source(str(machine.folder / "imported")).weights
+    imported = weights.open_model(str(machine.folder / "imported")).weights
     assert all(torch.equal(imported.read(name), tensor) for name, tensor in expected.items())
     assert set(open_hf(machine.folder / "assets/hf/tiny").outline) > {"model.embed_tokens.weight"}
 

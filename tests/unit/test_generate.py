@@ -17,7 +17,7 @@ from torchtitan.generate import Sampling, build_model, generate, pick, stop_ids
 from torchtitan.hardware import Place
 from torchtitan.models.llama.model import Transformer
 from torchtitan.training import build
-from torchtitan.training.weights import open_source
+from torchtitan.training.weights import open_model
 
 ROOT = Path(__file__).parents[2]
 ALONE = Place(0, 0, 1)
@@ -30,7 +30,7 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(folder: Path) -> Transformer:
-    return build_model(open_source(str(folder)), torch.float32, ALONE)
+    return build_model(open_model(str(folder)), torch.float32, ALONE)
 
 
 def new_tokens(model: Transformer, prompts: list[list[int]], **keys: Any) -> list[list[int]]:
@@ -142,7 +142,7 @@ def test_what_cannot_be_generated_is_refused(words: list[str], message: str, tmp
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="3 ranks do not divide the model's 4 KV heads"):
-        build_model(open_source(str(store_run(tmp_path / "run"))), torch.float32, Place(0, 0, 3))
+        build_model(open_model(str(store_run(tmp_path / "run"))), torch.float32, Place(0, 0, 3))
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> tuple[float, float, int]:

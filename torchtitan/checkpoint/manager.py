@@ -44,14 +44,14 @@ class Checkpointer:
         for name in [] if config.load_only else self.on_rank_0(storage.sweep):
             logger.info(f"removed {name}, which an earlier run did not finish")
 
-    def is_late(self) -> bool:
-        """Whether `interval_minutes` are over on this rank's clock; ranks go by the first one's whose are."""
+    def is_time_up(self) -> bool:
+        """Whether `interval_minutes` are over by this rank's clock; all ranks save once any rank's are."""
         minutes = self.config.interval_minutes
         return minutes is not None and time.monotonic() - self._began > 60 * minutes
 
-    def due(self, step: int, late: bool) -> bool:
+    def due(self, step: int, time_is_up: bool) -> bool:
         first = self.config.enable_first_step_checkpoint and step == 1
-        return not self.config.load_only and (first or late or step % self.config.interval == 0)
+        return not self.config.load_only and (first or time_is_up or step % self.config.interval == 0)
 
     def save(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         """Write a checkpoint now, or copy and write it behind the training; an earlier write is waited for."""

@@ -14,7 +14,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.observe.log import logger
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.training import state
-from torchtitan.training.weights import check_shape, find_checkpoints, load_weights, open_run, open_source, write_hf
+from torchtitan.training.weights import check_shape, find_checkpoints, load_weights, open_model, open_run, write_hf
 
 
 class Checkpoints:
@@ -70,7 +70,7 @@ class Checkpoints:
         self.manager.about["config"] = config.model_dump(mode="json")
         if self.found is None:
             if self.section.initial_load_in_hf:
-                source = open_source(self.section.initial_load_path or config.model.hf_assets_path)
+                source = open_model(self.section.initial_load_path or config.model.hf_assets_path)
                 check_shape(source, args)
                 load_weights(source, model)
                 logger.info(f"begin with the weights of {source.weights.where}")
@@ -111,12 +111,12 @@ class Checkpoints:
         self.tokens_offset = manifest.run["tokens"] - manifest.step * self.tokens_per_step
         return manifest.step
 
-    def is_late(self) -> bool:
-        return self.manager is not None and self.manager.is_late()
+    def is_time_up(self) -> bool:
+        return self.manager is not None and self.manager.is_time_up()
 
-    def due(self, step: int, late: bool) -> bool:
+    def due(self, step: int, time_is_up: bool) -> bool:
         """Whether to save after a step; the last one is `finish`'s."""
-        return self.manager is not None and step < self.last_step and self.manager.due(step, late)
+        return self.manager is not None and step < self.last_step and self.manager.due(step, time_is_up)
 
     def finish(self, step: int, is_last: bool) -> None:
         """Save where the run ends, if that is not done yet, and wait until it is written."""

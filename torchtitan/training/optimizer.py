@@ -38,7 +38,7 @@ def build_optimizer(
         "foreach": config.implementation == "foreach",
     }
     if config.moments_dtype == "bfloat16":
-        adamw: torch.optim.AdamW = ShortAdamW(groups, compile_ if compile_ and compile_.enable else None, **options)
+        adamw: torch.optim.AdamW = BFloat16AdamW(groups, compile_ if compile_ and compile_.enable else None, **options)
     else:
         adamw = torch.optim.AdamW(groups, **options)
     return MuonAndAdamW(by_muon, adamw) if by_muon else adamw
@@ -140,7 +140,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self.adamw.step()
 
 
-class ShortAdamW(torch.optim.AdamW):
+class BFloat16AdamW(torch.optim.AdamW):
     """AdamW with moments in bfloat16: half the memory of the optimizer.
 
     A change too small for bfloat16 is rounded up with the probability that keeps it on average, so that changes add

@@ -21,7 +21,7 @@ from torchtitan.parallel.pipeline import ModelParts
 
 
 @dataclass(frozen=True)
-class Source:
+class StoredModel:
     """A model that is stored somewhere."""
 
     weights: Weights  # under the model's names, complete
@@ -36,7 +36,7 @@ class Source:
         return self.place[0].reading(self.place[1].step) if self.place else nullcontext()
 
 
-def open_source(path: str) -> Source:
+def open_model(path: str) -> StoredModel:
     """The newest complete checkpoint of a run or of a folder of checkpoints, a step, or a download from elsewhere."""
     folder = Path(path)
     if (folder / "config.json").is_file():
@@ -64,7 +64,7 @@ def find_checkpoints(path: str) -> tuple[Storage, int]:
     return (of_run if of_run.steps() else Storage(path)), -1
 
 
-def build_tokenizer_for(source: Source, path: str | Path) -> Tokenizer:
+def build_tokenizer_for(source: StoredModel, path: str | Path) -> Tokenizer:
     """The tokenizer there, if the model has a row for each of its ids."""
     tokenizer = build_tokenizer(path)
     resolve_vocab_size(source.args, None, tokenizer.vocab_size)
@@ -77,7 +77,7 @@ def outline_of(args: LlamaArgs) -> dict[str, Tensor]:
         return dict(Transformer(args).named_parameters())
 
 
-def check_shape(source: Source, args: LlamaArgs) -> None:
+def check_shape(source: StoredModel, args: LlamaArgs) -> None:
     """Refuse weights of another model than a run's; max_seq_len may differ, no weight depends on it."""
     ours, theirs = asdict(args), asdict(replace(source.args, max_seq_len=args.max_seq_len))
     if differing := [f"{k} {theirs[k]}, this run's {ours[k]}" for k in ours if ours[k] != theirs[k]]:
@@ -87,7 +87,7 @@ def check_shape(source: Source, args: LlamaArgs) -> None:
         )
 
 
-def load_weights(source: Source, model: ModelParts) -> None:
+def load_weights(source: StoredModel, model: ModelParts) -> None:
     """Fill this rank's part of a model of the same shape."""
     for name, parameter in model.named_parameters():
         tied = source.args.tied_embeddings and name == "output.weight"  # on a stage of its own
@@ -95,7 +95,7 @@ def load_weights(source: Source, model: ModelParts) -> None:
 
 
 def write_hf(
-    source: Source, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
+    source: StoredModel, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """A folder that transformers loads."""
     tokenizer = build_tokenizer_for(source, assets)
@@ -124,7 +124,7 @@ def config_of(args: LlamaArgs, folder: str, assets: Path) -> Config:
     return Config(job=Job(dump_folder=folder), model=model)
 
 
-def open_run(storage: Storage, manifest: Manifest) -> Source:
+def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
     config = Config.model_validate(manifest.config)
     args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
     weights = open_checkpoint(storage, manifest.step)
@@ -136,19 +136,19 @@ def open_run(storage: Storage, manifest: Manifest) -> Source:
         args = replace(args, vocab_size=len(embedding))
     weights.check(outline_of(args))
     dtype = getattr(torch, config.training.mixed_precision_param)
-    return Source(weights, args, Path(config.model.hf_assets_path), dtype, config, (storage, manifest))
+    return StoredModel(weights, args, Path(config.model.hf_assets_path), dtype, config, (storage, manifest))
 
 
-def _open_hf(folder: Path) -> Source:
+def _open_hf(folder: Path) -> StoredModel:
     config = json.loads((folder / "config.json").read_bytes())
     args = from_hf_config(config)
     weights, outline = open_hf(folder), outline_of(args)
     weights.check({to_hf_name(name): like for name, like in outline.items()})
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
-    return Source(weights.renamed({name: to_hf_name(name) for name in outline}), args, folder, dtype)
+    return StoredModel(weights.renamed({name: to_hf_name(name) for name in outline}), args, folder, dtype)
 
 
-def _open_meta(folder: Path) -> Source:
+def _open_meta(folder: Path) -> StoredModel:
     """Weights from consolidated.*.pth, which stay on the disk until they are read."""
     paths = sorted(folder.glob("consolidated.*.pth"))
     parts: list[Mapping[str, Tensor]] = [
@@ -173,7 +173,7 @@ def _open_meta(folder: Path) -> Source:
 
     weights = Weights(str(folder), outline, fill)
     weights.check(names)
-    return Source(weights, args, folder, outline["norm.weight"].dtype)
+    return StoredModel(weights, args, folder, outline["norm.weight"].dtype)
 
 
 def _whole(part: Tensor, wanted: Tensor, count: int) -> torch.Size:
