@@ -8,7 +8,7 @@
 # CONFIG_FILE  the TOML file                     default: train_configs/debug_model.toml
 # NGPU         processes, one a GPU              default: the GPUs there are; without any, 1 on the CPU
 # NNODES       machines; more than one: NODE_RANK (0 to NNODES-1) and MASTER_ADDR (of node 0), too  default: 1
-# MASTER_PORT  where node 0 is asked             default: 29500; under Slurm 20000 and the job's last four digits
+# MASTER_PORT  where the nodes meet              default: 29500; under Slurm 20000 + the last four digits of its id
 # COMM_MODE    fake_backend: a dry run of NNODES x NGPU ranks in one process, on any machine (--comm.mode)
 # MAX_RESTARTS how often torchrun brings the run back after a rank has died; it goes on from its newest checkpoint
 # RDZV_TIMEOUT seconds a node waits for the others  default: 900

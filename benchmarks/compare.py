@@ -53,7 +53,7 @@ def main() -> None:
         for _ in range(args.repeats):
             pairs.append([measure(args.preset, options, args.warmup, root) for root in (tree, ROOT)])
     print(f"{args.preset}, {args.repeats} runs of each in turn; medians\n")
-    print(f"| | {args.revision} | this tree | this tree to it |\n| --- | --- | --- | --- |")
+    print(f"| | {args.revision} | this tree | this tree / theirs |\n| --- | --- | --- | --- |")
     for key, name in FIGURES.items():
         before, after = (statistics.median(pair[i][key] for pair in pairs) for i in (0, 1))
         ratios = sorted(new[key] / old[key] for old, new in pairs)

@@ -1,8 +1,8 @@
-"""What stands for torch's own here, beside it: the loss and, on a CPU, attention; forward and backward, in ms.
+"""This recipe's loss and, on a CPU, attention, beside torch's own; forward and backward, in ms.
 
     python -m benchmarks.kernels
 
-The best of several turns, each of all in turn, on the first GPU or else the CPU, in bfloat16.
+Each is timed once a turn, and its best turn counts, on the first GPU or else the CPU, in bfloat16.
 """
 
 import argparse

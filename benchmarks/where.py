@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# The first whose words are in a kernel's or an operation's name, or in that of an operation around it, has its time.
+# A kernel or operation counts for the first sort that matches its name or that of an operation around it.
 SORTS = {
     "optimizer": r"Optimizer\.step|adam",
     "attention": r"scaled_dot_product|flash|fmha|attention|cudnn::fusion|dot_do_o|convert_dq",
@@ -40,7 +40,7 @@ def _sort(names: list[str]) -> str:
 
 
 def _kernels(kernels: list[Event], launched_by: dict[int, list[str]]) -> Iterator[tuple[str, float]]:
-    """Each kernel's sort and time; of two that run at once the later one's is what it runs longer.
+    """Each kernel's sort and time; of two that overlap, the later counts only for what it runs beyond the earlier.
 
     Communication's is what it runs with nothing beside it.
     """

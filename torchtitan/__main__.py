@@ -11,7 +11,7 @@ def main(argv: list[str]) -> None:
     check = verbs.add_parser("check", help="check a configuration as train.py would, without torch")
     check.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
     check.add_argument(
-        "--world_size", type=int, help="ranks the run will have; without it, what hangs on them is not checked"
+        "--world_size", type=int, help="ranks the run will have; without it, what depends on them is not checked"
     )
     check.epilog = "After --: options of train.py."
 
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     compare.add_argument("--steps", type=int, help="only the first steps of both, on the same learning rate curve")
     compare.add_argument("--world_size_a", type=int, help="ranks of A (default: the product of its degrees)")
     compare.add_argument("--world_size_b", type=int, help="ranks of B (default: the product of its degrees)")
-    bound = "largest relative difference of %s that is alike (default: %%(default)s)"
+    bound = "largest relative difference of %s that counts as alike (default: %%(default)s)"
     compare.add_argument("--loss_bound", type=float, default=1e-5, help=bound % "loss")
     compare.add_argument("--norm_bound", type=float, default=1e-4, help=bound % "gradient norm")
     compare.epilog = "After --: options of train.py, for both."
@@ -34,7 +34,9 @@ def main(argv: list[str]) -> None:
     convert = verbs.add_parser("convert", help="weights from and to Hugging Face, and from Meta's files")
     convert.add_argument("source", metavar="FROM", help=checkpoint)
     convert.add_argument("target", metavar="TO", help="the folder to write, new or empty")
-    convert.add_argument("--to", choices=("hf", "torchtitan"), help="form of TO (default: what FROM is not)")
+    convert.add_argument(
+        "--to", choices=("hf", "torchtitan"), help="form of TO (default: hf for a run, else torchtitan)"
+    )
     convert.add_argument("--dtype", choices=dtypes, help="type of the weights in TO (default: that of FROM)")
     convert.add_argument("--shard_gb", type=float, default=5, help="GB of a safetensors file (default: %(default)s)")
     tokenizer = "file or folder (default: model.hf_assets_path of the run, or the downloaded folder)"
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> None:
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     generate.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all (default)")
     generate.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest that make up this share")
-    generate.add_argument("--seed", type=int, help="draw the same again (default: a new one each time)")
+    generate.add_argument("--seed", type=int, help="the same one draws the same text (default: a new one each time)")
     generate.add_argument("--dtype", choices=dtypes, help="what to compute in (default: as trained, or as downloaded)")
     generate.add_argument("--tokenizer", help=tokenizer)
 
@@ -60,8 +62,8 @@ def main(argv: list[str]) -> None:
         "--faults", type=int, default=11, help="how many (default: %(default)s, as many as there are kinds)"
     )
     drill.add_argument("--ranks", type=int, default=2, help="processes of the run (default: %(default)s)")
-    drill.add_argument("--seed", type=int, default=0, help="of which fault comes when (default: %(default)s)")
-    drill.add_argument("--minutes", type=float, default=60, help="longest time for all (default: %(default)s)")
+    drill.add_argument("--seed", type=int, default=0, help="decides which fault comes when (default: %(default)s)")
+    drill.add_argument("--minutes", type=float, default=60, help="limit of the whole drill (default: %(default)s)")
     drill.add_argument("--out", default="outputs/drill", help="folder, emptied first (default: %(default)s)")
     drill.epilog = "After --: options of train.py."
 

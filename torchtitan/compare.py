@@ -135,7 +135,7 @@ def compare_records(
 
 
 def _difference(a: float | None, b: float | None) -> float:
-    """Relative to the larger of the two; what was not finite, None in a record, is like nothing but another such."""
+    """Relative to the larger of the two; a value that was not finite (None in a record) equals only another such."""
     if a is None or b is None:
         return 0.0 if a is b else math.inf
     return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
@@ -146,11 +146,11 @@ def _describe_steps(records: list[dict[str, Any]]) -> str:
 
 
 def differing_keys(a: Run, b: Run) -> tuple[list[str], list[str]]:
-    """A line for each key with two values: those that say how to compute, and those that say what to train."""
+    """A line for each key that differs, in two lists: keys that say how to compute, and keys that say what to train."""
     how: list[str] = []
     what: list[str] = []
     values = [flat(run.config.model_dump()) for run in (a, b)]
-    for run, dotted in zip((a, b), values, strict=True):  # -1 means the same where it comes to the same
+    for run, dotted in zip((a, b), values, strict=True):  # a default of -1 is compared by the number it resolves to
         dotted["training.global_batch_size"] = run.global_batch_size
         if dotted["training.num_streams"] == -1:
             dotted["training.num_streams"] = run.global_batch_size

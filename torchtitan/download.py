@@ -46,7 +46,9 @@ def choose(kind: str, repo: str, names: list[str], include: list[str] | None = N
     if kind == "tokenizer":
         if matching("tokenizer.json", "tokenizer.model", "original/tokenizer.model"):
             return tokenizer
-        raise ValueError(f"{repo} has no tokenizer.json or tokenizer.model ({has}); name one of a model that brings it")
+        raise ValueError(
+            f"{repo} has no tokenizer.json or tokenizer.model ({has}); name a model's repository that has one"
+        )
     if include:
         if chosen := matching(*include):
             return chosen

@@ -35,7 +35,7 @@ _MOST_STEPS_OF_A_FAULT = 8
 
 @dataclass
 class Run:
-    """The command under torchrun, in a session of its own so that its processes can be told from others."""
+    """The command under torchrun; its processes are told from others by the run's folder in their command line."""
 
     folder: Path
     ranks: int
@@ -88,7 +88,7 @@ class Run:
             time.sleep(_POLL_SECONDS)
 
     def workers(self) -> list[int]:
-        """The ranks: torchrun gives each a session of its own, but not another environment."""
+        """The ranks: torchrun gives each a session of its own, so the run's folder in their command tells them."""
         mark, found = f"\0{self.folder}\0".encode(), []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal() and int(entry.name) not in (self.process.pid, os.getpid()):
@@ -166,8 +166,8 @@ def _flip(file: Path, chance: random.Random) -> None:
         opened.write(bytes([byte]))
 
 
-def _move_the_data(file: Path, _: random.Random) -> None:
-    """Another place in the data than the one the weights have seen, written as well as the right one."""
+def _change_the_place_in_the_data(file: Path, _: random.Random) -> None:
+    """Overwrite a digit of a data stream's state: it still parses, but is not the place that the weights have seen."""
     content = file.read_bytes()
     digit = re.search(rb'": \d', content)
     if digit:
@@ -175,8 +175,8 @@ def _move_the_data(file: Path, _: random.Random) -> None:
         file.write_bytes(content[:last] + b"%d" % ((int(content[last : last + 1]) + 1) % 10) + content[last + 1 :])
 
 
-def _fail_a_save(run: Run) -> None:
-    """Wait for one that fails; the run goes on, or says at its end that the last one is missing."""
+def _kill_after_failed_save(run: Run) -> None:
+    """Wait until a save has failed (a run may go on, or end without its last one), then kill what runs."""
     before = run.failed_saves()
     run.wait_until(lambda: run.failed_saves() > before)
     run.kill()
@@ -186,7 +186,7 @@ def _forbid_writing(run: Run, _: random.Random) -> None:
     folder = run.folder / "checkpoint"
     run.wait_until(folder.exists)
     folder.chmod(0o555)
-    _fail_a_save(run)
+    _kill_after_failed_save(run)
     folder.chmod(0o755)
 
 
@@ -197,7 +197,7 @@ def _fill_the_disk(run: Run, _: random.Random) -> None:
             while True:
                 file.write(bytes(1 << 20))
         file.truncate(max(0, file.tell() - _LEFT_FOR_LOGS_BYTES))
-    _fail_a_save(run)
+    _kill_after_failed_save(run)
     filler.unlink()
 
 
@@ -209,7 +209,7 @@ FAULTS: dict[str, Callable[[Run, random.Random], int | None]] = {
     "a file of the newest checkpoint truncated": _damage(_truncate),
     "a bit of it flipped": _damage(_flip),
     "a file of it deleted": _damage(lambda file, _: file.unlink()),
-    "a place in the data changed": _damage(_move_the_data, "*.distcp"),
+    "a place in the data changed": _damage(_change_the_place_in_the_data, "*.distcp"),
     "the folder read-only": _forbid_writing,
     "the disk full": _fill_the_disk,
     "a rank stopped": _stop_one,

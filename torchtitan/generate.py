@@ -84,7 +84,8 @@ def generate(
     if not all(prompts) or longest + max_new_tokens > model.args.max_seq_len:
         raise ValueError(
             f"prompts have {min(map(len, prompts))} to {longest} tokens, and {max_new_tokens} more are asked for; "
-            f"use 1 or more, and {model.args.max_seq_len} or less together, what the model can see"
+            f"each prompt needs 1 or more, the longest and the new ones {model.args.max_seq_len} or less together, "
+            "which is all the model can see"
         )
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # at the left
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)

@@ -1,7 +1,7 @@
 """torchtitan 0.2.2's Trainer on random tokens: `titan.py JSON`; its last line is JSON. Runs in the peer's environment.
 
 It has no option for moments in bfloat16: where its float32 states would fill the GPU it trains in bfloat16 throughout,
-and where nothing recomputed does not fit it recomputes what it must. What was taken is in the answer.
+and where it does not fit without recomputation it recomputes as little as fits. What was taken is in the answer.
 """
 
 import dataclasses

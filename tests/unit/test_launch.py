@@ -120,11 +120,11 @@ TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}
     ("env", "gpus", "message"),
     [
         ({"NNODES": "two"}, 0, "NNODES = two is no number of nodes; use 1 or more"),
-        (TWO | {"PET_NNODES": "4"}, 0, "NNODES = 2, but PET_NNODES = 4: both mean the same; unset one of them"),
+        (TWO | {"PET_NNODES": "4"}, 0, "NNODES = 2, but PET_NNODES = 4: both set the same thing; unset one of them"),
         (
             TWO | {"PET_MASTER_ADDR": "b"},
             0,
-            "MASTER_ADDR = head, but PET_MASTER_ADDR = b: both mean the same; unset one",
+            "MASTER_ADDR = head, but PET_MASTER_ADDR = b: both set the same thing; unset one",
         ),
         (TWO | {"PET_NNODES": "1:4"}, 0, "PET_NNODES = 1:4 lets the number of nodes change, .* use 4"),
         (
@@ -149,7 +149,7 @@ TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}
             "NNODES = 2, but no head node is set; set MASTER_ADDR to an address of node 0",
         ),
         (TWO | {"MASTER_PORT": "tcp://10.0.0.1:80"}, 0, "MASTER_PORT = tcp://10.0.0.1:80 is no port; use 1 or more"),
-        (TWO | {"PET_RDZV_BACKEND": "etcd"}, 0, "PET_RDZV_BACKEND = etcd is not had here; use c10d"),
+        (TWO | {"PET_RDZV_BACKEND": "etcd"}, 0, "PET_RDZV_BACKEND = etcd is not supported here; use c10d"),
         ({"RDZV_TIMEOUT": "0"}, 0, "RDZV_TIMEOUT = 0 is no number of seconds; use 1 or more"),
         ({"SLURM_NNODES": "4", "SLURM_NODEID": "0"}, 0, r"SLURM_NNODES = 4, but this is not under srun .* or NNODES=1"),
         (
@@ -159,7 +159,7 @@ TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}
         ),
         ({"NGPU": "3"}, 2, "NGPU = 3 is more than the 2 GPUs here; use 2 or fewer"),
         ({"NGPU": "4", "RUNAI_NUM_OF_GPUS": "2"}, 0, "NGPU = 4 is more than RUNAI_NUM_OF_GPUS = 2; use 2 or fewer"),
-        ({"NGPU": "2", "PET_NPROC_PER_NODE": "4"}, 0, "NGPU = 2, but PET_NPROC_PER_NODE = 4: both mean the same"),
+        ({"NGPU": "2", "PET_NPROC_PER_NODE": "4"}, 0, "NGPU = 2, but PET_NPROC_PER_NODE = 4: both set the same thing"),
         ({"PET_NPROC_PER_NODE": "cpu"}, 0, "PET_NPROC_PER_NODE = cpu is no number of processes; use 1 or more"),
         ({"RUNAI_NUM_OF_GPUS": "1.5"}, 0, "RUNAI_NUM_OF_GPUS = 1.5 is no number of GPUs; use 1 or more"),
         (

@@ -34,12 +34,12 @@ class ConfigError(ValueError):
 
 def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = "train.py", rank: int = 0) -> Config:
     """The configuration a command line asks for; raises ConfigError, and leaves by SystemExit for --help."""
-    options, asked_in_vain = _take_out_not_yet(argv)
+    options, unsupported = _take_out_not_yet(argv)
     path = _config_file(options)
     data = _read_toml(Path(path)) if path else {}
     # tyro needs defaults of the right type: the file's where they are right.
     given = _parse(options, _validate(not_yet.take_out(data)[0])[0], prog, quiet=rank != 0)
-    return check(_merge(_merge(data, asked_in_vain), given), path or "command line", world_size)
+    return check(_merge(_merge(data, unsupported), given), path or "command line", world_size)
 
 
 def check(data: dict[str, Any], origin: str, world_size: int | None = None) -> Config:

@@ -134,13 +134,13 @@ class SavedDataset:
 
 
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """In which part, ending at `ends`, and where in it."""
+    """The part that holds `index`, given the parts' `ends`, and the place within that part."""
     part = bisect.bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 
 
 def allow_open_files(count: int) -> None:
-    """Each mapped file holds a descriptor: leaves the rest of the process as many as it had, if the system lets it."""
+    """Raise the limit by `count` as far as the system allows: each mapped file holds a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
@@ -185,7 +185,7 @@ def line_at(data: mmap.mmap | bytes, start: int) -> bytes:
 
 
 def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
-    """The text of one JSON line; `where()` names it in an error, `hint` ends what is said of a line that is no JSON."""
+    """The text of one JSON line; `where()` names it in an error, `hint` ends the error for a line that is not JSON."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -38,7 +38,7 @@ class Meta:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Prepared, or begun."""
+    """Whether this is a folder of prepared tokens, complete or only begun."""
     return (folder / META).is_file() or (folder / PLAN).is_file() or (folder / TOKENS).is_file()
 
 

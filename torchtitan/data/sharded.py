@@ -212,7 +212,7 @@ class _HubReader:
 
 
 def load_hub_dataset(repo: str, config: str | None, split: str) -> Any:
-    """The download, alone, so that a test can put local files in its place."""
+    """Only the call that opens the stream, so that a test can put local files in its place."""
     import datasets
 
     return datasets.load_dataset(repo, config, split=split, streaming=True)

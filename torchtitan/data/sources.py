@@ -1,6 +1,6 @@
 """Finds the text a `dataset` or `dataset_path` names, and says what it is.
 
-What it cannot tell apart it refuses; it never guesses that an unknown file is text.
+It refuses files of unknown or mixed kinds; it never guesses that an unknown file is text.
 """
 
 import difflib
@@ -147,7 +147,7 @@ def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
     unknown = [str(file) for file, kind in kinds.items() if kind is None]
     if unknown:
         raise ValueError(
-            f"dataset_path = {dataset_path!r}: of unknown type: {', '.join(unknown[:5])}"
+            f"dataset_path = {dataset_path!r}: files of unknown type: {', '.join(unknown[:5])}"
             f"{f' and {len(unknown) - 5} more' if len(unknown) > 5 else ''}; expected {READABLE}; "
             "a glob such as 'corpus/*.jsonl' leaves other files out"
         )

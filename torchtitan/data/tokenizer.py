@@ -1,7 +1,8 @@
 """Hugging Face, Llama 3 tiktoken and Llama 2 SentencePiece tokenizer files behind one small interface.
 
-Which kind a file is gets read from its content, never from its name. Text can hold no control token: `<|end_of_text|>`
-inside a document is encoded as the characters it is made of. A file that is no tokenizer is refused by what it is.
+The kind of a file is read from its content, never from its name. Text can hold no control token: `<|end_of_text|>`
+inside a document is encoded as the characters it is made of. A file that is no tokenizer is refused, with a guess at
+what it is.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torchtitan.config.schema import Config
 from torchtitan.launch import network
 
 ROOT = Path(__file__).resolve().parents[2]
-CLOCK_SECONDS = 5  # torchrun's dynamic meeting takes a node for dead whose heartbeat, sent every 5 s, looks 15 s old
+CLOCK_SECONDS = 5  # torchrun's c10d rendezvous takes a node for dead when its heartbeat, sent every 5 s, looks 15 s old
 _SLOW = 0.7  # of the median
 _TAKEN_MIB = 2048  # more than drivers and displays take
 _MOST_LINES = 6  # of one kind of difference
@@ -47,7 +47,7 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
         "host": socket.gethostname(),
         "launch": dict(launch),
         "code": code_digests(ROOT),
-        "config": {key: json.dumps(value) for key, value in flat(config.model_dump()).items() if not _is_path_of(key)},
+        "config": {key: json.dumps(value) for key, value in flat(config.model_dump()).items() if not _may_differ(key)},
         "versions": versions(devices),
         "addresses": addresses,
         "address": gloo,
@@ -59,12 +59,12 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
     }
 
 
-def _is_path_of(key: str) -> bool:
+def _may_differ(key: str) -> bool:
     return key == "job.config_file"  # where the same file lies may differ
 
 
 def code_digests(root: Path) -> dict[str, str]:
-    """Of each file of Python that training may run; an image has no git to ask."""
+    """A digest of each Python file that training may run; an image has no git to ask."""
     files = sorted([*root.glob("*.py"), *root.glob("torchtitan/**/*.py")])
     return {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
 
@@ -74,7 +74,7 @@ def digest(facts: Mapping[str, str]) -> str:
 
 
 def versions(devices: Sequence[Facts]) -> dict[str, str]:
-    """Of Python, of the packages that requirements.txt pins, of NCCL, and of the driver."""
+    """Versions of Python, of the packages that requirements.txt pins, of NCCL, and of the driver."""
     names = re.findall(r"^[\w.-]+", (ROOT / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
     installed = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
     found = {name: version for name, version in installed.items() if name in names or name.startswith("nvidia-nccl")}
@@ -114,7 +114,7 @@ def judge_gpus(listed: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
 
 
 def differences(nodes: Sequence[Facts]) -> list[str]:
-    """What nodes have that must be the same and is not, each with who has what and what to do."""
+    """Each node's own problems, then what must be alike on all nodes and is not: who has what, and what to do."""
     found = [f"{name_of(nodes, i)}: {problem}" for i, facts in enumerate(nodes) for problem in facts["problems"]]
     found += _differing(nodes, "launch", "tell all nodes the same")
     found += _differing(nodes, "code", "give all nodes the same checkout or image", shows_values=False)

@@ -78,8 +78,8 @@ class Lead(threading.Thread):
             report.warnings += slow_pairs(asdict(report))
         except Failed as failure:
             report.errors += failure.args
-            self._let_in_who_knocks()
-        except Exception as error:  # of ours, or of a node whose other code says other things: not to look like a pass
+            self._admit_late_nodes()
+        except Exception as error:  # a bug here, or a node of other code: it must not look like a pass
             report.nodes = []
             report.errors.append(f"the preflight itself has failed on node 0: {error!r}; are all nodes of one version?")
         finally:
@@ -89,7 +89,7 @@ class Lead(threading.Thread):
             for channel in self.channels.values():
                 with contextlib.suppress(OSError):
                     channel.send(do="verdict", errors=report.errors)
-                    channel.connection.shutdown(socket.SHUT_WR)  # closed, it could take the verdict back
+                    channel.connection.shutdown(socket.SHUT_WR)  # close() could drop a verdict that is not read yet
 
     def _write(self) -> None:
         folder = Path(self.config.job.dump_folder)
@@ -152,8 +152,8 @@ class Lead(threading.Thread):
         self.channels[rank], self.come[rank] = channel, hello | {"from": address}
         channel.send(do="wait")  # so that it knows whom it has reached
 
-    def _let_in_who_knocks(self) -> None:
-        """To be told as the others, as far as they come within a second; node 0's own part may be among them."""
+    def _admit_late_nodes(self) -> None:
+        """Nodes that connect within the next second hear the verdict, too; node 0's own part may be one of them."""
         end = time.monotonic() + 1
         while len(self.come) < self.node.num_nodes and (left := end - time.monotonic()) > 0:
             self.listener.settimeout(left)
@@ -163,7 +163,7 @@ class Lead(threading.Thread):
                 self.channels[-1 - len(self.channels)] = channel
 
     def _ask(self, orders: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """All at once; their answers."""
+        """Send every node its order, then gather all answers."""
         answers = {}
         for act in ("send", "receive"):
             for rank, order in orders.items():

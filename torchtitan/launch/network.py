@@ -47,7 +47,7 @@ def in_words(addresses: Mapping[str, str]) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether it means every machine itself: loopback, or of this link only."""
+    """Whether an address means nothing to other networks: loopback, or link-local."""
     plain = ipaddress.ip_address(address.partition("%")[0])
     return plain.is_loopback or plain.is_link_local
 
@@ -102,7 +102,7 @@ def gloo_address(env: Mapping[str, str], addresses: Mapping[str, str]) -> str:
 
 
 def nccl_interfaces(env: Mapping[str, str], addresses: Mapping[str, str]) -> None:
-    """Refuses an NCCL_SOCKET_IFNAME that fits no interface: beginnings of names, =exact ones, or ^those to leave."""
+    """Refuses an NCCL_SOCKET_IFNAME that fits no interface: a list of prefixes, =exact names, or ^names to exclude."""
     named = env.get("NCCL_SOCKET_IFNAME", "")
     words = [word.strip() for word in named.lstrip("^=").split(",")]
     exact = named.lstrip("^").startswith("=")
@@ -143,9 +143,9 @@ class Channel:
         try:
             message = json.loads(line)
         except ValueError:
-            raise ConnectionError("it says what is no message") from None
+            raise ConnectionError("it sent something that is not a message") from None
         if not isinstance(message, dict):
-            raise ConnectionError("it says what is no message")
+            raise ConnectionError("it sent something that is not a message")
         return message
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def connect(endpoint: str, deadline: float) -> socket.socket:
 
 
 def listen(port: int, address: str = "") -> socket.socket:
-    """A listening socket; without an address on all of them, of IPv4 and IPv6."""
+    """A listening socket; if no address is given, on all of them, IPv4 and IPv6."""
     if address == "" and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

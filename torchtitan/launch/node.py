@@ -91,7 +91,7 @@ class Node:
 
 
 def read_node(given: Mapping[str, str], gpus: int | None, alone: bool = False) -> Node:
-    """The node that variables describe; `gpus` are here (None: not looked for). Alone, it only plays the others."""
+    """The node that variables describe. `gpus`: how many are here (None: unknown). `alone`: one process plays all."""
     env = {name: value.strip() for name, value in given.items() if value.strip()}
     _take_slurm_at_its_word(env)
     num_nodes, rank = _num_nodes(env), _number(env, _NODE_RANK, "node rank", 0)
@@ -109,7 +109,7 @@ def read_node(given: Mapping[str, str], gpus: int | None, alone: bool = False) -
         return replace(node, rank=None)
     of_nodes = next(f"{name} = {env[name]}" for name in _NUM_NODES if name in env)
     if (backend := env.get("PET_RDZV_BACKEND", "c10d")) not in ("c10d", "static"):
-        raise ValueError(f"PET_RDZV_BACKEND = {backend} is not had here; use c10d, or unset it")
+        raise ValueError(f"PET_RDZV_BACKEND = {backend} is not supported here; use c10d, or unset it")
     if endpoint := env.get("PET_RDZV_ENDPOINT"):
         return replace(node, head=endpoint)
     if rank is None:
@@ -189,7 +189,7 @@ def _agreed(env: Mapping[str, str], names: Sequence[str]) -> str | None:
     for name, value in said[1:]:
         if value != said[0][1]:
             raise ValueError(
-                f"{said[0][0]} = {said[0][1]}, but {name} = {value}: both mean the same; unset one of them"
+                f"{said[0][0]} = {said[0][1]}, but {name} = {value}: both set the same thing; unset one of them"
             )
     return said[0][1] if said else None
 

@@ -63,7 +63,7 @@ def take_part(node: "Node", facts: Facts, begin: float, lead: "Lead | None") -> 
     """Do what node 0 asks; the errors of its verdict."""
     me = f"node {node.rank or 0} ({facts['host']})"
     head = lead.endpoint if lead else node.head
-    try:  # node 0 listens to itself already: a head that does not answer it is none
+    try:  # node 0's listener is up already: a head that does not answer is not node 0
         connection = network.connect(head, begin + node.timeout_seconds if lead is None else time.monotonic() + 5)
     except OSError as error:
         raise Failed(_unreachable(me, node, facts, error)) from None
@@ -126,7 +126,7 @@ def _look_and_leave(path: Path, token: str, rank: int) -> str | None:
 
 
 def _measure(order: dict[str, Any], peers: socket.socket) -> dict[str, Any]:
-    """One end of a pair: the one with the other's address connects and is answered for."""
+    """One end of a pair: the end that is given the other's address connects, measures and reports."""
     token = order["token"].encode()
     end = time.monotonic() + _PAIR_SECONDS
     try:

@@ -1,4 +1,4 @@
-"""`python -m torchtitan launch WHERE`: one description of a job, said to Slurm, Run:ai, Kubernetes or SkyPilot.
+"""`python -m torchtitan launch WHERE`: one description of a job, translated for Slurm, Run:ai, Kubernetes or SkyPilot.
 
     python -m torchtitan launch k8s --config train_configs/llama3_8b.toml --nodes 2 --gpus 8 --image IMAGE --dry-run
 
