@@ -196,7 +196,7 @@ def test_a_broken_download_goes_on_where_it_was(machine: Machine) -> None:
         ("tokenizer me/nothing", None, "has no model me/nothing to show; check owner .*if it is private, set HF_TOKEN"),
         ("dataset me/nothing", "hf_member", "has no dataset me/nothing to show; .*what your token may read"),
         ("model me/empty --revision v2", None, "me/empty has no --revision v2; take .* of {hub}/me/empty/commits"),
-        ("tokenizer me/empty", None, "has no tokenizer.json or tokenizer.model .it has README.md.; name one of"),
+        ("tokenizer me/empty", None, "has no tokenizer.json or tokenizer.model .it has README.md.; name a model"),
         ("model me/huge", None, "needs 1,000,000.0 GB more, but the disk of assets/hf/huge has .* left; make room"),
         ("tokenizer me/huge --to train_configs/schema.json/x", None, "cannot be written .*schema.json.*another by"),
         ("tokenizer me/huge --include *.json", None, "--include chooses files of a dataset; .* leave it out"),

@@ -294,7 +294,12 @@ def test_of_many_nodes_the_slow_pairs_are_shown(capsys: pytest.CaptureFixture[st
 
 def test_a_message_has_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "LONGEST_MESSAGE_BYTES", 100)
-    for said, wrong in ((b"{", "hung up"), (b"x" * 200, "hung up"), (b"[]\n", "no message"), (b"{]\n", "no message")):
+    for said, wrong in (
+        (b"{", "hung up"),
+        (b"x" * 200, "hung up"),
+        (b"[]\n", "not a message"),
+        (b"{]\n", "not a message"),
+    ):
         ours, theirs = socket.socketpair()
         channel = network.Channel(ours, 5)
         theirs.sendall(said)
