@@ -88,7 +88,7 @@ def main(config: Config, place: Place) -> None:
     peak = hardware.find_peak(device, getattr(torch, training.mixed_precision_param))
     logger.info(f"{config.job.description}: {place.world_size} x {hardware.describe_device(device)}, mesh {dims}")
     logger.info(f"peak {peak.flops / 1e12:.2f} TFLOP/s a device ({peak.origin}), seed {seed}")
-    if advice := hardware.advise_type(device, training.mixed_precision_param, peak):
+    if advice := hardware.advise_type(device, training.mixed_precision_param):
         logger.info(advice)
     kernel, attention = hardware.pick_attention(
         device,

@@ -122,11 +122,13 @@ def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
 
 
 @functools.cache
-def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: float = 0.3) -> float:
+def measure_matmul_flops(
+    device: "torch.device", dtype: "torch.dtype", seconds: float = 0.3, size: int | None = None
+) -> float:
     """FLOP/s of the fastest of several square matrix products, tried for about this long."""
     import torch
 
-    n = 8192 if device.type == "cuda" else 1024
+    n = size or (8192 if device.type == "cuda" else 1024)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -144,14 +146,18 @@ def measure_matmul_flops(device: "torch.device", dtype: "torch.dtype", seconds: 
     return 2 * n**3 / best
 
 
-def advise_type(device: "torch.device", used: str, peak: Peak) -> str:
-    """On a CPU, what to set if the other type multiplies at least 1.5 times as fast: CPUs differ tenfold in that."""
+def advise_type(device: "torch.device", used: str) -> str:
+    """On a CPU, what to set if the other type multiplies at least 1.5 times as fast: CPUs differ tenfold in that.
+
+    By small products: without instructions for bfloat16 one of 1024 rows takes over a second.
+    """
     import torch
 
     if device.type != "cpu":
         return ""
     other = "float32" if used == "bfloat16" else "bfloat16"
-    gain = measure_matmul_flops(device, getattr(torch, other), seconds=0.1) / peak.flops
+    speed, others = (measure_matmul_flops(device, getattr(torch, t), seconds=0.05, size=256) for t in (used, other))
+    gain = others / speed
     return f"{other} multiplies {gain:.1f} times as fast here: --training.mixed_precision_param {other}" * (gain >= 1.5)
 
 

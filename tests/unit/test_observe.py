@@ -224,8 +224,11 @@ def test_an_unknown_devices_peak_is_measured_and_says_so(name: str, monkeypatch:
 def test_a_cpu_that_multiplies_another_type_faster_is_told_of(
     device: str, used: str, other_tflops: float, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "measure_matmul_flops", lambda device, dtype, seconds: other_tflops * 1e12)
-    advice = hardware.advise_type(torch.device(device), used, hardware.Peak(1e12, "measured"))
+    rates = {getattr(torch, used): 1e12}
+    monkeypatch.setattr(
+        hardware, "measure_matmul_flops", lambda device, dtype, seconds, size: rates.get(dtype, other_tflops * 1e12)
+    )
+    advice = hardware.advise_type(torch.device(device), used)
     assert advice.rpartition(" ")[0] == says
 
 
