@@ -56,8 +56,12 @@ def train(preset: str, options: list[str], folder: Path, root: Path = ROOT) -> f
 
 
 def profile(preset: str, options: list[str]) -> dict[str, float]:
-    """Where the time of one step goes; a run of its own, for being watched takes time."""
-    tracing = ["--training.steps", "10", "--profiling.enable_profiling", "--profiling.profile_freq", "10"]
+    """Where the time of one step goes; a run of its own, for being watched takes time.
+
+    Five steps are watched, see `shares`; each is logged, so that none is still running in the next.
+    """
+    tracing = ["--training.steps", "12", "--metrics.log_freq", "1", "--profiling.enable_profiling"]
+    tracing += ["--profiling.profile_freq", "12", "--profiling.profiler_active", "5"]
     with tempfile.TemporaryDirectory() as folder:
         train(preset, [*options, *tracing], Path(folder))
         return shares(next(Path(folder).rglob("rank0.json")))

@@ -20,19 +20,31 @@ Event = dict[str, Any]
 
 
 def shares(trace: Path) -> dict[str, float]:
-    """Each sort's part of the step that the trace is of."""
+    """Each sort's part of a step: on a GPU of the last that the trace has, on a CPU of one as fast as any of them.
+
+    A CPU's operation counts with the least time it took, for in some steps new memory is waited for, as the profiler's
+    records take the place of tensors; a step that is not watched waits for none.
+    """
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
     host = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
-    step = next(event for event in host if str(event["name"]).startswith("ProfilerStep"))
-    host.remove(step)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     launches = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    own = [event for event in host if event["tid"] == step["tid"]]
+    steps = sorted((event for event in host if "ProfilerStep" in event["name"]), key=lambda event: event["ts"])
+    host = [event for event in host if event not in steps]
     times: Counter[str] = Counter()
-    for sort, microseconds in _kernels(kernels, _launched_by(host, launches)) if kernels else _operations(own):
-        times[sort] += microseconds
-    times[IDLE] = max(0.0, step["dur"] - sum(times.values()))
-    return {sort: times[sort] / step["dur"] for sort in [*SORTS, OTHER, IDLE]}
+    if kernels:
+        last = steps[-1]
+        kernels = [kernel for kernel in kernels if kernel["ts"] >= last["ts"]]
+        for sort, microseconds in _kernels(kernels, _launched_by(host, launches)):
+            times[sort] += microseconds
+        times[IDLE] = max(0.0, last["dur"] - sum(times.values()))
+    else:
+        watched = [_operations(host, step) for step in steps]
+        for operation, (sort, _) in watched[-1].items():
+            times[sort] += min(others[operation][1] for others in watched if operation in others)
+        idle = (step["dur"] - sum(own for _, own in done.values()) for step, done in zip(steps, watched, strict=True))
+        times[IDLE] = min(idle)
+    return {sort: times[sort] / sum(times.values()) for sort in [*SORTS, OTHER, IDLE]}
 
 
 def _sort(names: list[str]) -> str:
@@ -72,13 +84,20 @@ def _launched_by(host: list[Event], launches: list[Event]) -> dict[int, list[str
     }
 
 
-def _operations(events: list[Event]) -> Iterator[tuple[str, float]]:
-    """Each operation's sort, and its time without that of the ones inside."""
-    for event, around in _nested(events):
-        names = [outer["name"] for outer in around]
-        if names:
-            yield _sort(names), -event["dur"]
-        yield _sort([*names, event["name"]]), event["dur"]
+def _operations(host: list[Event], step: Event) -> dict[tuple[str, int], tuple[str, float]]:
+    """Of each operation of a step, by its name and how many such came before: its sort, and the time it took itself."""
+    inside = [e for e in host if e["tid"] == step["tid"] and step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
+    before: Counter[str] = Counter()
+    times: dict[tuple[str, int], tuple[str, float]] = {}
+    keys: dict[int, tuple[str, int]] = {}
+    for event, around in _nested(inside):
+        keys[id(event)] = key = (event["name"], before[event["name"]])
+        before[event["name"]] += 1
+        times[key] = _sort([*(outer["name"] for outer in around), event["name"]]), event["dur"]
+        if around:
+            outer = keys[id(around[-1])]
+            times[outer] = times[outer][0], times[outer][1] - event["dur"]
+    return times
 
 
 def _nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:

@@ -15,6 +15,8 @@ from benchmarks.where import IDLE, OTHER, SORTS, shares
 
 STEP = ("user_annotation", "ProfilerStep#9", 0, 100)
 ON_A_CPU = [
+    ("user_annotation", "ProfilerStep#8", -50, 50),
+    ("cpu_op", "aten::mm", -40, 30),
     STEP,
     ("cpu_op", "aten::linear", 0, 50),
     ("cpu_op", "aten::mm", 10, 30),
@@ -24,6 +26,8 @@ ON_A_CPU = [
 ]
 ON_A_GPU = [
     ("gpu_user_annotation", "ProfilerStep#9", 5, 400),
+    ("user_annotation", "ProfilerStep#8", -50, 50),
+    ("kernel", "nvjet_tst_128x256", -40, 40),
     STEP,
     ("cpu_op", "aten::linear", 0, 45),  # the host's time is none of the device's
     ("user_annotation", "Optimizer.step#BFloat16AdamW.step", 90, 10),

@@ -18,9 +18,10 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan import hardware
 from torchtitan.config.load import key_names, load_config, sections
 from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism, Section, Training
-from torchtitan.hardware import Place
+from torchtitan.hardware import Peak, Place
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.training.build import check_environment
 from torchtitan.training.dry_run import dry_run
@@ -72,6 +73,17 @@ def test_a_record_has_every_number_and_reads_back_exactly(tmp_path: Path) -> Non
     every_step = losses(train_here(tiny_config(tmp_path, training__steps=7)))
     assert records[1]["loss"] == pytest.approx(sum(every_step[1:3]) / 2, rel=1e-12)
     assert records[2]["loss"] == pytest.approx(sum(every_step[3:6]) / 3, rel=1e-12)
+
+
+def test_a_peak_that_was_measured_too_low_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
+    for origin in ("data sheet", "measured"):
+        monkeypatch.setattr(hardware, "find_peak", lambda *_, origin=origin: Peak(1e6, origin))
+        records = train_here(tiny_config(tmp_path / origin, training__steps=3))
+        assert all(record["mfu"] > 1 for record in records)
+        assert caplog.text.count("MFU is too high in this run") == (origin == "measured")
 
 
 class CountedReads(TorchDispatchMode):

@@ -43,7 +43,7 @@ class Reporter:
         self.clock = Clock()
         self.losses: list[float] = []  # of all logged windows, for the run's summary
         self.tokens_offset = tokens_offset  # to add to steps times tokens: the batch had another size before a resume
-        self._skips_in_a_row = 0
+        self._skips_in_a_row, self._peak_was_passed = 0, False
         self._begin = time.perf_counter()
         self._start_window()
 
@@ -132,6 +132,12 @@ class Reporter:
         step_seconds = self.clock.read() / len(losses)
         tokens_per_second = self.tokens_per_step / step_seconds / self.world_size
         flops = tokens_per_second * self.flops_per_token
+        if self.peak.origin == "measured" and flops > self.peak.flops and not self._peak_was_passed:
+            self._peak_was_passed = True
+            logger.warning(
+                f"a step reached {flops / 1e12:.2f} TFLOP/s, above the peak of {self.peak.flops / 1e12:.2f} measured "
+                f"at start, when something must have slowed this machine down: MFU is too high in this run"
+            )
         return StepRecord(
             step=step,
             loss=sum(losses[i] for i in counted) / mean_over if counted else math.nan,
