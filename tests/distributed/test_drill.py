@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # What takes seconds: small sequences, a save every other step, and a rank that is stopped is soon found out.
-OPTIONS = """--job.config_file train_configs/debug_model.toml --training.steps 60 --training.seq_len 32
+OPTIONS = """--job.config_file train_configs/debug_model.toml --training.steps 40 --training.seq_len 32
 --training.local_batch_size 1 --training.global_batch_size 2 --metrics.log_freq 1 --metrics.no_enable_tensorboard
 --validation.no_enable --checkpoint.interval 2 --checkpoint.keep_latest_k 4 --checkpoint.async_mode async
 --comm.train_timeout_seconds 6""".split()

@@ -93,8 +93,10 @@ OPTIMIZERS = {
     "moments in bfloat16": {"optimizer__moments_dtype": "bfloat16"},
     "Muon, moments in bfloat16": {"optimizer__name": "Muon", "optimizer__moments_dtype": "bfloat16"},
 }
+# Of what differs in size alone, one is enough with an option.
+AS_OTHERS = {"FSDP 8", "TP 4", "TP 4, logits gathered", *(f"PP 2, {schedule}" for schedule in SCHEDULES)}
 COVERED = [
-    *(("tied embeddings, accumulating, recomputing", name) for name in LAYOUTS),
+    *(("tied embeddings, accumulating, recomputing", name) for name in LAYOUTS if name not in AS_OTHERS),
     *(("tied embeddings", name) for name in ("FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2")),
     *(("documents kept apart", name) for name in ("FSDP 4", "CP 2 x TP 2", "FSDP 2 x CP 2", "PP 2 x CP 2 x TP 2")),
     *(("recompute by operation", name) for name in ("CP 2 x TP 2", "PP 2 x TP 2")),

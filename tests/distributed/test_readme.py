@@ -1,5 +1,6 @@
 """README's commands, run as they stand in a copy of the repository; only training is made shorter."""
 
+import functools
 import json
 import os
 import re
@@ -42,6 +43,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@functools.cache
 def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHON": sys.executable}
     environment.pop("OMP_NUM_THREADS", None)
