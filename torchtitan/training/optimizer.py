@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.schema import Compile, Optimizer
 
 _ELEMENTS = 1 << 24  # of a tensor that are updated at a time where each operation is a pass of its own
+_MOST_IN_A_GROUP = 100  # a first update of n sharded tensors in one call takes n^2: 2.3 s for the 723 of Llama 3 70B
 _ENDS = ("tok_embeddings.", "output.")  # matrices whose rows are tokens, which Muon is not for
 
 
@@ -29,6 +30,11 @@ def build_optimizer(
             {"params": [p for p in parameters if p.ndim > 1]},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
+    groups = [
+        group | {"params": group["params"][begin : begin + _MOST_IN_A_GROUP]}
+        for group in groups
+        for begin in range(0, len(group["params"]), _MOST_IN_A_GROUP)
+    ]
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
