@@ -20,7 +20,8 @@ IN_A_SMALL_DISK = 'mount -t tmpfs -o size=900m drill "$0" && exec "$@"'
 
 @pytest.mark.timeout(300)
 def test_a_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m torchtitan drill --faults 6 --minutes 4 --out {tmp_path}/drill --".split()
+    words = f"{sys.executable} -m torchtitan drill --faults 5 --seed 283 --minutes 4 --out {tmp_path}/drill --"
+    command = words.split()  # with this seed each of the five finds something to break
     apart = ["unshare", "--mount", *(["--user", "--map-root-user"] if os.geteuid() else [])]
     trial = [*apart, "mount", "-t", "tmpfs", "trial", str(tmp_path)]
     if shutil.which("unshare") and subprocess.run(trial, capture_output=True).returncode == 0:
@@ -35,4 +36,4 @@ def test_a_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing was lost: all tensors are the same to the bit" in done.stdout
-    assert done.stdout.count("\n| ") == 2 + 6  # a table of what was done
+    assert done.stdout.count("\n| ") == 2 + 5  # a table of what was done

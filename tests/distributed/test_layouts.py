@@ -94,7 +94,14 @@ OPTIMIZERS = {
     "Muon, moments in bfloat16": {"optimizer__name": "Muon", "optimizer__moments_dtype": "bfloat16"},
 }
 # Of what differs in size alone, one is enough with an option.
-AS_OTHERS = {"FSDP 8", "TP 4", "TP 4, logits gathered", *(f"PP 2, {schedule}" for schedule in SCHEDULES)}
+AS_OTHERS = {
+    "FSDP 2",
+    "FSDP 8",
+    "CP 4",
+    "TP 4",
+    "TP 4, logits gathered",
+    *(f"PP 2, {schedule}" for schedule in SCHEDULES),
+}
 COVERED = [
     *(("tied embeddings, accumulating, recomputing", name) for name in LAYOUTS if name not in AS_OTHERS),
     *(("tied embeddings", name) for name in ("FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2")),
@@ -103,7 +110,7 @@ COVERED = [
     *(("recompute every second block", name) for name in ("FSDP 2", "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble")),
     *(("compiled", name) for name in (
         "FSDP 4", "FSDP 2 x CP 2", "TP 2", "TP 2, logits gathered", "CP 2 x TP 2", "PP 2 x FSDP 2",
-        "PP 2 x FSDP 2 x TP 2, 1F1B", "PP 2 x FSDP 2 x TP 2, Interleaved1F1B")),
+        "PP 2 x FSDP 2 x TP 2, Interleaved1F1B")),
     ("compiled, tied embeddings, recompute by operation", "FSDP 2 x TP 2"),
     ("compiled, tied embeddings, recompute by operation", "PP 2 x TP 2"),
     ("compiled with a memory budget", "TP 2"),
