@@ -94,14 +94,7 @@ OPTIMIZERS = {
     "Muon, moments in bfloat16": {"optimizer__name": "Muon", "optimizer__moments_dtype": "bfloat16"},
 }
 # Of what differs in size alone, one is enough with an option.
-AS_OTHERS = {
-    "FSDP 2",
-    "FSDP 8",
-    "CP 4",
-    "TP 4",
-    "TP 4, logits gathered",
-    *(f"PP 2, {schedule}" for schedule in SCHEDULES),
-}
+AS_OTHERS = {"FSDP 2", "FSDP 8", "CP 4", "TP 4", "TP 4, logits gathered"} | {f"PP 2, {name}" for name in SCHEDULES}
 COVERED = [
     *(("tied embeddings, accumulating, recomputing", name) for name in LAYOUTS if name not in AS_OTHERS),
     *(("tied embeddings", name) for name in ("FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2")),
