@@ -1,6 +1,7 @@
 """A run on one process and its checkpoints: what is saved, kept, passed over and refused."""
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -61,6 +62,29 @@ def test_a_run_goes_on_to_the_bit_and_its_records_go_on(tmp_path: Path, caplog: 
     assert [r["step"] for r in through] == [1, 2, 4, 6]
     assert [r["step"] for r in read_records(tmp_path / "in two")] == [1, 2, 3, 4, 6]
     assert not (tmp_path / "in two" / "earlier").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer__weight_decay_norms_and_biases": False, "optimizer__implementation": "foreach"},
+        {"optimizer__moments_dtype": "bfloat16"},
+        {"optimizer__name": "Muon"},
+        {"optimizer__early_step_in_backward": True, "training__max_norm": math.inf},
+    ],
+    ids=["AdamW", "norms apart", "moments in bfloat16", "Muon", "updated in backward"],
+)
+def test_the_groups_in_which_parameters_are_updated_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Only a large model has several; one that was saved with others goes on."""
+    run(tmp_path / "one", 4, **options)
+    run(tmp_path / "then more", 2, **options)
+    monkeypatch.setattr("torchtitan.training.optimizer._MOST_IN_A_GROUP", 4)
+    run(tmp_path / "then more", 4, **options)
+    ours, theirs = tensors(tmp_path / "then more", 4), tensors(tmp_path / "one", 4)
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(value) for name, value in theirs.items())
 
 
 def test_what_has_changed_is_said_and_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

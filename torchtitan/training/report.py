@@ -132,7 +132,8 @@ class Reporter:
         step_seconds = self.clock.read() / len(losses)
         tokens_per_second = self.tokens_per_step / step_seconds / self.world_size
         flops = tokens_per_second * self.flops_per_token
-        if self.peak.origin == "measured" and flops > self.peak.flops and not self._peak_was_passed:
+        is_measured = self.writer is not None and self.peak.origin == "measured"
+        if is_measured and flops > self.peak.flops and not self._peak_was_passed:
             self._peak_was_passed = True
             logger.warning(
                 f"a step reached {flops / 1e12:.2f} TFLOP/s, above the peak of {self.peak.flops / 1e12:.2f} measured "
