@@ -21,17 +21,40 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.where import shares
+from torchtitan.config.load import load_config
+from torchtitan.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
+WATCHED = 5  # steps of a profile
 PRESETS = {path.stem: path for path in sorted((ROOT / "benchmarks/presets").glob("*.toml"))}
 
 
-def measure(preset: str, options: list[str], warmup: int, root: Path = ROOT) -> dict[str, Any]:
-    """What a run's steps after the first ones were like, with the code of a folder."""
+def measure(
+    preset: str, options: list[str], warmup: int, root: Path = ROOT, profile: bool = False
+) -> dict[str, Any]:
+    """What a run's steps after the first ones were like, with the code of a folder; perhaps where their time goes."""
+    config = load_config(["--job.config_file", str(PRESETS[preset]), *options])
     with tempfile.TemporaryDirectory() as folder:
-        first_step_seconds = train(preset, options, Path(folder), root)
+        watching = watch_further_steps(config) if profile else []
+        first_step_seconds = train(preset, [*options, *watching], Path(folder), root)
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-        return summarize(records, first_step_seconds, warmup)
+        records = [record for record in records if record["step"] <= config.training.steps]
+        figures = summarize(records, first_step_seconds, warmup)
+        if profile:
+            figures["shares"] = shares(next(Path(folder).rglob("rank0.json")))
+        return figures
+
+
+def watch_further_steps(config: Config) -> list[str]:
+    """Options by which a run goes on after its last step and has five steps watched, see `shares`.
+
+    The one before the last of them is logged, so that nothing is still running on a GPU when the last begins.
+    """
+    log_freq, profiling = config.metrics.log_freq, config.profiling
+    before = config.training.steps + profiling.profiler_warmup + WATCHED - 1
+    steps = str(-(-before // log_freq) * log_freq + 1)
+    watching = ["--profiling.enable_profiling", "--profiling.profiler_active", str(WATCHED)]
+    return ["--training.steps", steps, *watching, "--profiling.profile_freq", steps]
 
 
 def train(preset: str, options: list[str], folder: Path, root: Path = ROOT) -> float:
@@ -53,18 +76,6 @@ def train(preset: str, options: list[str], folder: Path, root: Path = ROOT) -> f
     if process.returncode:
         raise SystemExit(log.read_text())
     return first
-
-
-def profile(preset: str, options: list[str]) -> dict[str, float]:
-    """Where the time of one step goes; a run of its own, for being watched takes time.
-
-    Five steps are watched, see `shares`; each is logged, so that none is still running in the next.
-    """
-    tracing = ["--training.steps", "12", "--metrics.log_freq", "1", "--profiling.enable_profiling"]
-    tracing += ["--profiling.profile_freq", "12", "--profiling.profiler_active", "5"]
-    with tempfile.TemporaryDirectory() as folder:
-        train(preset, [*options, *tracing], Path(folder))
-        return shares(next(Path(folder).rglob("rank0.json")))
 
 
 def summarize(records: list[dict[str, Any]], first_step_seconds: float, warmup: int) -> dict[str, Any]:
@@ -134,9 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
-    figures = measure(args.preset, options, args.warmup)
-    if args.profile:
-        figures["shares"] = profile(args.preset, options)
+    figures = measure(args.preset, options, args.warmup, profile=args.profile)
     machine = describe_machine()  # last: on a GPU it takes memory that this process keeps
     show(" ".join([args.preset, *options]), machine, figures)
     if args.profile:

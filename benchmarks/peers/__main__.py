@@ -104,12 +104,14 @@ def main() -> None:
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for _ in range(args.repeats):
         ours.append(measure(args.preset, [], WARMUP))
+        print(f"this recipe: {describe(ours[-1])}", flush=True)
         for name in peers:
             if name not in absent:
                 seen[name].append(run_peer(name, config))
+                print(f"{name}: {describe(seen[name][-1])}", flush=True)
                 if why := seen[name][-1].get("failed"):
                     absent[name] = why
-    print(f"{args.preset}, {args.repeats} runs of each in turn, {os.cpu_count()} cores\n")
+    print(f"\n{args.preset}, {args.repeats} runs of each in turn, {os.cpu_count()} cores\n")
     print("| | tokens/s | ours / theirs | peak memory | ours / theirs |\n| --- | --- | --- | --- | --- |")
     for name, runs in {"this recipe": ours, **seen}.items():
         if name not in absent:
@@ -120,6 +122,11 @@ def main() -> None:
         if setting := runs[-1].get("setting"):
             print(f"\n{name}: {setting}")
     raise SystemExit(1 if set(absent) & set(peers) else 0)
+
+
+def describe(run: dict[str, Any]) -> str:
+    """One run, told when it ends: whoever stops what is left of them keeps this."""
+    return run.get("failed") or f"{run['tokens_per_second']:,.0f} tokens/s, {run['memory_gib']:.2f} GiB"
 
 
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:

@@ -68,7 +68,7 @@ def test_float8_trains_as_its_emulation_does(tmp_path: Path, recipe: str) -> Non
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not multiply in float8")
     options = {
-        "model__converters": "quantize.linear.float8",
+        "model__converters": ["quantize.linear.float8"],
         "quantize__linear__float8__recipe_name": recipe,
         "training__mixed_precision_param": "bfloat16",
     }
