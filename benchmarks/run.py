@@ -29,9 +29,7 @@ WATCHED = 5  # steps of a profile
 PRESETS = {path.stem: path for path in sorted((ROOT / "benchmarks/presets").glob("*.toml"))}
 
 
-def measure(
-    preset: str, options: list[str], warmup: int, root: Path = ROOT, profile: bool = False
-) -> dict[str, Any]:
+def measure(preset: str, options: list[str], warmup: int, root: Path = ROOT, profile: bool = False) -> dict[str, Any]:
     """What a run's steps after the first ones were like, with the code of a folder; perhaps where their time goes."""
     config = load_config(["--job.config_file", str(PRESETS[preset]), *options])
     with tempfile.TemporaryDirectory() as folder:

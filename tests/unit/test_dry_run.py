@@ -17,6 +17,7 @@ from torchtitan.training import build
 from torchtitan.training.dry_run import Estimate, dry_run, estimate, verdict
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "train_configs").glob("*.toml"))
+UNCOMPILED = ("--compile.no_enable", "--parallelism.no_enable_async_tensor_parallel")
 VOCABULARY = 2048  # of the test assets' tokenizer
 
 BF16 = {"training__mixed_precision_param": "bfloat16"}
@@ -67,19 +68,19 @@ def estimate_tiny(world_size: int, rank: int = 0, replay: bool = True, **overrid
     return estimate(config, args, rank, world_size, replay=replay)
 
 
-@pytest.mark.timeout(300)  # 405B: eight pipeline ranks
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path, capsys) -> None:
+def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path) -> None:
     header = path.read_text().partition("[job]")[0]
     ranks, gigabytes = re.search(r"NGPU=(\d+)", header), re.search(r"GPUs of (\d+) GB", header)
     world_size = int(ranks[1]) if ranks else 1
-    config = load_config(["--job.config_file", str(path), "--comm.mode", "fake_backend"], world_size)
-    estimates = dry_run(config, Place(0, 0, world_size))
+    config = load_config(["--job.config_file", str(path), "--comm.mode", "fake_backend", *UNCOMPILED], world_size)
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+        # 405B: of its pipeline ranks the first, which holds most microbatches, and the last, which has the output
+        ends, args = (0, world_size // degree * (degree - 1)), build.build_model_args(config, None)
+        estimates = [estimate(config, args, rank, world_size) for rank in ends]
+    else:
+        estimates = dry_run(config, Place(0, 0, world_size))
     verdict(estimates, capacity=(int(gigabytes[1]) if gigabytes else 80) * 10**9)
-    assert len(estimates) == config.parallelism.pipeline_parallel_degree
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-1]]
-    stages = world_size // len(estimates)
-    assert [int(row[0]) for row in rows] == list(range(0, world_size, stages))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
