@@ -262,4 +262,6 @@ def _round_at_random(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part; of a weight that FSDP gathers in float8, what torchao's wrapper holds."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(local, "_tensor", local)
