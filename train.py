@@ -111,14 +111,7 @@ def main(config: Config, place: Place) -> None:
 
     # The model, its loss and its optimizer
     model = build.build_model(config, args, mesh, device, seed)
-    forward_backward = ForwardBackward(
-        model,
-        build_loss(config.compile),
-        mesh,
-        training,
-        config.parallelism,
-        device,
-    )
+    forward_backward = ForwardBackward(model, build_loss(config.compile), mesh, training, config.parallelism, device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile)
     norm = collectives.GlobalNorm(mesh.stage_group)
     if config.optimizer.early_step_in_backward:
@@ -142,7 +135,7 @@ def main(config: Config, place: Place) -> None:
         training,
         config.optimizer.leaves_out_updates,
         writer,
-        mesh.loss_group,
+        mesh.losses.get_group(),
         place.world_size,
         device,
         tokens_per_step=tokens_per_step,
@@ -153,7 +146,7 @@ def main(config: Config, place: Place) -> None:
 
     validate = None
     if held_out is not None:
-        validate = Validator(config.validation, forward_backward, held_out, device, mesh.loss_group, writer)
+        validate = Validator(config.validation, forward_backward, held_out, device, mesh.losses.get_group(), writer)
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     learning_rate, stopping = 0.0, False

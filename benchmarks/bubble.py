@@ -81,9 +81,7 @@ def measure(rank: int, world_size: int, port: int, num_microbatches: int, second
         mine = plan.of_rank(rank)
         stages = {number: Stage(seconds * 2 / len(mine), number == 0) for number in mine}
         parts = ModelParts(stages, plan.ranks, axis, dim=1, vocab_size=1)
-        run = Pipeline(
-            parts, lambda output, labels: output.sum(), schedule, "", 1, torch.float32, 1, torch.device("cpu")
-        )
+        run = Pipeline(parts, lambda output, labels: output.sum(), parallelism, torch.float32, torch.device("cpu"))
         tokens = torch.zeros(num_microbatches, 1, dtype=torch.long)
         elapsed = []
         for _ in range(4):

@@ -32,11 +32,12 @@ def train_two_steps(config: Config, world_size: int, device: torch.device) -> No
         model, build_loss(config.compile), mesh, config.training, config.parallelism, device
     )
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    norm = collectives.GlobalNorm(mesh.stage_group)
     batch = blank_batch(config, dims.dp).to(device)
     for _ in range(2):
         forward_backward(batch)
-        norm = collectives.global_norm(model.own_gradients(), mesh.stage_group)
-        apply_update(optimizer, config.optimizer.lr, norm, 1.0)
+        norm.add(*model.own_gradients())
+        apply_update(optimizer, config.optimizer.lr, norm.total(), 1.0)
 
 
 def peak_on_cpu(rank: int, world_size: int, overrides: dict[str, Any]) -> int:

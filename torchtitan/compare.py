@@ -170,15 +170,12 @@ def describe(a: Run, b: Run, comparison: Comparison) -> str:
     lines = [str(a), str(b)]
     lines += [f"{len(comparison.a)} steps, global batch {a.global_batch_size} x {seq_len} tokens"]
     lines[-1] += f", seed {a.config.debug.seed} for both"
-    if how:
-        lines += [
-            "",
-            "keys that differ and say how to compute, which should change no loss:",
-            *(f"  {line}" for line in how),
-        ]
-    if what:
-        lines += ["", "keys that differ and say what to train, so that other losses are to be expected:"]
-        lines += [f"  {line}" for line in what]
+    for differing, meaning in (
+        (how, "how to compute, which should change no loss"),
+        (what, "what to train, so that other losses are to be expected"),
+    ):
+        if differing:
+            lines += ["", f"keys that differ and say {meaning}:", *(f"  {line}" for line in differing)]
     lines += ["", *_table(comparison), "", "largest relative difference:"]
     for gap in (comparison.loss, comparison.norm):
         lines += [f"  {gap.what + ':':14} {gap.describe_largest()}"]

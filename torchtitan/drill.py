@@ -296,7 +296,5 @@ def _obey_permissions() -> None:
 
 
 def _signal(process: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(process, number)
-    except ProcessLookupError:
-        pass

@@ -67,7 +67,7 @@ def evaluate(source: StoredModel, config: Config, place: hardware.Place) -> tupl
     assert loader is not None
     loss = build_loss(config.compile)
     forward_backward = ForwardBackward(model, loss, mesh, config.training, config.parallelism, device)
-    validator = Validator(config.validation, forward_backward, loader, device, mesh.loss_group, None)
+    validator = Validator(config.validation, forward_backward, loader, device, mesh.losses.get_group(), None)
     measured = validator.measure()
     loader.close()
     return measured

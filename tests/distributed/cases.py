@@ -183,15 +183,17 @@ def parameters_after(
     collectives.start_process_group(device, rank, world_size, 60)
     mesh = build_mesh(dims, "cpu")
     tokenizer = build_tokenizer(config.model.hf_assets_path)
-    loader = build.build_training_loader(config, plan, tokenizer, mesh, 0, device)
+    loader = build.build_training_loader(config, plan, tokenizer, mesh, 0, device, collectives.Vote())
     model = build.build_model(config, build.build_model_args(config, tokenizer), mesh, device, 0)
     step = ForwardBackward(model, build_loss(config.compile), mesh, config.training, config.parallelism, device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    norm = collectives.GlobalNorm(mesh.stage_group)
     for _ in range(steps):
         batch = loader.next()
         assert batch is not None
         step(batch)
-        apply_update(optimizer, 3e-3, collectives.global_norm(model.own_gradients(), mesh.stage_group), 1.0)
+        norm.add(*model.own_gradients())
+        apply_update(optimizer, 3e-3, norm.total(), 1.0)
     loader.close()
     whole, local = {}, {}
     for name, parameter in model.named_parameters():

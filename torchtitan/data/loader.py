@@ -190,7 +190,7 @@ def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
 
 
 def check_size(source: Source, num_streams: int) -> None:
-    size = source_size(source)
+    size = source.data.num_shards if isinstance(source.data, ShardedTexts) else len(source.data)
     if isinstance(source.data, ShardedTexts):
         if size < num_streams:
             times = -(-num_streams // size)
@@ -262,7 +262,3 @@ def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_st
 def weight_shares(sources: Sequence[Source]) -> list[float]:
     total = sum(source.weight for source in sources)
     return [round(source.weight / total, 9) for source in sources]
-
-
-def source_size(source: Source) -> int:
-    return source.data.num_shards if isinstance(source.data, ShardedTexts) else len(source.data)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan.config.schema import Config, Metrics
+from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger, wants_color
 
 
@@ -148,7 +148,11 @@ class MetricsWriter:
         self._total_steps, self._mfu_label = total_steps, mfu_label
         self._records = JsonLines(run_folder / "metrics.jsonl", start_step)
         self._validations = JsonLines(run_folder / "validation.jsonl", start_step) if config.validation.enable else None
-        self._curves = _open_curves(config.metrics, config, run_folder, start_step)
+        self._curves: list[Sink] = []
+        if config.metrics.enable_tensorboard:
+            self._curves.append(TensorBoard(run_folder / config.metrics.save_tb_folder, start_step))
+        if config.metrics.enable_wandb:
+            self._curves.append(WeightsAndBiases(run_folder, config))
 
     def write(self, record: StepRecord) -> None:
         values = asdict(record)
@@ -197,15 +201,6 @@ class MetricsWriter:
         if r.skipped_updates:
             parts.append((f"{r.skipped_updates} updates left out", "31"))
         return "  ".join(f"\033[{code}m{text}\033[0m" if self._color else text for text, code in parts)
-
-
-def _open_curves(metrics: Metrics, config: Config, run_folder: Path, start_step: int) -> list[Sink]:
-    sinks: list[Sink] = []
-    if metrics.enable_tensorboard:
-        sinks.append(TensorBoard(run_folder / metrics.save_tb_folder, start_step))
-    if metrics.enable_wandb:
-        sinks.append(WeightsAndBiases(run_folder, config))
-    return sinks
 
 
 def _duration(seconds: float) -> str:

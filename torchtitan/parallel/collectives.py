@@ -42,7 +42,8 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
             raise
-        raise ValueError(f"this rank cannot connect to another by gloo ({_last_words(error)}); {_WAY}") from None
+        said = str(error).rpartition("] ")[2].strip()
+        raise ValueError(f"this rank cannot connect to another by gloo ({said}); {_WAY}") from None
     finally:
         alarm.cancel()
 
@@ -52,10 +53,6 @@ def _leave_unconnected(seconds: int) -> None:
     logger.error(f"another rank has not connected to this one by gloo within {seconds} s; {_WAY}")
     sys.stderr.flush()
     os._exit(1)
-
-
-def _last_words(error: Exception) -> str:
-    return str(error).rpartition("] ")[2].strip()
 
 
 def flight_recorder(comm: Comm, run_folder: Path) -> dict[str, str]:
@@ -70,7 +67,7 @@ def flight_recorder(comm: Comm, run_folder: Path) -> dict[str, str]:
 def make_trace_folder(comm: Comm, run_folder: Path, device: torch.device) -> None:
     """NCCL makes none. On all ranks, after rank 0 has moved an earlier run's folder aside."""
     if device.type == "cuda" and comm.trace_buf_size:
-        all_agree(True)
+        any_says_so(True)  # when all have come here
         (run_folder / comm.save_traces_folder).mkdir(parents=True, exist_ok=True)
 
 
@@ -102,22 +99,12 @@ class Vote:
         return not votes[0]
 
 
-def all_agree(mine: bool) -> bool:
-    """True where every rank of the run says so; travels over gloo, from host to host."""
-    return bool(_reduce_on_host(int(mine), dist.ReduceOp.MIN))
-
-
 def any_says_so(mine: bool) -> bool:
-    """True where at least one rank says so."""
-    return bool(_reduce_on_host(int(mine), dist.ReduceOp.MAX))
-
-
-def _reduce_on_host(value: int, operation: dist.ReduceOp.RedOpType) -> int:
-    if dist.get_world_size() == 1:
-        return value
-    tensor = torch.tensor(value)
-    dist.all_reduce(tensor, op=operation)
-    return int(tensor)
+    """True where at least one rank of the run says so; travels over gloo, from host to host."""
+    anyone = torch.tensor(int(mine))
+    if dist.get_world_size() > 1:
+        dist.all_reduce(anyone, op=dist.ReduceOp.MAX)
+    return bool(anyone)
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -132,13 +119,6 @@ def max_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
-
-
-def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list:
-    """Everyone's value, in rank order; for start and failure, not for every step."""
-    values: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def from_rank_0(value: int) -> int:
@@ -196,10 +176,3 @@ def squares_by_row(tensors: list[Tensor]) -> list[Tensor]:
 def squares_at_once(tensors: list[Tensor]) -> list[Tensor]:
     """The sum of squares of all, in few kernels: a GPU adds up float32 in a tree, which is exact enough."""
     return [torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double().square().sum()]
-
-
-def global_norm(tensors: list[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The same of tensors that are all there."""
-    norm = GlobalNorm(stages)
-    norm.add(*tensors)
-    return norm.total()

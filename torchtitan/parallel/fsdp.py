@@ -1,6 +1,7 @@
 """Data parallelism by FSDP2's fully_shard, the one path for it: on one rank, on many, and with replicas (HSDP)."""
 
 import functools
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -61,9 +62,9 @@ def apply_fsdp(
 
 
 @torch.no_grad()
-def copy_first_replica(model: nn.Module, replicas: DeviceMesh) -> None:
+def copy_first_replica(parameters: Iterable[nn.Parameter], replicas: DeviceMesh) -> None:
     """Give all replicas the first one's parameters: unlike devices may have drawn other initial values."""
     if replicas.size() > 1:
-        for parameter in model.parameters():
+        for parameter in parameters:
             assert isinstance(parameter, DTensor)
             dist.broadcast(parameter.to_local(), group=replicas.get_group(), group_src=0)

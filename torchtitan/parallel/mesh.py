@@ -16,7 +16,7 @@ class Mesh:
     devices: DeviceMesh
     batch: DeviceMesh  # ranks that see different sequences
     tokens: DeviceMesh  # ranks that see different tokens: other sequences, or other parts of them
-    losses: DeviceMesh  # ranks that see different tokens, on all stages of the pipeline
+    losses: DeviceMesh  # these on all stages of the pipeline, who add up what the last stages know of the loss
     shards: DeviceMesh  # ranks that share the parameters of one replica among them
 
     @property
@@ -35,23 +35,9 @@ class Mesh:
         ]
 
     @property
-    def batch_rank(self) -> int:
-        """This rank's place among those that see different sequences."""
-        return self.batch.get_local_rank()
-
-    @property
-    def token_group(self) -> ProcessGroup:
-        return self.tokens.get_group()
-
-    @property
     def stage_group(self) -> ProcessGroup:
         """Ranks that hold different stages of the pipeline for the same data."""
         return self.devices.get_group("pp")
-
-    @property
-    def loss_group(self) -> ProcessGroup:
-        """Who adds up what each knows of the loss: only last stages know any."""
-        return self.losses.get_group()
 
 
 def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:

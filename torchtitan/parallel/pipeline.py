@@ -25,6 +25,8 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor
 
+from torchtitan.config.schema import Parallelism
+
 
 @dataclass(frozen=True)
 class ModelParts:
@@ -95,18 +97,16 @@ class Pipeline:
         self,
         parts: ModelParts,
         loss: Callable[[Tensor, Tensor], Tensor],
-        schedule: str,
-        schedule_csv: str,
-        microbatch_size: int,
+        parallelism: Parallelism,
         dtype: torch.dtype,
-        sequence_shards: int,
         device: torch.device,
     ) -> None:
-        self.parts, self.loss, self.microbatch_size = parts, loss, microbatch_size
-        self.csv = schedule_csv
-        self.schedule_class: Any = _PipelineScheduleRuntime if schedule_csv else get_schedule_class(schedule)
-        # Between stages travel activations [B, S / sequence_shards, dim].
-        self.dtype, self.sequence_shards, self.device = dtype, sequence_shards, device
+        self.parts, self.loss, self.dtype, self.device = parts, loss, dtype, device
+        self.microbatch_size = parallelism.pipeline_parallel_microbatch_size
+        self.csv = parallelism.pipeline_parallel_schedule_csv
+        by_name = parallelism.pipeline_parallel_schedule
+        self.schedule_class: Any = _PipelineScheduleRuntime if self.csv else get_schedule_class(by_name)
+        self.sequence_shards = parallelism.tensor_parallel_degree  # of activations between stages, [B, S / this, dim]
         self._schedules: dict[tuple[int, ...], Any] = {}
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a plan of which module is split how, and what the plan leaves under way."""
+"""What torch's tensor parallelism leaves to do: to overlap communication, and to wait for what is under way."""
 
 import warnings
 from typing import Any
@@ -7,14 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
-
-
-def apply_tensor_parallel(module: nn.Module, axis: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
-    """Split the module's children as the plan says; on one rank nothing is to be split."""
-    if axis.size() > 1:
-        parallelize_module(module, axis, plan)
 
 
 def overlap_communication(axis: DeviceMesh) -> None:

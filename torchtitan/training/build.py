@@ -1,22 +1,25 @@
 """From a configuration to the parts of a run: the only place where they are constructed."""
 
+import hashlib
 from collections.abc import Callable
 
 import torch
 
+from torchtitan.checkpoint.hf import copy_part
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config, DataSource
 from torchtitan.data.loader import Loader, build_loader
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
-from torchtitan.models.llama.model import Transformer
-from torchtitan.models.llama.parallelize import apply_parallelism, init_weights, keep_modules
+from torchtitan.models.llama.model import Transformer, fill_initial
+from torchtitan.models.llama.parallelize import apply_parallelism, keep_modules
 from torchtitan.models.llama.stages import V_SHAPED, plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import import_wandb
-from torchtitan.parallel.collectives import all_agree, any_says_so
+from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.float8 import apply_float8, check_float8
+from torchtitan.parallel.fsdp import copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
 
@@ -76,11 +79,24 @@ def build_model_args(config: Config, tokenizer: Tokenizer | None) -> LlamaArgs:
 
 
 def build_model(config: Config, args: LlamaArgs, mesh: Mesh, device: torch.device, seed: int) -> ModelParts:
-    """This rank's part of the model, with its initial weights."""
+    """This rank's part of the model, with initial weights that depend on seed and name, not on the layout.
+
+    Each rank draws every whole parameter it has a part of, one at a time, and keeps its part. Kinds of devices have
+    generators of their own, so another kind gives other values; values are drawn on the device also where the
+    parameters are kept on the host.
+    """
     model = lay_out_model(config, args, mesh)
     for stage in model.stages.values():
-        assert isinstance(stage, Transformer)
-        init_weights(stage, mesh, device, seed, offloaded=config.training.enable_cpu_offload)
+        stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+    for name, parameter in model.named_parameters():
+        if args.tied_embeddings and name == "output.weight":  # on a stage of its own
+            name = "tok_embeddings.weight"
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        fill_initial(name, whole, args, generator)
+        copy_part(parameter, whole.__getitem__)
+    copy_first_replica(model.parameters(), mesh.devices["dp_replicate"])
     return model
 
 
@@ -112,7 +128,7 @@ def build_training_loader(
     mesh: Mesh,
     seed: int,
     device: torch.device,
-    agree: Callable[[bool], bool] = all_agree,
+    agree: Callable[[bool], bool],
 ) -> Loader:
     """The training data; it ends on all ranks at once, at the last batch that every rank can fill."""
     training = config.training
@@ -123,7 +139,7 @@ def build_training_loader(
         seq_len=training.seq_len,
         global_batch_size=plan.global_batch_size,
         num_streams=plan.num_streams,
-        dp_rank=mesh.batch_rank,
+        dp_rank=mesh.batch.get_local_rank(),
         dp_size=mesh.dims.dp,
         seed=seed,
         epochs=training.epochs,
@@ -152,7 +168,7 @@ def build_validation_loader(
         seq_len=validation.seq_len,
         global_batch_size=plan.global_batch_size,
         num_streams=plan.num_streams,
-        dp_rank=mesh.batch_rank,
+        dp_rank=mesh.batch.get_local_rank(),
         dp_size=mesh.dims.dp,
         seed=0,
         epochs=1,

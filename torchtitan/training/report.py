@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torchtitan.hardware import Peak, peak_memory_gib
 from torchtitan.observe.health import NotFiniteError, Verdict, describe_stop, judge_window
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
-from torchtitan.parallel.collectives import gather_objects, max_over, sum_over
+from torchtitan.parallel.collectives import max_over, sum_over
 from torchtitan.training.step import StepLoss
 
 
@@ -160,7 +161,8 @@ class Reporter:
         """All ranks see the same global numbers, so all come here together."""
         assert verdict.stop_at is not None
         mine = (dist.get_rank(), own[verdict.stop_at], self._origins[verdict.stop_at].describe())
-        everyone = gather_objects(mine, self.loss_group)
+        everyone: list[Any] = [None] * self.loss_group.size()
+        dist.all_gather_object(everyone, mine, group=self.loss_group)
         raise NotFiniteError(
             describe_stop(
                 step,

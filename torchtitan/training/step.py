@@ -40,18 +40,9 @@ class ForwardBackward:
         self.local_batch_size = training.local_batch_size
         self.run: Callable[..., Tensor] = self._run_whole
         if mesh.dims.pp > 1:
-            self.run = Pipeline(
-                model,
-                loss,
-                parallelism.pipeline_parallel_schedule,
-                parallelism.pipeline_parallel_schedule_csv,
-                parallelism.pipeline_parallel_microbatch_size,
-                getattr(torch, training.mixed_precision_param),
-                mesh.dims.tp,
-                device,
-            )
+            self.run = Pipeline(model, loss, parallelism, getattr(torch, training.mixed_precision_param), device)
         # Looked up once: slicing a mesh costs tensor operations.
-        self.token_group, self.cp_axis = mesh.token_group, mesh.devices["cp"]
+        self.token_group, self.cp_axis = mesh.tokens.get_group(), mesh.devices["cp"]
 
     def __call__(self, batch: Batch) -> StepLoss:
         batch, positions = self._own_part(batch)

@@ -104,24 +104,14 @@ def write_hf(
     save_hf(source.weights, folder, to_hf_name, config, assets, dtype, shard_bytes)
 
 
-def find_flavor(args: LlamaArgs) -> tuple[str, str] | None:
-    """Name and flavor of this shape, whatever its vocabulary and length."""
+def config_of(args: LlamaArgs, folder: str, assets: Path) -> Config:
+    """A configuration to train or evaluate such a model with: its flavor, whatever vocabulary and length."""
     for name, flavors in FLAVORS.items():
         for flavor, known in flavors.items():
             if replace(known, vocab_size=args.vocab_size, max_seq_len=args.max_seq_len) == args:
-                return name, flavor
-    return None
-
-
-def config_of(args: LlamaArgs, folder: str, assets: Path) -> Config:
-    """A configuration to train or evaluate such a model with."""
-    found = find_flavor(args)
-    if found is None:
-        raise ValueError(
-            f"no flavor has this model's shape; add it to FLAVORS in torchtitan/models/llama/args.py: {args}"
-        )
-    model = Model(name=found[0], flavor=found[1], vocab_size=args.vocab_size, hf_assets_path=str(assets))
-    return Config(job=Job(dump_folder=folder), model=model)
+                model = Model(name=name, flavor=flavor, vocab_size=args.vocab_size, hf_assets_path=str(assets))
+                return Config(job=Job(dump_folder=folder), model=model)
+    raise ValueError(f"no flavor has this model's shape; add it to FLAVORS in torchtitan/models/llama/args.py: {args}")
 
 
 def open_run(storage: Storage, manifest: Manifest) -> StoredModel:

@@ -1,30 +1,29 @@
-"""How a Llama meets a mesh: what is kept, split, recomputed, compiled and sharded, and how weights begin."""
+"""How a Llama meets a mesh: what is kept, split, recomputed, compiled and sharded."""
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchtitan.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
-from torchtitan.models.llama.model import Transformer, attentions, fill_initial
+from torchtitan.models.llama.model import Transformer, attentions
 from torchtitan.parallel.context import GatheredAttention
 from torchtitan.parallel.cpu_attention import AttentionByProducts
 from torchtitan.parallel.float8 import float8_plan
-from torchtitan.parallel.fsdp import apply_fsdp, copy_first_replica
+from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import apply_recompute
-from torchtitan.parallel.tensor import apply_tensor_parallel, overlap_communication, wait_for_output
+from torchtitan.parallel.tensor import overlap_communication, wait_for_output
 
 
 def keep_modules(model: Transformer, names: Sequence[str]) -> None:
@@ -46,7 +45,8 @@ def apply_parallelism(
     compile_: Compile,
 ) -> None:
     """Turn a model on the meta device into this rank's part of it: TP, CP, recompute, compile each block, shard."""
-    split_tensors(model, mesh.devices["tp"], parallelism.disable_loss_parallel)
+    if mesh.dims.tp > 1:
+        split_tensors(model, mesh.devices["tp"], parallelism.disable_loss_parallel)
     if parallelism.enable_async_tensor_parallel:
         overlap_communication(mesh.devices["tp"])
     if mesh.dims.cp > 1:
@@ -101,7 +101,7 @@ def split_tensors(
     }
     for layer in model.layers.values():
         # gloo carries no float8: on CPUs activations travel in their own type
-        apply_tensor_parallel(layer, axis, block if axis.device_type == "cpu" else float8_plan(layer, block))
+        parallelize_module(layer, axis, block if axis.device_type == "cpu" else float8_plan(layer, block))
     ends: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
         **({"norm": SequenceParallel()} if split_sequence else {}),
@@ -111,9 +111,7 @@ def split_tensors(
             use_local_output=disable_loss_parallel,
         ),
     }
-    apply_tensor_parallel(
-        model, axis, {name: style for name, style in ends.items() if getattr(model, name) is not None}
-    )
+    parallelize_module(model, axis, {name: style for name, style in ends.items() if getattr(model, name) is not None})
     for end in (model.tok_embeddings, model.output):
         if end is not None:
             wait_for_output(end)
@@ -134,35 +132,3 @@ def _sharding_units(model: Transformer) -> list[list[torch.nn.Module]]:
 def _is_tied(model: Transformer) -> bool:
     """Whether one weight serves as embedding and output of this stage."""
     return model.args.tied_embeddings and model.tok_embeddings is not None and model.output is not None
-
-
-def init_weights(model: Transformer, mesh: Mesh, device: torch.device, seed: int, offloaded: bool) -> None:
-    """Allocate this rank's part and fill it with values that depend on seed and name, not on the layout.
-
-    Each rank draws every whole parameter it has a part of, one at a time, and keeps its part. Kinds of devices have
-    generators of their own, so another kind gives other values; values are drawn on the device also where the
-    parameters are kept on the host.
-    """
-    model.to_empty(device="cpu" if offloaded else device)
-    for name, parameter in model.named_parameters():
-        name = name.replace("_checkpoint_wrapped_module.", "")
-        if model.args.tied_embeddings and name == "output.weight":  # on a stage of its own
-            name = "tok_embeddings.weight"
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
-        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-        fill_initial(name, whole, model.args, generator)
-        _keep_part(parameter, whole)
-    copy_first_replica(model, mesh.devices["dp_replicate"])
-
-
-@torch.no_grad()
-def _keep_part(parameter: Tensor, whole: Tensor) -> None:
-    """Copy the slice of `whole` that this rank holds of a sharded parameter."""
-    if isinstance(parameter, DTensor):
-        for chunk in parameter.__create_chunk_list__():  # DTensor's description of itself for checkpoints
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                whole = whole.narrow(dim, offset, size)
-        parameter = parameter.to_local()
-    if parameter.numel():  # a rank beyond the last row holds nothing
-        parameter.copy_(whole)
