@@ -102,8 +102,7 @@ COVERED = [
     *(("recompute by operation", name) for name in ("CP 2 x TP 2", "PP 2 x TP 2")),
     *(("recompute every second block", name) for name in ("FSDP 2", "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble")),
     *(("compiled", name) for name in (
-        "FSDP 4", "FSDP 2 x CP 2", "TP 2", "TP 2, logits gathered", "CP 2 x TP 2", "PP 2 x FSDP 2",
-        "PP 2 x FSDP 2 x TP 2, Interleaved1F1B")),
+        "FSDP 4", "FSDP 2 x CP 2", "TP 2", "TP 2, logits gathered", "CP 2 x TP 2", "PP 2 x FSDP 2")),
     ("compiled, tied embeddings, recompute by operation", "FSDP 2 x TP 2"),
     ("compiled, tied embeddings, recompute by operation", "PP 2 x TP 2"),
     ("compiled with a memory budget", "TP 2"),
