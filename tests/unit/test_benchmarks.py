@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import titan
-from benchmarks.run import PRESETS, summarize
+from benchmarks.run import PRESETS, summarize, watch_further_steps
 from benchmarks.where import IDLE, OTHER, SORTS, shares
 
 STEP = ("user_annotation", "ProfilerStep#9", 0, 100)
@@ -75,6 +75,15 @@ def test_steps_that_are_logged_together_count_once_they_are_all_after_the_first_
         summarize(records, 90.0, warmup=11)
 
 
+@pytest.mark.parametrize(("steps", "log_freq", "last"), [(20, 1, 28), (30, 5, 41), (100, 10, 111)])
+def test_steps_are_watched_after_all_that_count_and_the_last_after_a_logged_one(
+    steps: int, log_freq: int, last: int
+) -> None:
+    keys = {"training.steps": steps, "metrics.log_freq": log_freq, "lr_scheduler.warmup_steps": 1}
+    config = peers.load_config([f"--{key}={value}" for key, value in keys.items()])
+    assert watch_further_steps(config)[:2] == ["--training.steps", str(last)]
+
+
 def test_peers_that_cannot_run_or_fail_are_named_below_the_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +103,7 @@ def test_peers_that_cannot_run_or_fail_are_named_below_the_table(
         peers.main()
     assert exit_code.value.code == 1
     printed = capsys.readouterr().out
+    assert "this recipe: 300 tokens/s, 1.00 GiB\nworks: 128 tokens/s, 2.00 GiB\nfails: MemoryError" in printed
     assert "| works | 128 | 2.34 | 2.00 GiB | 0.50 |" in printed
     assert "works: all of it" in printed
     assert "fails: MemoryError: no room" in printed
