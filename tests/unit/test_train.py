@@ -280,7 +280,8 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             checkpoint__initial_load_path=tmp_path / "3",
         )
     )
-    pipelined = tiny_config(tmp_path, 2, parallelism__pipeline_parallel_degree=2)
+    split = {"parallelism__pipeline_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}
+    on_four = tiny_config(tmp_path, 4, **split)
     # Memory snapshots need a GPU: what is read of them here is that they are off.
     read.add("profiling.save_memory_snapshot_folder")
     read.add("checkpoint.on_failure")  # none fails here
@@ -288,7 +289,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         watching.setattr(Section, "__getattribute__", watched)
         for config in runs:
             train_here(config)
-        dry_run(pipelined, Place(0, 0, 2))  # the only run here that has a pipeline
+        dry_run(on_four, Place(0, 0, 4))  # the only run here that has a pipeline and splits tensors
     torch.use_deterministic_algorithms(False)
     assert sorted(set(key_names()) - read) == []
 
