@@ -123,10 +123,10 @@ def test_damaged_checkpoints_are_passed_over_and_it_is_said_why(
     assert "passed over the checkpoint of step 6: the checksum of __0_0.distcp differs" in caplog.text
     assert "passed over the checkpoint of step 4: it has no manifest: it was never finished" in caplog.text
     assert steps_in(tmp_path) == [6, 4, 2]
-    with pytest.raises(ValueError, match="checkpoint.load_step = 3 is not in .*, which has 6, 4, 2"):
+    with pytest.raises(ValueError, match="step 3 is not in .*, which has 6, 4, 2; use another"):
         run(tmp_path, 8, checkpoint__load_step=3)
     file.write_bytes(content[:-1])
-    with pytest.raises(ValueError, match="checkpoint.load_step = 6 cannot be loaded: __0_0.distcp has"):
+    with pytest.raises(ValueError, match="step 6 in .* cannot be loaded: __0_0.distcp has"):
         run(tmp_path, 8, checkpoint__load_step=6)
 
 
@@ -234,8 +234,11 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
     assert all(name.startswith("model.") and value.dtype == torch.bfloat16 for name, value in saved.items())
     exported = load_file(tmp_path / "hf/model.safetensors")
     assert exported["model.embed_tokens.weight"].equal(saved["model.tok_embeddings.weight"])
-    with pytest.raises(ValueError, match="has only weights"):
+    with pytest.raises(ValueError, match="has only weights.*; begin another with checkpoint.initial_load_path"):
         run(tmp_path, 6, **end)
+    begun = {"checkpoint__initial_load_path": str(tmp_path), "checkpoint__initial_load_model_only": False}
+    with pytest.raises(ValueError, match="has only weights.*; set checkpoint.initial_load_model_only = true"):
+        run(tmp_path / "begun", 6, **begun)
     from_run, from_hf = (
         run(tmp_path / name, 1, checkpoint__initial_load_path=str(path), checkpoint__initial_load_in_hf=name == "b")
         for name, path in (("a", tmp_path), ("b", tmp_path / "hf"))
@@ -243,6 +246,15 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
     assert from_run[0]["loss"] == from_hf[0]["loss"]
     with pytest.raises(ConfigError, match="last_save_in_hf = true saves weights alone"):
         run(tmp_path / "c", 1, checkpoint__last_save_in_hf=True)
+
+
+def test_weights_for_others_are_written_where_the_data_end_at_a_saved_step(tmp_path: Path) -> None:
+    corpus = tmp_path / "short.jsonl"
+    corpus.write_text("".join(f'{{"text": "{"word " * 200}"}}\n' for _ in range(8)))
+    end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
+    records = run(tmp_path, 10, training__dataset_path=str(corpus), checkpoint__interval=1, **end)
+    assert records[-1]["step"] == steps_in(tmp_path)[0] < 10
+    assert {t.dtype for t in load_file(tmp_path / "hf/model.safetensors").values()} == {torch.float32}
 
 
 def test_weights_for_others_of_an_earlier_end_are_kept_aside_when_the_run_goes_on(tmp_path: Path) -> None:

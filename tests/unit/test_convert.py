@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.stored_models import SHAPES, VOCAB, hold, random_weights, store_run
 from tests.tiny_runs import TINY
 from torchtitan.__main__ import main
-from torchtitan.checkpoint.hf import Weights, plan_shards, save_hf
+from torchtitan.checkpoint.hf import Weights, copy_assets, save_hf
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs
 from torchtitan.models.llama.hf import from_hf_config, from_meta_params, to_hf_config, to_hf_name
 from torchtitan.models.llama.model import Transformer
@@ -245,6 +245,8 @@ def test_parameters_are_filled_in_their_own_type(tmp_path: Path) -> None:
     [
         (lambda f: next(f.glob("*-00002-of-*")).unlink(), "lacks model-00002-of-00005.safetensors; download all"),
         (lambda f: (f / "model-00002-of-00005.safetensors").write_bytes(b"\x08"), "00002.* is damaged"),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"'), "index.json is not valid JSON"),
+        (lambda f: (f / "config.json").write_text('{"'), "config.json is not valid JSON"),
         (lambda f: save_file({"a": torch.zeros(1, dtype=torch.int8)}, f / "model-00002-of-00005.safetensors"), "I8"),
     ],
 )
@@ -253,6 +255,11 @@ def test_a_folder_that_is_not_whole_is_refused(harm: Callable[[Path], None], mes
     harm(folder)
     with pytest.raises(ValueError, match=message):
         open_model(str(folder))
+
+
+def test_a_tokenizers_file_comes_with_what_is_read_beside_it(tmp_path: Path) -> None:
+    copy_assets(TOKENIZER / "tokenizer.json", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
 def refusal(*words: Any) -> str:
@@ -318,10 +325,6 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: 
     for verb in (["convert", run, tmp_path / "hf"], ["generate", "--checkpoint", run, "--prompt", "a"]):
         assert "the tokenizer has 2048 ids, the flavor's vocabulary only 1000 rows" in refusal(*verb)
     assert not (tmp_path / "hf").exists()
-
-
-def test_shards_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
-    assert plan_shards({"a": 3, "b": 3, "c": 11, "d": 4, "e": 6}, 10) == [["a", "b"], ["c"], ["d", "e"]]
 
 
 MEMORY = """

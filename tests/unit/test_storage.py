@@ -1,5 +1,6 @@
 """What counts as a complete checkpoint, what is kept, and that reading one runs nothing."""
 
+import fcntl
 import json
 import pickle
 from pathlib import Path
@@ -61,10 +62,22 @@ def test_a_checkpoint_that_is_damaged_is_not_complete_and_says_how(tmp_path: Pat
     (tmp_path / "step-5").mkdir()
     (tmp_path / "step-5" / "manifest.json").write_text(intact)
     assert str(storage.examine(5)).startswith("its manifest is that of step 4")
-    (tmp_path / "step-4" / "manifest.json").write_text('{"step": 4')
-    assert str(storage.examine(4)).startswith("its manifest cannot be read")
+    for text in ('{"step": 4', "null"):
+        (tmp_path / "step-4" / "manifest.json").write_text(text)
+        assert str(storage.examine(4)).startswith("its manifest cannot be read")
     (tmp_path / "step-4" / "manifest.json").unlink()
     assert str(storage.examine(4)).startswith("it has no manifest")
+    (tmp_path / "step-6").touch()
+    assert storage.examine(6) == "it is a file"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_whose_files_are_on_another_node_is_not_complete(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    dcp.save(STATE, storage_writer=storage.writer(3), no_dist=True)
+    with pytest.raises(OSError, match=r"step-3.writing has no __1_0.distcp, which another rank wrote: all nodes"):
+        storage.complete(Manifest(3, {"__1_0.distcp": (1, 1)}, {}, "2 ranks", {}, {}))
+    assert storage.steps() == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -77,11 +90,12 @@ def test_what_was_not_finished_is_no_checkpoint_and_is_swept_away(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_somebody_reads_is_not_removed(tmp_path: Path) -> None:
+def test_what_somebody_reads_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(str(tmp_path))
     save(storage, 1)
     with storage.reading(1):
         assert not Storage(str(tmp_path)).remove_unread(1)
+    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)  # as NFS does it
     assert storage.remove_unread(1) and storage.steps() == []
 
 

@@ -68,7 +68,7 @@ def open_hf(folder: str | Path) -> Weights:
     """The safetensors of a Hugging Face folder; only their headers are read."""
     folder = Path(folder)
     if (folder / _INDEX).is_file():
-        files = {folder / name for name in json.loads((folder / _INDEX).read_bytes())["weight_map"].values()}
+        files = {folder / name for name in read_json(folder / _INDEX)["weight_map"].values()}
     else:
         files = {folder / "model.safetensors"}
     if absent := sorted(path.name for path in files if not path.is_file()):
@@ -99,22 +99,24 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder, holding one tensor at a time; it gets its name when it is complete."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     target = refuse_existing(folder)
     writing = target.with_name(f"{target.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)  # of a conversion that was cut short
     writing.mkdir(parents=True)
-    names = {to_hf_name(name): name for name in weights.outline}
-    renamed = weights.renamed(names)
+    renamed = weights.renamed({to_hf_name(name): name for name in weights.outline})
     outline = {name: like.to(dtype or like.dtype) for name, like in renamed.outline.items()}
-    shards = plan_shards({name: like.nbytes for name, like in outline.items()}, shard_bytes)
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    split = split_state_dict_into_shards_factory(
+        outline,
+        get_storage_size=lambda like: like.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for file, shard in split.filename_to_tensors.items():
         _write_shard(writing / file, {name: outline[name] for name in shard}, renamed)
-        places |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        size = sum(like.nbytes for like in outline.values())
-        _write_json(writing / _INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    if split.is_sharded:
+        _write_json(writing / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     copy_assets(assets, writing)
     _write_json(writing / "config.json", config)
     if not (writing / "generation_config.json").exists():
@@ -176,23 +178,10 @@ def copy_assets(assets: str | Path, target: Path) -> None:
     """The tokenizer's files, whatever kind it is, and how to generate."""
     assets = Path(assets)
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in _ASSETS if assets.is_dir() else (assets.name,):
+    for pattern in _ASSETS if assets.is_dir() else (assets.name, "tokenizer_config.json"):
         for path in (assets if assets.is_dir() else assets.parent).glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, target / path.name)
-
-
-def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names for one file after the other, none larger than the limit unless a single tensor is."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if not shards or size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(name)
-        room -= size
-    return shards
 
 
 def _write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) -> None:
@@ -208,6 +197,14 @@ def _write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) ->
         file.write(len(text).to_bytes(8, "little") + text)
         for name, like in outline.items():
             file.write(weights.read(name, like.dtype).view(torch.uint8).numpy().data)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
+    return content
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

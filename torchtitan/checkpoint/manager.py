@@ -171,14 +171,14 @@ class Checkpointer:
         if step >= 0:
             if step not in candidates:
                 found = ", ".join(map(str, candidates)) or "none"
-                raise ValueError(f"checkpoint.load_step = {step} is not in {storage.url}, which has {found}")
+                raise ValueError(f"step {step} is not in {storage.url}, which has {found}; use another step")
             candidates = [step]
         for candidate in candidates:
             manifest = self._examine(storage, candidate)
             if isinstance(manifest, Manifest):
                 return manifest
             if step >= 0:
-                raise ValueError(f"checkpoint.load_step = {step} cannot be loaded: {manifest}; use another")
+                raise ValueError(f"step {step} in {storage.url} cannot be loaded: {manifest}; use another step")
             if self.rank == 0:
                 logger.warning(f"passed over the checkpoint of step {candidate}: {manifest}")
         return None
@@ -211,7 +211,8 @@ class Checkpointer:
             more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise ValueError(
                 f"the checkpoint of step {step} in {storage.url} is of another model: "
-                f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, or another job.dump_folder"
+                f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, or begin elsewhere "
+                "(job.dump_folder, or checkpoint.initial_load_path)"
             )
         with storage.reading(step):
             dcp.load(tensors, storage_reader=storage.reader(step), process_group=self.group)

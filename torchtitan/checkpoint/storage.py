@@ -78,6 +78,8 @@ class Storage:
     def complete(self, manifest: Manifest) -> None:
         """Write the manifest, give the folder its name: from here on the checkpoint is there."""
         folder = self.being_written(manifest.step)
+        if self.is_local and (unseen := [name for name in manifest.files if not Path(folder, name).exists()]):
+            raise OSError(f"{folder} has no {unseen[0]}, which another rank wrote: all nodes must share the folder")
         says = asdict(manifest)
         with self.fs.open(f"{folder}/{_MANIFEST}", "wb") as file:
             file.write(json.dumps({"checksum": _checksum_of(says)} | says, indent=1).encode())
@@ -98,7 +100,9 @@ class Storage:
             manifest = Manifest(**read | {"files": {name: tuple(about) for name, about in read["files"].items()}})
         except FileNotFoundError:
             return "it has no manifest: it was never finished"
-        except (ValueError, TypeError, KeyError) as error:
+        except NotADirectoryError:
+            return "it is a file"
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             return f"its manifest cannot be read ({error})"
         if manifest.step != step:
             return f"its manifest is that of step {manifest.step}"
@@ -134,7 +138,7 @@ class Storage:
         if not self.is_local:
             self.remove(self.folder(step))
             return True
-        with open(f"{self.folder(step)}/{_MANIFEST}", "rb") as file:
+        with open(f"{self.folder(step)}/{_MANIFEST}", "r+b") as file:  # NFS locks for one alone what may be written
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -157,11 +161,10 @@ class Storage:
 
     def sweep(self) -> list[str]:
         """Remove what saves that were cut short have left; their names."""
-        left = [path for path in self.fs.ls(self.root, detail=False) if path.endswith(".writing")] if (
-            self.fs.exists(self.root)) else []  # fmt: skip
+        left = [*Path(self.root).glob("*.writing")] if self.is_local else []
         for path in left:
-            self.fs.rm(path, recursive=True)
-        return [path.rpartition("/")[2] for path in left]
+            self.fs.rm(str(path), recursive=True)
+        return [path.name for path in left]
 
     def writer(self, step: int) -> FileSystemWriter:
         if self.is_local:

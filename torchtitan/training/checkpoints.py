@@ -85,9 +85,11 @@ class Checkpoints:
             anew = {"optimizer", "dataloader", "train_state"}
         shapes = self.manager.shapes(storage, manifest.step)
         if "optimizer" not in anew and not any(name.startswith("optimizer.") for name in shapes):
+            fix = "begin another with checkpoint.initial_load_path, in another job.dump_folder"
+            fix = fix if self.resumes else "set checkpoint.initial_load_model_only = true"
             raise ValueError(
                 f"step {manifest.step} in {storage.url} has only weights (checkpoint.last_save_model_only), a run "
-                "cannot go on from it; begin another with checkpoint.initial_load_path, in another job.dump_folder"
+                f"cannot go on from it; {fix}"
             )
         if "optimizer" not in anew and saved != config.optimizer.name:
             raise ValueError(
@@ -123,14 +125,12 @@ class Checkpoints:
         if self.manager is None or self.section.load_only:
             return
         self.manager.wait()
-        if self.manager.last_step == step:
-            return
-        only_weights = is_last and self.section.last_save_model_only
-        self.save(step, only_weights)
-        self.manager.wait()
         if self.manager.last_step != step:
-            raise SaveError(f"the checkpoint of the last step, {step}, could not be saved; see above")
-        if only_weights and self.section.last_save_in_hf:
+            self.save(step, is_last and self.section.last_save_model_only)
+            self.manager.wait()
+            if self.manager.last_step != step:
+                raise SaveError(f"the checkpoint of the last step, {step}, could not be saved; see above")
+        if is_last and self.section.last_save_in_hf:
             try:
                 self.manager.on_rank_0(lambda: self._write_hf(step))  # the others wait, for validation may follow
             except OSError as error:
@@ -143,7 +143,7 @@ class Checkpoints:
         manifest = self.manager.storage.examine(step)
         assert isinstance(manifest, Manifest), manifest
         source = open_run(self.manager.storage, manifest)
-        write_hf(source, str(self.run_folder / "hf"), source.assets, None)
+        write_hf(source, str(self.run_folder / "hf"), source.assets, getattr(torch, self.section.export_dtype))
         logger.info(f"wrote {self.run_folder / 'hf'} for Hugging Face")
 
     def save(self, step: int, only_weights: bool = False) -> None:

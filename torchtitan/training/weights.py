@@ -1,6 +1,5 @@
 """Where a path leads: to a run's checkpoint, a Hugging Face folder or Meta's files, opened alike, read when asked."""
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.hf import SHARD_BYTES, Weights, copy_part, open_checkpoint, open_hf, save_hf
+from torchtitan.checkpoint.hf import SHARD_BYTES, Weights, copy_part, open_checkpoint, open_hf, read_json, save_hf
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.schema import Config, Job, Model
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
@@ -130,7 +129,7 @@ def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
 
 
 def _open_hf(folder: Path) -> StoredModel:
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_json(folder / "config.json")
     args = from_hf_config(config)
     weights, outline = open_hf(folder), outline_of(args)
     weights.check({to_hf_name(name): like for name, like in outline.items()})
@@ -147,7 +146,7 @@ def _open_meta(folder: Path) -> StoredModel:
     if not parts or "output.weight" not in parts[0]:
         raise ValueError(f"{folder} has params.json, but no consolidated.*.pth with a Llama in it; download all files")
     vocab_size = len(parts[0]["output.weight"]) * len(parts)
-    args = from_meta_params(json.loads((folder / "params.json").read_bytes()), vocab_size)
+    args = from_meta_params(read_json(folder / "params.json"), vocab_size)
     names = outline_of(args)
     left_out = {"rope.freqs"} | ({"output.weight"} if args.tied_embeddings else set())
     outline = {}
