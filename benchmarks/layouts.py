@@ -8,14 +8,13 @@ not what a cluster's links would make of it.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from torchtitan.launch.node import torchrun_here
+from torchtitan.launch.node import environment_here, torchrun_here
 
 ROOT = Path(__file__).parents[1]
 RANKS = 8
@@ -56,7 +55,7 @@ def seconds_a_step(keys: dict[str, int | str], folder: str, steps: int) -> float
         "--lr_scheduler.warmup_steps=1",
     ]
     command += ["--validation.no_enable", *(f"--parallelism.{key}={value}" for key, value in keys.items())]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, env=environment_here(RANKS), check=True, capture_output=True)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return statistics.median(json.loads(line)["step_seconds"] for line in lines[2:])
 

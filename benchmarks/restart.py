@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan.launch.node import torchrun_here
+from torchtitan.launch.node import environment_here, torchrun_here
 
 _ROOT = Path(__file__).parents[1]
 _MARK = "marks of a rank: "
@@ -68,7 +68,7 @@ def main() -> None:
     folder = args.folder.absolute() / "run"
     folder.mkdir(parents=True, exist_ok=True)
     options = [*sys.argv[end + 1 :], "--checkpoint.interval", "5"]
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.ranks))}
+    environment = environment_here(args.ranks)
 
     run = Run(folder, args.ranks, options, time.monotonic() + 600)
     run.start()

@@ -21,7 +21,7 @@ from typing import Any
 from torchtitan.config.layout import ParallelDims, plan_batch, plan_layout
 from torchtitan.config.load import flat, key_names, load_config
 from torchtitan.config.schema import Config, Parallelism
-from torchtitan.launch.node import torchrun_here
+from torchtitan.launch.node import environment_here, torchrun_here
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _MOST_ROWS = 12
@@ -159,7 +159,8 @@ def differing_keys(a: Run, b: Run) -> tuple[list[str], list[str]]:
         x, y = (dotted[name] for dotted in values)
         if x != y and name not in ("job.config_file", "job.dump_folder"):
             line = f"{name}: A {json.dumps(x)}, B {json.dumps(y)}"
-            (how if section in _HOW_SECTIONS or name in _HOW_KEYS else what).append(line)
+            is_how = section in _HOW_SECTIONS and not name.startswith("checkpoint.initial_load")
+            (how if is_how or name in _HOW_KEYS else what).append(line)
     return how, what
 
 
@@ -238,8 +239,15 @@ def _plan_run(
     name: str, file: str, options: Sequence[str], seed: int, steps: int | None, world_size: int | None, out: Path
 ) -> Run:
     argv = ["--job.config_file", file, *options, "--debug.seed", str(seed), "--metrics.log_freq", "1"]
-    argv += ["--job.dump_folder", str(out / name.lower()), "--checkpoint.no_enable"]
+    argv += ["--job.dump_folder", str(out / name.lower())]
     given = load_config(argv)
+    if given.checkpoint.enable:  # for weights to begin with: nothing is saved, and no earlier run is gone on with
+        argv += [
+            "--checkpoint.load_only",
+            "--checkpoint.folder",
+            "checkpoint",
+            "--checkpoint.no_create_seed_checkpoint",
+        ]
     if steps is not None:
         schedule = given.lr_scheduler.total_steps or given.training.steps
         argv += ["--training.steps", str(steps)]
@@ -256,12 +264,13 @@ def _plan_run(
 
 def train(run: Run) -> list[dict[str, Any]]:
     """Run train.py as the command line would; its records. What it prints goes to its log."""
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // run.world_size)), **os.environ}
     print(f"{run}, {run.config.training.steps} steps, log {run.log}", flush=True)
     begin = time.perf_counter()
     with run.log.open("w", encoding="utf-8") as log:
         print(f"$ {shlex.join(run.command)}", file=log, flush=True)
-        process = subprocess.Popen(run.command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            run.command, stdout=log, stderr=subprocess.STDOUT, env=environment_here(run.world_size)
+        )
         try:
             code = process.wait()
         except KeyboardInterrupt:

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.load import load_config
-from torchtitan.launch.node import torchrun_here
+from torchtitan.launch.node import environment_here, torchrun_here
 
 _ROOT = Path(__file__).parents[1]
 _POLL_SECONDS = 0.02
@@ -46,7 +46,6 @@ class Run:
         command = [sys.executable, *torchrun_here(self.ranks)]
         command += ["train.py", *self.options, "--job.dump_folder", str(self.folder), "--checkpoint.enable"]
         self.log = (self.folder.parent / f"{self.folder.name}.log").open("ab")
-        threads = str(max(1, (os.cpu_count() or 1) // self.ranks))
         self.process = subprocess.Popen(
             command,
             cwd=_ROOT,
@@ -54,19 +53,22 @@ class Run:
             stderr=self.log,
             start_new_session=True,
             preexec_fn=_obey_permissions,
-            env={"OMP_NUM_THREADS": threads, **os.environ},
+            env=environment_here(self.ranks),
         )
         self.began = len(self.records())
 
     def wait_until(self, happened: Callable[[], object]) -> bool:
         """Whether it happened while the run was running."""
-        while self.process.poll() is None:
-            if time.monotonic() > self.deadline:
-                self.kill()
-                raise TimeoutError(f"the drill took longer than --minutes; the end of {self.log.name} says where it is")
-            if happened():
-                return True
-            time.sleep(_POLL_SECONDS)
+        try:
+            while self.process.poll() is None:
+                if time.monotonic() > self.deadline:
+                    raise ValueError(f"the drill took longer than --minutes; see the end of {self.log.name}")
+                if happened():
+                    return True
+                time.sleep(_POLL_SECONDS)
+        except BaseException:  # Ctrl-C, too, which the run, in a session of its own, does not hear
+            self.kill()
+            raise
         return False
 
     def end(self) -> tuple[int, list[int]]:
@@ -115,10 +117,6 @@ class Run:
 
 def _kill_one(run: Run, chance: random.Random) -> None:
     _signal(chance.choice(run.workers() or [run.process.pid]), signal.SIGKILL)
-
-
-def _kill_all(run: Run, _: random.Random) -> None:
-    run.kill()
 
 
 def _wait_for_steps(run: Run, number: int) -> None:
@@ -186,25 +184,29 @@ def _forbid_writing(run: Run, _: random.Random) -> None:
     folder = run.folder / "checkpoint"
     run.wait_until(folder.exists)
     folder.chmod(0o555)
-    _kill_after_failed_save(run)
-    folder.chmod(0o755)
+    try:
+        _kill_after_failed_save(run)
+    finally:
+        folder.chmod(0o755)
 
 
 def _fill_the_disk(run: Run, _: random.Random) -> None:
     filler = run.folder.parent / "filler"
-    with filler.open("wb", buffering=0) as file:
-        with contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(1 << 20))
-        file.truncate(max(0, file.tell() - _LEFT_FOR_LOGS_BYTES))
-    _kill_after_failed_save(run)
-    filler.unlink()
+    try:
+        with filler.open("wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 20))
+            file.truncate(max(0, file.tell() - _LEFT_FOR_LOGS_BYTES))
+        _kill_after_failed_save(run)
+    finally:
+        filler.unlink()
 
 
 # What each returns, if anything, is the step of a checkpoint that it has damaged.
 FAULTS: dict[str, Callable[[Run, random.Random], int | None]] = {
     "one rank killed": _kill_one,
-    "all killed": _kill_all,
+    "all killed": lambda run, _: run.kill(),
     "all killed during a write": _kill_while_writing,
     "a file of the newest checkpoint truncated": _damage(_truncate),
     "a bit of it flipped": _damage(_flip),

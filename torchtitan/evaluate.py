@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtitan import hardware
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.load import load_config_or_exit, to_toml
-from torchtitan.config.schema import Config, Parallelism
+from torchtitan.config.schema import Config, Optimizer, Parallelism
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.observe.log import start_logging
 from torchtitan.parallel import collectives
@@ -37,9 +37,9 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
 
 
 def resolve(source: StoredModel, path: str, options: Sequence[str], place: hardware.Place) -> Config:
-    """The run's configuration, less its layout, under the options; validation is on."""
+    """The run's configuration, less its layout and optimizer, under the options; validation is on."""
     config = source.config or config_of(source.args, path, source.assets)
-    config = config.model_copy(update={"parallelism": Parallelism()})
+    config = config.model_copy(update={"parallelism": Parallelism(), "optimizer": Optimizer()})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
         file.write_text(to_toml(config), encoding="utf-8")

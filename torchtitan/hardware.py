@@ -74,7 +74,8 @@ def pick_device(local_rank: int) -> "torch.device":
     import torch
 
     if not torch.cuda.is_available():
-        if list(_DEVICE_FILES.glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        names_one = re.match(" *[0-9GM]", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # not: empty, -1, NoDevFiles
+        if list(_DEVICE_FILES.glob("nvidia[0-9]*")) and names_one:
             raise ValueError(
                 f"this machine has NVIDIA GPUs, but torch {torch.__version__} cannot use them; install a CUDA build of "
                 f"torch that fits the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
@@ -88,6 +89,11 @@ def pick_device(local_rank: int) -> "torch.device":
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def num_cores() -> int:
+    """Of those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_to_own_cores(place: Place, device: "torch.device") -> None:

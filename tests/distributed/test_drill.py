@@ -2,11 +2,14 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from torchtitan.drill import Run
 
 ROOT = Path(__file__).parents[2]
 # What takes seconds: small sequences, a save every other step, and a rank that is stopped is soon found out.
@@ -37,3 +40,11 @@ def test_a_run_survives_every_kind_of_fault(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing was lost: all tensors are the same to the bit" in done.stdout
     assert done.stdout.count("\n| ") == 2 + 3  # a table of what was done
+
+
+def test_a_drill_that_ends_early_leaves_no_process_behind(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, [], deadline=0.0)
+    with (tmp_path / "run.log").open("ab") as run.log, subprocess.Popen(["sleep", "60"]) as run.process:
+        with pytest.raises(ValueError, match="the drill took longer than --minutes; see the end of .*run.log"):
+            run.wait_until(lambda: False)
+        assert run.process.poll() == -signal.SIGKILL

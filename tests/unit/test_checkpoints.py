@@ -1,5 +1,6 @@
 """A run on one process and its checkpoints: what is saved, kept, passed over and refused."""
 
+import errno
 import logging
 import math
 import os
@@ -183,7 +184,7 @@ def blocked(save: Any, folder: Path, steps: tuple[int, ...]) -> Any:
     return save_into_a_file
 
 
-def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
+def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan.observe.run_folder import claim
 
     claimed = claim(tmp_path)
@@ -191,6 +192,13 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
         run(tmp_path, 1)
     claimed.close()
     run(tmp_path, 1)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(ValueError, match=r"locks no files \(Function not implemented\); have it mounted with locks"):
+        claim(tmp_path)
 
 
 def test_another_run_begins_with_saved_weights_or_with_all_of_it(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from torchtitan.__main__ import main
-from torchtitan.compare import Comparison, Run, compare_records, describe, draw, infer_world_size, plan_runs
+from torchtitan.compare import (
+    Comparison,
+    Run,
+    compare_records,
+    describe,
+    differing_keys,
+    draw,
+    infer_world_size,
+    plan_runs,
+)
 from torchtitan.config.schema import Parallelism
 
 BATCH = "[training]\nglobal_batch_size = 8\nsteps = 300\n"
@@ -132,6 +141,15 @@ def test_both_runs_get_the_seed_of_a_and_folders_of_their_own(tmp_path: Path) ->
     assert b.command[1:3] == ["-m", "torch.distributed.run"] and b.command[5:7] == ["--nproc_per_node=2", "train.py"]
     c, d = planned(tmp_path, BATCH, BATCH + "[debug]\nseed = 7\n")
     assert [run.config.debug.seed for run in (c, d)] == [0, 0]
+
+
+def test_runs_begin_with_the_weights_their_files_name_and_save_nothing(tmp_path: Path) -> None:
+    saving = '[checkpoint]\nenable = true\nfolder = "s3://b/r"\nlast_save_model_only = true\nlast_save_in_hf = true\n'
+    a, b = planned(tmp_path, BATCH, BATCH + saving + 'initial_load_path = "x"\n')
+    assert not a.config.checkpoint.enable and b.config.checkpoint.enable and b.config.checkpoint.load_only
+    assert (b.config.checkpoint.folder, b.config.checkpoint.initial_load_path) == ("checkpoint", "x")
+    how, what = differing_keys(a, b)
+    assert what == ['checkpoint.initial_load_path: A null, B "x"'] and "checkpoint.enable: A false, B true" in how
 
 
 def test_fewer_steps_are_the_first_of_the_same_learning_rate_curve(tmp_path: Path) -> None:

@@ -230,6 +230,9 @@ components = ["model", "los"]
         ('[model]\nname = "llama2"\nflavor = "7B"\n[training]\nseq_len = 8192',
          "training.seq_len = 8192 is longer than llama2 7B can be: use 4096 or less"),
         ("[lr_scheduler]\ndecay_ratio = 0.99\nwarmup_steps = 200", "lr_scheduler.decay_ratio = 0.99 of 10000 steps"),
+        ("[lr_scheduler]\ndecay_ratio = 0.667\nwarmup_steps = 3333",
+         "lr_scheduler.decay_ratio = 0.667 of 10000 steps and 3333 warmup steps overlap; use a decay_ratio of 0.666"),
+        ("job = 3", "job = 3: this is a section; write [job] and its keys below"),
         ("[lr_scheduler]\ntotal_steps = 500", "lr_scheduler.total_steps = 500 ends before training.steps = 10000"),
         ('[activation_checkpoint]\nselective_ac_option = "ops"',
          'activation_checkpoint.selective_ac_option = "ops" is neither "op" nor a number of blocks'),
@@ -460,6 +463,8 @@ def test_a_layout_fills_the_sharded_axis() -> None:
     three = plan_layout(Parallelism(tensor_parallel_degree=2, context_parallel_degree=2), 16)
     assert (three.dp_shard, three.cp, three.tp, three.dp) == (4, 2, 2, 4)
     assert str(hybrid) == "dp_replicate 2 x dp_shard 4" and str(ParallelDims()) == "1 rank"
+    with pytest.raises(ValueError, match="the run has 0 ranks; use 1 or more"):
+        plan_layout(Parallelism(), 0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Generated text against transformers', sampling, batches; and eval against the training's own validation."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.stored_models import SHAPES, store_run
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan.__main__ import main
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.evaluate import resolve
 from torchtitan.generate import Sampling, build_model, generate, pick, stop_ids
 from torchtitan.hardware import Place
 from torchtitan.models.llama.model import Transformer
@@ -179,6 +181,14 @@ def test_eval_measures_what_the_training_did(
     options += ["--validation.dataset_path", keys["validation__dataset_path"], "--validation.seq_len", "64"]
     assert evaluated(capsys, tmp_path / "hf", *options, "--validation.steps", "4")[0] == pytest.approx(loss, abs=1e-6)
     assert evaluated(capsys, tmp_path / "hf", *options)[2] > tokens
+
+
+def test_eval_takes_a_run_whose_optimizer_would_need_its_ranks(tmp_path: Path) -> None:
+    keys = {"optimizer__early_step_in_backward": True, "training__max_norm": math.inf}
+    run = store_run(tmp_path / "run", **keys)
+    options = ["--training.global_batch_size", "64"]  # eight ranks' batch
+    config = resolve(open_model(str(run)), str(run), options, ALONE)
+    assert config.training.global_batch_size == 64 and config.validation.enable
 
 
 def test_eval_refuses_a_configuration_of_another_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from torchtitan.__main__ import main
 from torchtitan.launch import submit
-from torchtitan.launch.node import count_gpus, first_host, plan_start, read_node
+from torchtitan.launch.node import count_gpus, environment_here, first_host, plan_start, read_node
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "launched"  # what is submitted where; renew a file with its command and --dry-run
@@ -143,6 +143,8 @@ TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}
             "NNODES = 2, but no node rank is set; set NODE_RANK on each node: 0 to 1",
         ),
         (TWO | {"NODE_RANK": "2"}, 0, "NODE_RANK = 2, but NNODES = 2; node ranks go from 0 to 1"),
+        (TWO | {"NODE_RANK": "2", "PET_RDZV_ENDPOINT": "a:1"}, 0, "NODE_RANK = 2, but NNODES = 2; node ranks go"),
+        (TWO | {"PET_RDZV_ENDPOINT": "a"}, 0, "PET_RDZV_ENDPOINT = a names no port; use a:29400"),
         (
             {"NNODES": "2", "NODE_RANK": "0"},
             0,
@@ -193,6 +195,23 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.Mon
     program.write_text("#!/bin/sh\necho 'GPU 0: A'; echo '  MIG 1g'; echo 'GPU 1: B'\n")
     program.chmod(0o755)
     assert [count_gpus(v) for v in (None, "", "0", "1, 0", "GPU-ab,MIG-cd", "-1")] == [2, 0, 1, 2, 2, 0]
+
+    def hang(*_: object, timeout: float, **__: object) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(ValueError, match="nvidia-smi does not answer within 60 s: a GPU or its driver hangs"):
+        count_gpus(None)
+
+
+def test_a_tools_own_run_knows_nothing_of_the_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PET_NNODES", "PET_MAX_RESTARTS", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    cleared = environment_here(2)
+    assert cleared.keys() - os.environ.keys() == {"OMP_NUM_THREADS"} and cleared["OMP_NUM_THREADS"] == "3"
+    assert not any(name in cleared for name in ("PET_NNODES", "PET_MAX_RESTARTS", "RANK", "WORLD_SIZE", "LOCAL_RANK"))
 
 
 GROWS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -298,6 +317,7 @@ def test_a_manifest_is_yaml_that_keeps_every_word(place: str, pods: int) -> None
         assert spec["command"] == ["./run_llama_train.sh", *OPTIONS[:-1], OPTIONS[-1].replace("$(", "$$(")]
         assert {"name": "MAX_RESTARTS", "value": "3"} in spec["env"]
         assert not any("HF_TOKEN" in str(variable.get("value")) for variable in spec["env"])
+    assert submit._literal("a$$b") == "a$$$$b"  # of two Kubernetes would make one
 
 
 @pytest.mark.parametrize(

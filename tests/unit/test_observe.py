@@ -95,6 +95,15 @@ def test_a_number_that_is_not_finite_is_null_for_json(tmp_path: Path) -> None:
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.1}\n'
 
 
+@pytest.mark.parametrize("tail", ['{"step": 3, "lo', "\0" * 30])
+def test_a_line_that_a_crash_has_cut_short_ends_no_resume(tmp_path: Path, tail: str) -> None:
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + tail)
+    lines = metrics.JsonLines(tmp_path / "m.jsonl", 1)
+    lines.write(2, {})
+    lines.close()
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_a_full_disk_costs_records_but_neither_the_run_nor_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,8 +342,9 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over(tmp_path: Path, monkeypa
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match="has NVIDIA GPUs, but torch .* cannot use them; install a CUDA build"):
         hardware.pick_device(0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert hardware.pick_device(0).type == "cpu"
+    for none in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert hardware.pick_device(0).type == "cpu"
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

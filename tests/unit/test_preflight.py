@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -244,6 +245,7 @@ def test_a_sick_gpu_is_a_problem_and_a_slow_one_a_note() -> None:
         {"uuid": f"GPU-{i}", "ecc.errors.uncorrected.volatile.total": "[N/A]", "memory.used": "3"} for i in range(4)
     ]
     listed[1]["ecc.errors.uncorrected.volatile.total"] = "2"
+    listed[2] |= {"ecc.errors.uncorrected.volatile.total": "[Not Supported]", "memory.used": "[N/A]"}
     listed[3]["memory.used"] = "40000"
     checks = [{"uuid": str(i), "name": "H100", "exact": i != 2, "tflops": 300 if i == 3 else 700} for i in (3, 2, 1)]
     devices = facts.judge_gpus(listed, checks)  # as torch sees them: three, in its order
@@ -307,6 +309,31 @@ def test_a_message_has_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ConnectionError, match=wrong):
             channel.receive()
         channel.close()
+
+
+def test_a_pair_that_connects_and_says_nothing_more_is_not_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_PAIR_SECONDS", 1.2)
+    with network.listen(0, "127.0.0.1") as silent, network.listen(0, "127.0.0.1") as unused:
+        order = {"token": "t", "to": silent.getsockname()[:2]}
+        assert preflight._measure(order, unused)["error"].startswith(
+            "they connect, but what is sent stops (timed out):"
+        )
+
+
+def test_words_that_come_in_pieces_are_put_together() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor() as pool:
+        ours.settimeout(5)
+        theirs.sendall(b"pi")
+        received = pool.submit(network.receive_exactly, ours, 4)
+        time.sleep(0.1)
+        theirs.sendall(b"ng")
+        assert received.result(5) == b"ping"
+
+
+def test_versions_are_those_of_all_that_is_pinned() -> None:
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert pinned and set(pinned) <= facts.versions([]).keys()
 
 
 def test_a_measurement_ends_with_its_other_end() -> None:

@@ -33,6 +33,8 @@ class ParallelDims:
 
 def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
     """Fill in the sharded axis and check that the degrees multiply to the world size."""
+    if world_size < 1:
+        raise ValueError(f"the run has {world_size} ranks; use 1 or more")
     shard = parallelism.data_parallel_shard_degree
     others = {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,

@@ -98,11 +98,13 @@ def _sections_below(section: Section, prefix: str) -> Iterator[tuple[str, type[S
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """The tables of both, key by key; where both have one, `above` wins."""
+    """Key by key, `above` wins; a value in the place of a table stays, for it is to be refused."""
     merged = dict(below)
     for name, value in above.items():
-        both = isinstance(value, dict) and isinstance(below.get(name), dict)
-        merged[name] = _merge(below[name], value) if both else value
+        if not isinstance(value, dict):
+            merged[name] = value
+        elif isinstance(table := below.get(name, {}), dict):
+            merged[name] = _merge(table, value)
     return merged
 
 
@@ -113,7 +115,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), [f"cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
     except tomli.TOMLDecodeError as error:
         raise ConfigError(str(path), [f"is not TOML: {error}"]) from None
-    if "config_file" in data.get("job", {}):
+    if isinstance(job := data.get("job"), dict) and "config_file" in job:
         raise ConfigError(str(path), ["job.config_file is for the command line; a file cannot name another: remove it"])
     return data
 

@@ -102,10 +102,11 @@ def _schedule(config: Config) -> Iterator[Finding]:
             f"learning rate would never reach optimizer.lr; use {max(1, total // 5)}, or train longer",
         )
     elif schedule.decay_ratio is not None and schedule.warmup_steps + round(schedule.decay_ratio * total) > total:
+        most = math.floor(1000 * (total - schedule.warmup_steps) / total) / 1000
         yield (
             (*keys, "lr_scheduler.decay_ratio"),
             f"lr_scheduler.decay_ratio = {schedule.decay_ratio} of {total} steps and {schedule.warmup_steps} warmup "
-            f"steps overlap; use a decay_ratio of {(total - schedule.warmup_steps) / total:.3g} or less",
+            f"steps overlap; use a decay_ratio of {most:g} or less",
         )
     if total < steps:
         yield (

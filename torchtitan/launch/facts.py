@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
@@ -16,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from torchtitan import hardware
 from torchtitan.config.load import flat
 from torchtitan.config.schema import Config
 from torchtitan.launch import network
@@ -47,20 +47,17 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
         "host": socket.gethostname(),
         "launch": dict(launch),
         "code": code_digests(ROOT),
-        "config": {key: json.dumps(value) for key, value in flat(config.model_dump()).items() if not _may_differ(key)},
+        # Where the same file lies may differ.
+        "config": {k: json.dumps(v) for k, v in flat(config.model_dump(exclude={"job": {"config_file"}})).items()},
         "versions": versions(devices),
         "addresses": addresses,
         "address": gloo,
         "toward_head": toward,
         "devices": devices,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": hardware.num_cores(),
         "shm_gib": shutil.disk_usage(shm).total / 2**30 if shm.is_dir() else None,
         "problems": problems,
     }
-
-
-def _may_differ(key: str) -> bool:
-    return key == "job.config_file"  # where the same file lies may differ
 
 
 def code_digests(root: Path) -> dict[str, str]:
@@ -76,7 +73,8 @@ def digest(facts: Mapping[str, str]) -> str:
 def versions(devices: Sequence[Facts]) -> dict[str, str]:
     """Versions of Python, of the packages that requirements.txt pins, of NCCL, and of the driver."""
     names = re.findall(r"^[\w.-]+", (ROOT / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    installed = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
+    distributions = [(d.metadata["Name"], d.version) for d in metadata.distributions()]
+    installed = {re.sub("[-_.]+", "-", name).lower(): version for name, version in distributions if name}
     found = {name: version for name, version in installed.items() if name in names or name.startswith("nvidia-nccl")}
     driver = {device["driver_version"] for device in devices if "driver_version" in device}
     return {"Python": platform.python_version(), **found, **({"NVIDIA driver": driver.pop()} if driver else {})}
@@ -105,7 +103,9 @@ def judge_gpus(listed: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
     judged = []
     for i, check in enumerate(checks):
         device, problems = by_uuid.get(check["uuid"], {}), []
-        if (errors := device.get("ecc.errors.uncorrected.volatile.total", "0")) not in ("0", "[N/A]"):
+        # A field that a GPU does not have is [N/A] or [Not Supported].
+        errors = device.get("ecc.errors.uncorrected.volatile.total", "0")
+        if errors.isdecimal() and errors != "0":
             problems.append(f"GPU {i} has {errors} uncorrected memory errors; reset it or leave it out")
         if not check["exact"]:
             problems.append(f"GPU {i} multiplies matrices wrongly; leave it out")
@@ -129,10 +129,9 @@ def gpu_notes(nodes: Sequence[Facts]) -> list[str]:
         for i, device in enumerate(facts["devices"]):
             if "tflops" in device:
                 speeds[device.get("name")].append((device["tflops"], rank, i))
-            if int(device.get("memory.used", 0)) > _TAKEN_MIB:
-                lines.append(
-                    f"{name_of(nodes, rank)}: GPU {i} has {device['memory.used']} MiB in use by something else"
-                )
+            used = device.get("memory.used", "")
+            if used.isdecimal() and int(used) > _TAKEN_MIB:
+                lines.append(f"{name_of(nodes, rank)}: GPU {i} has {used} MiB in use by something else")
     for kind, of_kind in speeds.items():
         median = statistics.median(tflops for tflops, _, _ in of_kind)
         lines += [

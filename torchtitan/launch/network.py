@@ -196,13 +196,13 @@ def measure_with(connection: socket.socket, leads: bool) -> tuple[float, float, 
         begin = time.perf_counter()
         if leads:
             connection.sendall(b"ping")
-        _exactly(connection, 4)
+        receive_exactly(connection, 4)
         if not leads:
             connection.sendall(b"ping")
         trips.append(time.perf_counter() - begin)
     if leads:
         _pour(connection)
-        received = struct.unpack("d", _exactly(connection, 8))[0]
+        received = struct.unpack("d", receive_exactly(connection, 8))[0]
         return statistics.median(trips), received, _drink(connection)
     received = _drink(connection)
     connection.sendall(struct.pack("d", received))
@@ -210,10 +210,13 @@ def measure_with(connection: socket.socket, leads: bool) -> tuple[float, float, 
     return statistics.median(trips), received, 0.0
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = connection.recv(count, socket.MSG_WAITALL)
-    if len(data) != count:
-        raise ConnectionError("the other end hung up")
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:  # MSG_WAITALL does not wait where there is a timeout
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("the other end hung up")
+        data += part
     return data
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torchtitan import hardware
 from torchtitan.config.load import load_config_or_exit
 from torchtitan.config.schema import Config
 from torchtitan.launch.network import way_to_head
@@ -34,6 +35,13 @@ def torchrun_here(num_processes: int) -> list[str]:
     # Without an address torchrun goes by the machine's own name, and waits where a container cannot resolve it.
     here = ("--standalone", "--local_addr=127.0.0.1")
     return ["-m", "torch.distributed.run", *here, f"--nproc_per_node={num_processes}"]
+
+
+def environment_here(num_processes: int) -> dict[str, str]:
+    """What such a run is started with: cores are shared, and nothing is left of what a platform says of its own run."""
+    place = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rest = {name: value for name, value in os.environ.items() if name not in place and not name.startswith("PET_")}
+    return {"OMP_NUM_THREADS": str(max(1, hardware.num_cores() // num_processes)), **rest}
 
 
 @dataclass(frozen=True)
@@ -101,13 +109,15 @@ def read_node(given: Mapping[str, str], gpus: int | None, alone: bool = False) -
     of_nodes = next(f"{name} = {env[name]}" for name in _NUM_NODES if name in env)
     if (backend := env.get("PET_RDZV_BACKEND", "c10d")) not in ("c10d", "static"):
         raise ValueError(f"PET_RDZV_BACKEND = {backend} is not supported here; use c10d, or unset it")
+    if rank is not None and rank >= node.num_nodes:
+        name = next(name for name in _NODE_RANK if name in env)
+        raise ValueError(f"{name} = {rank}, but {of_nodes}; node ranks go from 0 to {node.num_nodes - 1}")
     if endpoint := env.get("PET_RDZV_ENDPOINT"):
+        if not re.search(":[0-9]+$", endpoint):
+            raise ValueError(f"PET_RDZV_ENDPOINT = {endpoint} names no port; use {endpoint}:29400")
         return replace(node, head=endpoint)
     if rank is None:
         raise ValueError(f"{of_nodes}, but no node rank is set; set NODE_RANK on each node: 0 to {node.num_nodes - 1}")
-    if rank >= node.num_nodes:
-        name = next(name for name in _NODE_RANK if name in env)
-        raise ValueError(f"{name} = {rank}, but {of_nodes}; node ranks go from 0 to {node.num_nodes - 1}")
     return replace(node, head=_head(env, of_nodes))
 
 
@@ -219,9 +229,13 @@ def _processes(env: Mapping[str, str], gpus: int | None) -> int:
 def count_gpus(visible: str | None) -> int:
     """NVIDIA GPUs here, or those of them that CUDA_VISIBLE_DEVICES leaves."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
     except OSError:
         return 0
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            "nvidia-smi does not answer within 60 s: a GPU or its driver hangs; restart this node, or leave it out"
+        ) from None
     gpus = len(re.findall("^GPU ", listed, re.MULTILINE))
     if gpus and visible is not None:
         return len(re.findall("(?:^|,) *[0-9GM]", visible))  # indices, GPU-... or MIG-... names
@@ -283,8 +297,7 @@ def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]
     """For a CPU: freed memory is kept (fresh pages cost a tenth of a step, docs/performance.md), cores are shared."""
     kept = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**30, "MALLOC_TOP_PAD_": 2**26}
     if node.num_processes > 1:  # else every rank takes every core
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        kept["OMP_NUM_THREADS"] = max(1, cores // node.num_processes)
+        kept["OMP_NUM_THREADS"] = max(1, hardware.num_cores() // node.num_processes)
     return {name: str(value) for name, value in kept.items() if not env.get(name)}
 
 

@@ -7,6 +7,7 @@ Every node, 0 too, connects to the head as its ranks will, says its facts, and d
 hears the verdict.
 """
 
+import contextlib
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # it imports this file
 
 _WELCOME_SECONDS = 20  # for node 0 to say that it is one; the program at a wrong port may say nothing
 _PAIR_SECONDS = 6
+_STOPS = ": large packets are lost (compare the MTU of both ends and of the switch), or the other end has ended"
 _FOLDER_SECONDS = 5  # until a file of another node must be seen
 
 
@@ -133,15 +135,20 @@ def _measure(order: dict[str, Any], peers: socket.socket) -> dict[str, Any]:
         if order["to"]:
             address, port = order["to"]
             with socket.create_connection((address, port), timeout=_PAIR_SECONDS - 1) as connection:
-                connection.sendall(token)
-                seconds, there, back = network.measure_with(connection, leads=True)
+                try:
+                    connection.sendall(token)
+                    seconds, there, back = network.measure_with(connection, leads=True)
+                except OSError as error:
+                    return {"error": f"they connect, but what is sent stops ({error}){_STOPS}"}
             return {"round_trip_ms": seconds * 1e3, "gbit_there": there * 8e-9, "gbit_back": back * 8e-9}
         while True:  # whoever else knocks is sent away
             peers.settimeout(max(0.01, end - time.monotonic()))
-            connection, _ = peers.accept()
+            (connection, _), came = peers.accept(), b""
             with connection:
                 connection.settimeout(_PAIR_SECONDS)
-                if connection.recv(len(token), socket.MSG_WAITALL) == token:
+                with contextlib.suppress(ConnectionError):
+                    came = network.receive_exactly(connection, len(token))
+                if came == token:
                     network.measure_with(connection, leads=False)
                     return {}
     except OSError as error:

@@ -193,7 +193,7 @@ def _env(job: Job) -> list[dict[str, Any]]:
 
 
 def _literal(text: str) -> str:
-    return text.replace("$(", "$$(")  # which Kubernetes would fill in
+    return text.replace("$", "$$")  # Kubernetes fills in $(NAME), and makes $ of $$
 
 
 def _resources(job: Job) -> dict[str, Any]:

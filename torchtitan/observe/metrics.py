@@ -83,7 +83,7 @@ class JsonLines:
 
     def __init__(self, path: Path, start_step: int) -> None:
         if start_step and path.exists():  # a resumed run writes the steps after its checkpoint again
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= start_step]
+            kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= start_step]
             path.write_text("".join(line + "\n" for line in kept))
         self._file = path.open("ab" if start_step else "wb", buffering=0)  # a killed run keeps its last line
 
@@ -100,13 +100,20 @@ class JsonLines:
         self._file.close()
 
 
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except ValueError:  # the machine went down before all of it was on the disk
+        return math.inf
+
+
 class TensorBoard:
     """Event files; after a resume the curve goes on where it was, and steps written twice show once."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():

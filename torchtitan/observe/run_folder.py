@@ -39,6 +39,11 @@ def claim(folder: Path) -> IO[str]:
             f"job.dump_folder = {str(folder)!r} is in use by {file.read().strip() or 'another run'}; "
             f"wait for its end, or choose another folder"
         ) from None
+    except OSError as error:  # as on Lustre mounted without -o flock
+        raise ValueError(
+            f"job.dump_folder = {str(folder)!r} is on a file system that locks no files ({error.strerror}); "
+            f"have it mounted with locks (Lustre: -o flock), or choose another folder"
+        ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
