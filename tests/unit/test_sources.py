@@ -121,6 +121,7 @@ def check_shards(source):
             state = reader.state()
             read = reader.read(3)
             resumed = source.open(shard, json.loads(json.dumps(state)))
+            assert resumed.state() == state
             assert resumed.read(3) == read
             if not read:
                 break
@@ -210,10 +211,12 @@ def test_hub_batches_do_not_depend_on_the_layout_and_resume_exactly(hub, monkeyp
     whole = take(small_loader("hub", **options), 16)
     first = small_loader("hub", **options)
     begun = take(first, 7)
-    resumed = [small_loader("hub", dp_rank=rank, dp_size=2, **options) for rank in range(2)]
-    for loader in resumed:
-        loader.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    halves = [take(loader, 9) for loader in resumed]
+    states, halves = [first.state_dict()] * 2, [[], []]
+    for rank in [0, 1] * 9:  # resumed after each batch, so also within a block
+        loader = small_loader("hub", dp_rank=rank, dp_size=2, **options)
+        loader.load_state_dict(json.loads(json.dumps(states[rank])))
+        halves[rank] += take(loader, 1)
+        states[rank] = loader.state_dict()
     own = [[slot for slot in range(4) if slot % num_streams * 2 // num_streams == rank] for rank in range(2)]
     for number, batch in enumerate(whole):
         if number < 7:

@@ -182,10 +182,9 @@ class _HubReader:
     def __init__(
         self, dataset: Any, state: Sequence[Any] | None, text_key: str, describe: Callable[[int], str]
     ) -> None:
-        self._rows_read = 0
         if state is not None:
-            self._rows_read = state[0]
             dataset.load_state_dict(json.loads(state[1]))
+        self._begin, self._rows_read = state, state[0] if state is not None else 0
         self._dataset, self._rows, self._text_key, self._describe = dataset, iter(dataset), text_key, describe
 
     def read(self, count: int) -> list[str]:
@@ -208,6 +207,8 @@ class _HubReader:
         return self._describe(self._rows_read)
 
     def state(self) -> list[Any]:
+        if self._begin is not None and self._rows_read == self._begin[0]:
+            return list(self._begin)  # the library knows the place it was given only once a row was read from there
         return [self._rows_read, json.dumps(self._dataset.state_dict())]  # JSON: its shape is the library's affair
 
 
