@@ -306,10 +306,11 @@ def test_vocab_size_is_the_largest_id_plus_one_where_ids_have_gaps(tmp_path: Pat
 
 
 def test_no_eos_is_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r'no end-of-text token.*write \{"eos_token": "..."\} to .*tokenizer_config.json'
-    ):
+    fix = r'; write \{"eos_token": "..."\} to .*tokenizer_config.json'
+    with pytest.raises(ValueError, match=r"no end-of-text token: .*_config.json names null as eos_token" + fix):
         build_tokenizer(write_huggingface(tmp_path, {"eos_token": None}))
+    with pytest.raises(ValueError, match=r"names no eos_token and none of .* is among the added tokens" + fix):
+        build_tokenizer(write_huggingface(tmp_path, {}, added_tokens=[]))
 
 
 def test_an_eos_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -85,9 +85,11 @@ class HuggingFaceTokenizer(Tokenizer):
         bos = _named_token(config, "bos_token", KNOWN_BOS, added)
         eos = _named_token(config, "eos_token", KNOWN_EOS, added)
         if eos is None:
+            found = f"names no eos_token and none of {', '.join(KNOWN_EOS)} is among the added tokens"
+            if "eos_token" in config:
+                found = "names null as eos_token"
             raise ValueError(
-                f"{path}: no end-of-text token: {config_path} names no eos_token and none of {', '.join(KNOWN_EOS)} "
-                f'is among the added tokens; write {{"eos_token": "..."}} to {config_path}'
+                f'{path}: no end-of-text token: {config_path} {found}; write {{"eos_token": "..."}} to {config_path}'
             )
         for token in content.get("added_tokens") or []:
             token["special"] = token.get("special", False) or token["content"] in (bos, eos)
