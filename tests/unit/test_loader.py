@@ -415,8 +415,12 @@ def test_shards_that_streams_have_to_share_are_logged(sharded_path, caplog):
 def test_a_stream_without_a_document_in_its_shards_is_an_error_and_no_endless_search(tmp_path):
     with gzip.open(tmp_path / "few.jsonl.gz", "wt") as file:
         file.write('{"text": "a"}\n' * 3)
-    with pytest.raises(ValueError, match=r"stream 3 of 4 found no document in 1 shards; use fewer streams"):
-        take(small_loader(str(tmp_path / "few.jsonl.gz"), num_streams=4, epochs=-1))
+    fresh = small_loader(str(tmp_path / "few.jsonl.gz"), num_streams=4, epochs=-1)
+    resumed = small_loader(str(tmp_path / "few.jsonl.gz"), num_streams=4, dp_rank=3, dp_size=4)
+    resumed.load_state_dict(fresh.state_dict())
+    for loader in (fresh, resumed):
+        with pytest.raises(ValueError, match=r"stream 3 of 4 found no document in 1 shards; use fewer streams"):
+            take(loader)
     (tmp_path / "few.jsonl").write_text('{"text": "a"}\n' * 3)
     options = {"num_streams": 4, "pad_last": True, "shuffle": False}  # validation: such a stream is padding
     batches = [take(small_loader(str(tmp_path / name), **options)) for name in ("few.jsonl", "few.jsonl.gz")]

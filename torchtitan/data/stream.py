@@ -135,7 +135,7 @@ class ShardedCursor:
         epoch, shard, num_read, reader_state, offset = state
         self._begin_epoch(epoch)
         self._begin_shard(shard)
-        self._found = True
+        self._found = shard > 0 or reader_state is not None
         if reader_state is not None:
             self._num_read = num_read
             self._reader = self._data.open(self._shards[shard], reader_state)
