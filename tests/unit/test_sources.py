@@ -371,6 +371,18 @@ def test_many_json_files_are_opened_and_too_many_are_named(tmp_path, monkeypatch
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_file_for_each_stream_that_reads_forwards_is_allowed(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 1)  # or each would be read whole, and closed
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 200))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 30, hard))
+        batches = take(small_loader(str(tmp_path / "a.jsonl.gz"), global_batch_size=60, seq_len=4), 1)
+        assert len(batches) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_damaged_row_groups_and_saved_datasets_are_named(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["some text " * 50] * 40, rows=20)
     source = open_path(path)

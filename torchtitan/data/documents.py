@@ -140,7 +140,7 @@ def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit by `count` as far as the system allows: each mapped file holds a descriptor."""
+    """Raise the limit by `count` as far as the system allows: each file mapped or read from holds a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
