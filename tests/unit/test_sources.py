@@ -60,6 +60,15 @@ def test_every_indexed_kind_gives_the_documents_in_order(tmp_path, write):
     assert "corpus" in source.describe(3)
 
 
+@pytest.mark.parametrize("saved_format", [{"type": "pandas"}, {"type": "numpy", "columns": ["label"]}])
+def test_a_saved_dataset_is_read_as_text_whatever_format_it_was_saved_with(tmp_path, saved_format):
+    import datasets
+
+    dataset = datasets.Dataset.from_dict({"text": TEXTS, "label": [0] * len(TEXTS)}).with_format(**saved_format)
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    assert all_texts(open_path(tmp_path / "saved")) == TEXTS
+
+
 def test_json_lines_of_several_files_follow_each_other_and_blank_lines_count_but_give_nothing(tmp_path):
     lines = [json.dumps({"id": 1, "text": text}) for text in TEXTS]
     (tmp_path / "a.jsonl").write_text("\n  \n" + lines[0] + "\r\n\n \t\n" + "\n".join(lines[1:20]))

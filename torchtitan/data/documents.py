@@ -119,7 +119,7 @@ class SavedDataset:
             raise ValueError(
                 f"{folder} has no column {text_key!r} (it has {', '.join(self._dataset.column_names)}); set text_key"
             )
-        self._dataset = self._dataset.select_columns([text_key])
+        self._dataset = self._dataset.select_columns([text_key]).with_format(None)
         self._folder, self._text_key = folder, text_key
         self.identity = f"{len(self):,} documents in {self._dataset.data.nbytes:,} bytes"
 
