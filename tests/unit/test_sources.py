@@ -393,6 +393,8 @@ def test_a_file_for_each_stream_that_reads_forwards_is_allowed(tmp_path, monkeyp
 
 
 def test_damaged_row_groups_and_saved_datasets_are_named(tmp_path):
+    import pyarrow
+
     path = write_parquet(tmp_path / "a.parquet", ["some text " * 50] * 40, rows=20)
     source = open_path(path)
     data = bytearray(path.read_bytes())
@@ -400,6 +402,9 @@ def test_damaged_row_groups_and_saved_datasets_are_named(tmp_path):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"a\.parquet row group 0 cannot be read"):
         source.open(0, None).read(1)
+    latin1 = write_parquet(tmp_path / "latin1.parquet", pyarrow.array([b"caf\xe9"]).view(pyarrow.string()))
+    with pytest.raises(ValueError, match=r"latin1\.parquet row group 0 cannot be read: 'utf-8' codec can't decode"):
+        open_path(latin1).open(0, None).read(1)
     folder = save_dataset(tmp_path / "saved", TEXTS)
     (folder / "state.json").write_text("{}")
     with pytest.raises(ValueError, match="datasets cannot load it: .*save it again"):

@@ -132,7 +132,7 @@ class ParquetFiles(ShardedTexts):
                     if begin + len(batch) > first:
                         yield from batch.column(0).slice(max(first - begin, 0)).to_pylist()
                     begin += len(batch)
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise ValueError(f"{path} row group {group} cannot be read: {error}") from error
 
     def describe(self, shard: int, number: int) -> str:
