@@ -141,6 +141,11 @@ def test_changed_weights_hold_from_where_a_run_is_resumed(tmp_path, caplog):
     same = small_loader(*paths, weights=[9.0, 1.0], epochs=-1)
     same.load_state_dict(state)
     assert equal(take(same, 5), take(loader, 5)) and "shares" not in caplog.text
+    third = write_jsonl(tmp_path / "c.jsonl", ["c"] * 90)
+    mixed = small_loader(*paths, third, weights=[4.0, 1.0, 1.0])
+    older = {"weights": [0.666666667, 0.166666667, 0.166666667]}  # shares of nine digits, which make more than 1
+    mixed.load_state_dict(mixed.state_dict() | older)
+    assert "shares" not in caplog.text
     resumed = small_loader(*paths, weights=[0.5, 0.5], epochs=-1)
     resumed.load_state_dict(state)
     assert "shares are [0.5, 0.5] from here on; they were [0.9, 0.1]" in caplog.text
@@ -151,6 +156,16 @@ def test_changed_weights_hold_from_where_a_run_is_resumed(tmp_path, caplog):
     assert torch.equal(batches[0][:, :2], begin), "the documents under way are read to their ends"
     tokens = Counter(torch.cat([batch[:, :-1] for batch in batches]).flatten().tolist())
     assert abs(tokens[ord("a")] / (tokens[ord("a")] + tokens[ord("b")]) - 0.5) < 0.03
+
+
+def test_changed_weights_find_the_document_under_way_where_sources_lag_alike(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{c}.jsonl", [c * 40] * 9) for c in "ab"]
+    options = {"num_streams": 1, "global_batch_size": 1, "epochs": -1}
+    uninterrupted = small_loader(*paths, weights=[1.0, 2.0], **options)
+    for _ in range(9):
+        resumed = small_loader(*paths, weights=[1.0, 1.0], **options)
+        resumed.load_state_dict(uninterrupted.state_dict())
+        assert torch.equal(take(resumed, 1)[0][:, :2], take(uninterrupted, 1)[0][:, :2])
 
 
 def test_a_state_is_small(path):

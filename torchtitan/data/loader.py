@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchtitan.config.schema import DataSource
@@ -86,7 +87,7 @@ class Loader:
             "shuffle": self._order.shuffle,
             "tokenizer_sha256": self._tokenizer_sha256,
             "sources": [source.data.identity for source in self._sources],
-            "weights": weight_shares(self._sources),
+            "weights": [source.weight for source in self._sources],
             # As strings: what JSON and PyTorch's checkpoints make of the keys of a dictionary.
             "streams": {str(stream): stream_state for stream, stream_state in states.items()},
         }
@@ -97,15 +98,15 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes this rank's streams out of the merged state of all ranks, whatever their number was."""
-        own = list(self._layout.own_streams)
         check_state(state, self.state_dict(), [source.name for source in self._sources])
         if state["seed"] != self._order.seed:
             logger.info(f"the data order goes on as drawn from seed {state['seed']}, not {self._order.seed}")
             self._order = Order(self._order.num_streams, state["seed"], self._order.shuffle)
         self.reset()
-        self._states = {number: state["streams"][str(number)] for number in own}
-        if state["weights"] != (shares := weight_shares(self._sources)):
-            logger.info(f"the sources' shares are {shares} from here on; they were {state['weights']}")
+        self._states = {number: state["streams"][str(number)] for number in self._layout.own_streams}
+        old, new = weight_shares(state["weights"]), weight_shares([source.weight for source in self._sources])
+        if not np.allclose(old, new, rtol=0, atol=1e-8):  # older states hold shares of nine digits
+            logger.info(f"the sources' shares are {new} from here on; they were {old}")
             for number, saved in self._states.items():
                 self._states[number] = self._stream(number).restart_shares(saved, state["weights"])
 
@@ -259,6 +260,5 @@ def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_st
         )
 
 
-def weight_shares(sources: Sequence[Source]) -> list[float]:
-    total = sum(source.weight for source in sources)
-    return [round(source.weight / total, 9) for source in sources]
+def weight_shares(weights: Sequence[float]) -> list[float]:
+    return [round(weight / sum(weights), 9) for weight in weights]
