@@ -191,15 +191,14 @@ def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
 
 
 def check_size(source: Source, num_streams: int) -> None:
-    size = source.data.num_shards if isinstance(source.data, ShardedTexts) else len(source.data)
     if isinstance(source.data, ShardedTexts):
-        if size < num_streams:
+        if (size := source.data.num_shards) < num_streams:
             times = -(-num_streams // size)
             logger.info(
                 f"{source.name} has {size} shards for {num_streams} streams, so each is read up to {times} times; "
                 f"training.num_streams = {size} or less, or prepared tokens, avoid it"
             )
-    elif size < num_streams:
+    elif (size := len(source.data)) < num_streams:
         raise ValueError(
             f"{source.name} has {size} documents, fewer than the {num_streams} streams "
             "(training.num_streams); use fewer streams, or split the text into more documents (JSONL: one a line)"

@@ -86,6 +86,5 @@ class Packer:
         for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
             document_ids[start:end] = number
             if start:
-                labels[start - 1] = (
-                    IGNORED_LABEL  # it would have the last token of one document predict the next's first
-                )
+                # its label would have the last token of one document predict the next's first
+                labels[start - 1] = IGNORED_LABEL

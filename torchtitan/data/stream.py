@@ -199,8 +199,11 @@ class Stream:
             for number, source in enumerate(sources):
                 others = 1 - source.weight / sum(self._weights)
                 self._num_tokens[number] = int(spread(order, stream, number) * source.mean_tokens / others)
-        self._cursors = [
-            build_cursor(source, number, tokenizer, order, stream) for number, source in enumerate(sources)
+        self._cursors: list[Cursor] = [
+            ShardedCursor(source, source.data, number, order, stream, tokenizer)
+            if isinstance(source.data, ShardedTexts)
+            else IndexedCursor(source, source.data, number, order, stream)
+            for number, source in enumerate(sources)
         ]
 
     def next(self) -> tuple[np.ndarray, DocumentRef] | None:
@@ -230,13 +233,6 @@ class Stream:
 def due_source(num_tokens: Sequence[int], weights: Sequence[float]) -> int:
     """The source whose tokens lag most behind its weight."""
     return min(range(len(weights)), key=lambda i: num_tokens[i] / weights[i])
-
-
-def build_cursor(source: Source, number: int, tokenizer: Tokenizer, order: Order, stream: int) -> Cursor:
-    data = source.data
-    if isinstance(data, ShardedTexts):
-        return ShardedCursor(source, data, number, order, stream, tokenizer)
-    return IndexedCursor(source, data, number, order, stream)
 
 
 def spread(order: Order, stream: int, number: int) -> float:
