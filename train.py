@@ -116,7 +116,8 @@ def main(config: Config, place: Place) -> None:
     norm = collectives.GlobalNorm(mesh.stage_group)
     if config.optimizer.early_step_in_backward:
         update_in_backward(optimizer, norm.add, lambda: learning_rate)
-    step = checkpoints.restore(config, args, model, optimizer, loader)
+    begun = step = checkpoints.restore(config, args, model, optimizer, loader)
+    update_float8_scales(model.stages.values(), config.float8)
     logger.info(
         f"{config.model.name} {config.model.flavor}: {count_parameters(args):,} parameters, "
         f"global batch {plan.global_batch_size} x {training.seq_len} tokens, "
@@ -175,12 +176,12 @@ def main(config: Config, place: Place) -> None:
                 reporter.flush(step, learning_rate)
             if stopping := asked_to_stop and step < training.steps:
                 break
-            if saving:
-                with reporter.paused():
-                    checkpoints.save(step)
             if validate is not None and step % config.validation.freq == 0:
                 with reporter.paused():
                     validate(step)
+            if saving:  # after it: a run that goes on from here has validated
+                with reporter.paused():
+                    checkpoints.save(step)
             if watch.timeout_seconds != config.comm.train_timeout_seconds:  # the slow first step is over
                 collectives.set_timeout(config.comm.train_timeout_seconds, mesh.groups)
                 watch.timeout_seconds = config.comm.train_timeout_seconds
@@ -189,7 +190,8 @@ def main(config: Config, place: Place) -> None:
             step_ended()
         reporter.flush(step, learning_rate)
         checkpoints.finish(step, is_last=not stopping)
-        if validate is not None and not stopping and step % config.validation.freq:
+        is_validated = stopping == bool(step % config.validation.freq)  # or not due, as the run goes on
+        if validate is not None and step > begun and not is_validated:
             validate(step)
 
     loader.close()

@@ -259,6 +259,16 @@ def test_both_copies_of_a_tied_weight_stay_the_same_on_the_first_and_the_last_st
             assert held["output.weight"].equal(held["tok_embeddings.weight"])
 
 
+def test_a_last_stage_may_hold_nothing_but_a_tied_output(ranks: Ranks, one_process: Reference, tmp_path: Path) -> None:
+    layers = [f"layers.{i}" for i in range(4)]
+    parts = [["tok_embeddings", *layers, "norm"], ["output"]]
+    overrides = with_option(layout(pp=2, module_fqns_per_model_part=parts), "tied embeddings")
+    records = ranks(cases.train, 2, str(tmp_path), overrides)[0]
+    reference = one_process(overrides)
+    assert differences(records, reference, "loss") <= 1e-5
+    assert differences(records, reference, "grad_norm") <= 1e-4
+
+
 def test_a_schedule_of_ones_own_trains_as_one_process_does(
     ranks: Ranks, one_process: Reference, tmp_path: Path
 ) -> None:

@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import differences
-from tests.tiny_runs import tiny_config, train_here
+from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.checkpoint.hf import open_checkpoint
+from torchtitan.checkpoint.storage import Storage
 
 Records = list[dict[str, Any]]
 TWO: dict[str, Any] = {"training__local_batch_size": 4}
@@ -70,12 +73,26 @@ def test_gathering_weights_in_float8_changes_no_number(ranks: Ranks, tmp_path: P
     """With moments in bfloat16, whose update is our own and writes into torchao's wrapped weights."""
     moments = {"optimizer__moments_dtype": "bfloat16"}
     plain, gathered, precomputed = (
-        ranks(cases.train, 2, str(tmp_path / str(i)), float8(**keys) | TWO | moments)[0]
+        ranks(cases.train, 2, str(tmp_path / str(i)), float8(**keys) | TWO | moments | {"checkpoint__enable": True})[0]
         for i, keys in enumerate([{}, GATHERED, PRECOMPUTED])
     )
+    saved = list((tmp_path / "1/checkpoint").glob("step-*/*.distcp"))
+    assert saved and not any(b"torchao" in file.read_bytes() for file in saved)  # which reading would need
+    stored = [open_checkpoint(Storage(str(tmp_path / f"{i}/checkpoint")), 5) for i in (0, 1)]
+    for name in stored[0].outline:
+        assert torch.allclose(stored[0].read(name), stored[1].read(name), atol=1e-5), name
     for other in (gathered, precomputed):
         assert differences(other, plain, "loss") <= 1e-6
         assert differences(other, plain, "grad_norm") <= 1e-5
+
+
+def test_a_run_with_precomputed_scales_goes_on_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
+    keys = float8(**PRECOMPUTED) | TWO | TENSOR_PARALLEL | {"checkpoint__enable": True, "lr_scheduler__total_steps": 5}
+    through = ranks(cases.train, 4, str(tmp_path / "through"), keys | {"training__steps": 3})[0]
+    for steps in (2, 3):
+        ranks(cases.train, 4, str(tmp_path / "in two"), keys | {"training__steps": steps})
+    in_two = read_records(tmp_path / "in two")
+    assert [record["loss"] for record in in_two] == [record["loss"] for record in through]
 
 
 def test_precomputed_scales_are_those_of_the_whole_weights(ranks: Ranks, tmp_path: Path) -> None:

@@ -11,6 +11,13 @@ from tests.distributed.test_layouts import LAYOUTS, OPTIMIZERS, differences, lay
 from tests.tiny_runs import read_records
 
 SAVING = {"checkpoint__enable": True, "lr_scheduler__total_steps": 10}
+VALIDATING = {
+    "validation__enable": True,
+    "validation__dataset": "pydocs_validation",
+    "validation__seq_len": 64,
+    "validation__freq": 2,
+    "validation__steps": 1,
+}
 
 
 def saving(overrides: dict[str, Any], steps: int, tied: bool = False, **more: Any) -> dict[str, Any]:
@@ -47,6 +54,7 @@ def test_on_the_same_layout_it_is_the_same_to_the_bit(
     world_size, overrides = LAYOUTS[name]
     overrides = overrides | OPTIMIZERS.get(optimizer, {})
     keys = {"checkpoint__async_mode": mode}
+    overrides = overrides | VALIDATING  # after the last step, too, and then the checkpoint is written
     through = ranks(cases.train_and_keep, world_size, str(tmp_path / "through"), saving(overrides, 4))
     ranks(cases.train, world_size, str(tmp_path / "in two"), saving(overrides, 2, **keys))
     in_two = ranks(cases.train_and_keep, world_size, str(tmp_path / "in two"), saving(overrides, 4, **keys))

@@ -65,6 +65,27 @@ def test_a_run_goes_on_to_the_bit_and_its_records_go_on(tmp_path: Path, caplog: 
     assert not (tmp_path / "in two" / "earlier").exists()
 
 
+VALIDATING = {
+    "validation__enable": True,
+    "validation__dataset": "pydocs_validation",
+    "validation__seq_len": 64,
+    "validation__steps": 1,
+}
+
+
+def test_what_is_saved_after_a_validation_is_whole_and_no_validation_is_lost_or_repeated(tmp_path: Path) -> None:
+    """A forward pass alone leaves parameters gathered, in another type; what is saved are those that are trained."""
+    options = VALIDATING | {"validation__freq": 2, "training__mixed_precision_param": "bfloat16"}
+    run(tmp_path / "through", 6, **options)
+    for steps in (3, 4, 6, 6):
+        run(tmp_path / "in parts", steps, **options)
+    ours, theirs = tensors(tmp_path / "in parts", 6), tensors(tmp_path / "through", 6)
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(value) for name, value in theirs.items())
+    assert any(name.startswith("optimizer.layers.0.") for name in ours)
+    seen = [read_records(tmp_path / name, "validation.jsonl") for name in ("through", "in parts")]
+    assert [record["step"] for record in seen[1]] == [2, 3, 4, 6] and seen[0] == [seen[1][i] for i in (0, 2, 3)]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -315,8 +336,9 @@ def test_a_signal_ends_the_run_after_its_step_saved_and_to_be_started_again(tmp_
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     with pytest.raises(SystemExit) as ended:
-        run(tmp_path, 500, checkpoint__interval=5000, lr_scheduler__total_steps=500)
+        validating = VALIDATING | {"validation__freq": 1}
+        run(tmp_path, 500, checkpoint__interval=5000, lr_scheduler__total_steps=500, **validating)
     sender.join()
     assert ended.value.code == 75
     (step,) = steps_in(tmp_path)
-    assert read_records(tmp_path)[-1]["step"] == step < 500
+    assert read_records(tmp_path)[-1]["step"] == read_records(tmp_path, "validation.jsonl")[-1]["step"] == step < 500

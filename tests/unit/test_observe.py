@@ -54,12 +54,12 @@ def test_a_bad_loss_with_a_finite_norm_was_not_skipped_so_it_stops() -> None:
 
 def test_a_stop_names_step_ranks_and_data() -> None:
     origins = {0: "a.jsonl:1", 1: "b.jsonl:2", 6: "c.jsonl:3"}
-    text = describe_stop(7, "loss is nan", True, {0: 1.0, 1: NAN, 6: NAN}, origins)
+    text = describe_stop(7, "loss is nan", True, True, {0: 1.0, 1: NAN, 6: NAN}, origins)
     assert "step 7: loss is nan (on rank 1, 6)." in text and "was left out" in text
-    assert "rank 1 read:\nb.jsonl:2" in text and "a.jsonl" not in text
+    assert "rank 1 read:\nb.jsonl:2" in text and "a.jsonl" not in text and 'set training.on_nonfinite = "skip".' in text
     many = {rank: f"{rank}.jsonl" for rank in range(9)}
-    text = describe_stop(7, "gradient norm is inf", False, dict.fromkeys(many, 1.0), many)
-    assert "every rank's own loss is finite" in text and "was applied" in text
+    text = describe_stop(7, "gradient norm is inf", False, False, dict.fromkeys(many, 1.0), many)
+    assert "every rank's own loss is finite" in text and "was applied" in text and "or lower optimizer.lr.\n" in text
     assert "3.jsonl" in text and "4.jsonl" not in text  # a thousand ranks' lines would hide the message
 
 

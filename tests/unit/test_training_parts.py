@@ -182,6 +182,19 @@ def test_moments_in_bfloat16_train_as_those_in_float32_do(compile_: Compile | No
     assert (moved[1] - moved[0]).abs().max() < 0.03 * moved[0].abs().mean()
 
 
+@pytest.mark.parametrize("compile_", [None, Compile(enable=True)])
+def test_parameters_in_bfloat16_are_rounded_once_an_update(compile_: Compile | None) -> None:
+    """1.0 less the decay alone would be 1.0 again."""
+    moved = []
+    for config in (Optimizer(), SHORT):
+        weight = nn.Parameter(torch.ones(64, 32, dtype=torch.bfloat16))
+        optimizer = build_optimizer([("weight", weight)], config, compile_)
+        weight.grad = torch.full_like(weight, 0.5)
+        apply_update(optimizer, 2e-3, torch.tensor(1.0))
+        moved.append(weight.detach())
+    assert torch.equal(*moved) and (moved[0] < 1).all()
+
+
 def test_moments_are_rounded_by_a_parameters_place_in_the_whole() -> None:
     """A shard of a matrix is rounded as the same elements of the whole are."""
     torch.manual_seed(0)

@@ -85,7 +85,7 @@ def _two_parts(config: Config) -> Iterator[Finding]:
             "a compiled block cannot do; leave model out of compile.components",
         ),
         (
-            recompute.mode == "selective" and recompute.selective_ac_option == "op",
+            recompute.by_operation,
             ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"),
             'recomputing by operation cannot do; use a number as activation_checkpoint.selective_ac_option, or "full"',
         ),

@@ -142,7 +142,7 @@ class Optimizer(Section):
     """How torch runs the update; fused is the fastest and the only one that can skip an update on the device."""
 
     early_step_in_backward: bool = False
-    """Update each parameter in backward and free its gradient at once; no clipping, no accumulation."""
+    """Update each parameter in backward and free its gradient (replicas: after it); no clipping, no accumulation."""
 
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the moments; bfloat16 halves their memory, rounded at random; needs `implementation = "fused"` (ours)."""
@@ -371,7 +371,7 @@ class ActivationCheckpoint(Section):
     """What is recomputed; full: every block; selective: as the next key says; memory_budget: the compiler's choice."""
 
     selective_ac_option: str = "2"
-    """A number n: every n-th block; "op": in each, all but attention, communication and every second product."""
+    """A number n: every n-th block; "op": in each, all but attention, reduce-scatters and every second product."""
 
     early_stop: bool = False
     """End a block's recomputation as soon as all that backward needs is there."""
@@ -384,6 +384,11 @@ class ActivationCheckpoint(Section):
 
     determinism_check: Literal["default", "none"] = "default"
     """Check shapes and types of recomputed tensors against the first pass."""
+
+    @property
+    def by_operation(self) -> bool:
+        """Whether it is the cheap operations of each block that are recomputed, not whole blocks."""
+        return self.mode == "selective" and self.selective_ac_option == "op"
 
 
 class Compile(Section):

@@ -46,15 +46,21 @@ def judge_window(
 
 
 def describe_stop(
-    step: int, reason: str, update_left_out: bool, own_losses: Mapping[int, float], batches: Mapping[int, str]
+    step: int,
+    reason: str,
+    update_left_out: bool,
+    could_skip: bool,
+    own_losses: Mapping[int, float],
+    batches: Mapping[int, str],
 ) -> str:
     """The message that ends a run: the step, each rank to blame, and where its sequences were read."""
     blamed = [rank for rank, loss in own_losses.items() if not math.isfinite(loss)]
+    skip = ', or set training.on_nonfinite = "skip"' if could_skip else ""
     where = f"on rank {', '.join(map(str, blamed))}" if blamed else "every rank's own loss is finite"
     lines = [
         f"step {step}: {reason} ({where}).",
         "This step's update was left out." if update_left_out else "This step's update was applied.",
-        'Look at the data below, lower optimizer.lr, or set training.on_nonfinite = "skip".',
+        f"Look at the data below, or lower optimizer.lr{skip}.",
     ]
     shown = (blamed or list(batches))[:MOST_RANKS_SHOWN]
     lines += [f"rank {rank} read:\n{batches[rank]}" for rank in shown]

@@ -61,6 +61,14 @@ def apply_fsdp(
             module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
+def free_gathered(stages: Iterable[nn.Module]) -> None:
+    """After a forward without backward, which leaves some units gathered: what is saved are the shards."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 @torch.no_grad()
 def copy_first_replica(parameters: Iterable[nn.Parameter], replicas: DeviceMesh) -> None:
     """Give all replicas the first one's parameters: unlike devices may have drawn other initial values."""

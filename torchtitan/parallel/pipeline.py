@@ -56,7 +56,14 @@ class ModelParts:
     def own_gradients(self) -> list[Tensor]:
         """The gradients here, those of a tied weight on one stage only."""
         copy = self.tied_copy()
-        return [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
+        own = [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
+        if not own and copy is not None and copy.grad is not None:  # a stage that has nothing else
+            own = [torch.zeros_like(copy.grad)]
+        return own
+
+    def tied_first(self) -> nn.Parameter | None:
+        """The first stage's tied weight, if there is one and it is on this rank."""
+        return self.stages[0].get_parameter(self.tied[0]) if self.tied and 0 in self.stages else None
 
     def tied_copy(self) -> nn.Parameter | None:
         """The last stage's copy of the tied weight, if it is on this rank; norm and checkpoint leave it out."""
@@ -66,8 +73,7 @@ class ModelParts:
     @torch.no_grad()
     def sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of their gradients, so that they stay the same."""
-        first = self.stages[0].get_parameter(self.tied[0]) if self.tied and 0 in self.stages else None
-        last = self.tied_copy()
+        first, last = self.tied_first(), self.tied_copy()
         if first is not None and last is not None:
             assert first.grad is not None and last.grad is not None
             total = first.grad + last.grad

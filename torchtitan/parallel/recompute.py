@@ -10,13 +10,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchtitan.config.schema import ActivationCheckpoint
 
-# Kept: what costs most to compute again, and what communicates.
+# Kept: what costs most to compute again, or to send again for what it takes.
 _SAVED_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._efficient_attention_forward.default,  # of a piece under context parallelism, in float32
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops.aten.max.default,  # a scale of float8
 }
@@ -33,9 +34,8 @@ def apply_recompute(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None
             # Tensor parallelism has the compiler save meshes as well, which torch 2.13 does not put a size to.
             settings.unsafe_treat_script_objects_as_zero_size = True
         return
-    every = int(config.selective_ac_option) if config.mode == "selective" and config.selective_ac_option != "op" else 1
-    by_operation = config.mode == "selective" and config.selective_ac_option == "op"
-    context: dict[str, Any] = {"context_fn": _keep_expensive_operations} if by_operation else {}
+    every = 1 if config.by_operation or config.mode == "full" else int(config.selective_ac_option)
+    context: dict[str, Any] = {"context_fn": _keep_expensive_operations} if config.by_operation else {}
     for name in list(layers):  # numbers, the same on any stage of a pipeline
         if int(name) % every == 0:
             layers[name] = checkpoint_wrapper(

@@ -36,7 +36,7 @@ def check_environment(config: Config, device: torch.device) -> None:
                 f"use one of {', '.join(backends)}"
             )
         degree, recompute = config.parallelism.tensor_parallel_degree, config.activation_checkpoint
-        whole = recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option != "op")
+        whole = recompute.mode in ("selective", "full") and not recompute.by_operation
         if degree > 1 and whole and "model" in config.compile.components and device.type == "cpu":
             # The random state that a CPU's attention is recomputed with trades places with the mesh (docs/log.md).
             raise ValueError(

@@ -134,9 +134,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         )
         self.adamw = adamw
         super().__init__([*self.muon.param_groups, *adamw.param_groups], options)
-        # The same objects throughout: a rate that is set here counts there, and what they remember is seen here.
-        self.muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
-        self.muon.state = adamw.state = self.state
+        self.muon.state = adamw.state = self.state  # as the groups are: a rate that is set here counts there
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         if self.defaults["fused"]:
@@ -223,7 +221,7 @@ def _update(
     m = torch.lerp(gradient, mean.float(), beta1)
     v = torch.lerp(gradient.square(), mean_square.float(), beta2)
     denominator = (v / (1 - beta2**step)).sqrt() + eps
-    changed = parameter * (1 - rate * weight_decay) - rate / (1 - beta1**step) * m / denominator
+    changed = parameter.float() * (1 - rate * weight_decay) - rate / (1 - beta1**step) * m / denominator
     noise = _hash(_numbers(parameter, place) ^ _hash(step.int()))
     parameter.copy_(torch.where(applies, changed, parameter))
     mean.copy_(torch.where(applies, _round_at_random(m, noise & 0xFFFF), mean))

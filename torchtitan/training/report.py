@@ -163,11 +163,13 @@ class Reporter:
         mine = (dist.get_rank(), own[verdict.stop_at], self._origins[verdict.stop_at].describe())
         everyone: list[Any] = [None] * self.loss_group.size()
         dist.all_gather_object(everyone, mine, group=self.loss_group)
+        left_out = self.skips_on_device and not math.isfinite(norms[verdict.stop_at])
         raise NotFiniteError(
             describe_stop(
                 step,
                 verdict.reason,
-                self.skips_on_device and not math.isfinite(norms[verdict.stop_at]),
+                left_out,
+                left_out and self.training.on_nonfinite != "skip",
                 {rank: loss for rank, loss, _ in everyone},
                 {rank: origin for rank, _, origin in everyone},
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan.data.loader import Loader
 from torchtitan.parallel.pipeline import ModelParts
@@ -26,7 +27,15 @@ def saved_parameters(model: ModelParts) -> dict[str, nn.Parameter]:
 
 
 def model_tensors(model: ModelParts) -> Tensors:
-    return {f"model.{name}": parameter.detach() for name, parameter in saved_parameters(model).items()}
+    return {f"model.{name}": _plain(parameter.detach()) for name, parameter in saved_parameters(model).items()}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Of a weight that FSDP gathers in float8, what torchao's wrapper holds: a checkpoint is read without torchao."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    return DTensor(getattr(local, "_tensor", local), tensor._spec, requires_grad=False)
 
 
 def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -44,8 +53,8 @@ def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Te
 @torch.no_grad()
 def copy_tied(model: ModelParts, optimizer: torch.optim.Optimizer) -> None:
     """Give the copy of a tied weight that lies beside the first on this rank what was loaded for the first."""
-    copy, first = model.tied_copy(), model.tied and 0 in model.stages and model.stages[0].get_parameter(model.tied[0])
-    if copy is None or not isinstance(first, nn.Parameter):
+    first, copy = model.tied_first(), model.tied_copy()
+    if first is None or copy is None:
         return
     copy.copy_(first)
     for key, value in optimizer.state.get(first, {}).items():
@@ -54,7 +63,8 @@ def copy_tied(model: ModelParts, optimizer: torch.optim.Optimizer) -> None:
 
 def data_tensors(loader: Loader) -> Tensors:
     """The place of each of this rank's streams, as the bytes of JSON; what all streams share is `data_header`."""
-    return {f"data.{name}": _to_bytes(state) for name, state in loader.state_dict()["streams"].items()}
+    texts = {f"data.{name}": json.dumps(state) for name, state in loader.state_dict()["streams"].items()}
+    return {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
 
 
 def data_header(loader: Loader) -> dict[str, Any]:
@@ -64,7 +74,3 @@ def data_header(loader: Loader) -> dict[str, Any]:
 def load_data(loader: Loader, header: dict[str, Any], streams: Tensors) -> None:
     states = {name.removeprefix("data."): json.loads(bytes(value.tolist())) for name, value in streams.items()}
     loader.load_state_dict(header | {"streams": states})
-
-
-def _to_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

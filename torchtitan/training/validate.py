@@ -9,6 +9,7 @@ from torchtitan.config.schema import Validation
 from torchtitan.data.loader import Loader
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.parallel.collectives import sum_over
+from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.step import ForwardBackward
 
 
@@ -39,5 +40,6 @@ class Validator:
         while remaining and (batch := self.loader.next()) is not None:
             remaining -= 1
             totals += self.forward_backward.evaluate(batch.to(self.device), self.config.local_batch_size)
+        free_gathered(self.forward_backward.model.stages.values())
         summed, tokens = sum_over(totals, self.loss_group).tolist()
         return summed / max(1, tokens), int(tokens)
