@@ -2,6 +2,7 @@
 #
 #     docker build -t torchtitan .
 #     docker run --rm --gpus all --shm-size 8g torchtitan                                    # trains the debug model
+#     mkdir -p outputs && chmod a+rwx outputs      # the image runs as user 1000
 #     docker run --rm --gpus all --shm-size 8g -v "$PWD/outputs:/workspace/outputs" torchtitan ./run_llama_train.sh --training.steps 20
 #
 # Layers by how often they change: system, packages (torch brings its CUDA libraries; the host only the driver), code.

@@ -10,7 +10,7 @@
 # NNODES       machines; more than one: NODE_RANK (0 to NNODES-1) and MASTER_ADDR (of node 0), too  default: 1
 # MASTER_PORT  where the nodes meet              default: 29500; under Slurm 20000 + the last four digits of its id
 # COMM_MODE    fake_backend: a dry run of NNODES x NGPU ranks in one process, on any machine (--comm.mode)
-# MAX_RESTARTS how often torchrun brings the run back after a rank has died; it goes on from its newest checkpoint
+# MAX_RESTARTS how often torchrun brings the run back after a rank has died: from its newest checkpoint, without --checkpoint.enable from step 0
 # RDZV_TIMEOUT seconds a node waits for the others  default: 900
 # PREFLIGHT    1: first check, with the other nodes, that all reach each other and are alike
 # LOG_RANK     ranks of each node whose lines are shown: 0,1  default: 0

@@ -159,7 +159,7 @@ def differing_keys(a: Run, b: Run) -> tuple[list[str], list[str]]:
         x, y = (dotted[name] for dotted in values)
         if x != y and name not in ("job.config_file", "job.dump_folder"):
             line = f"{name}: A {json.dumps(x)}, B {json.dumps(y)}"
-            is_how = section in _HOW_SECTIONS and not name.startswith("checkpoint.initial_load")
+            is_how = section in _HOW_SECTIONS and not name.startswith(("checkpoint.initial_load", "checkpoint.exclude"))
             (how if is_how or name in _HOW_KEYS else what).append(line)
     return how, what
 
@@ -242,12 +242,8 @@ def _plan_run(
     argv += ["--job.dump_folder", str(out / name.lower())]
     given = load_config(argv)
     if given.checkpoint.enable:  # for weights to begin with: nothing is saved, and no earlier run is gone on with
-        argv += [
-            "--checkpoint.load_only",
-            "--checkpoint.folder",
-            "checkpoint",
-            "--checkpoint.no_create_seed_checkpoint",
-        ]
+        argv += ["--checkpoint.load_only", "--checkpoint.no_create_seed_checkpoint"]
+        argv += ["--checkpoint.folder", "none", "--checkpoint.load_step", "-1"]
     if steps is not None:
         schedule = given.lr_scheduler.total_steps or given.training.steps
         argv += ["--training.steps", str(steps)]

@@ -144,10 +144,12 @@ def test_both_runs_get_the_seed_of_a_and_folders_of_their_own(tmp_path: Path) ->
 
 
 def test_runs_begin_with_the_weights_their_files_name_and_save_nothing(tmp_path: Path) -> None:
-    saving = '[checkpoint]\nenable = true\nfolder = "s3://b/r"\nlast_save_model_only = true\nlast_save_in_hf = true\n'
+    saving = '[checkpoint]\nenable = true\nfolder = "s3://b/r"\nload_step = 3\n'
+    saving += "last_save_model_only = true\nlast_save_in_hf = true\n"
     a, b = planned(tmp_path, BATCH, BATCH + saving + 'initial_load_path = "x"\n')
     assert not a.config.checkpoint.enable and b.config.checkpoint.enable and b.config.checkpoint.load_only
-    assert (b.config.checkpoint.folder, b.config.checkpoint.initial_load_path) == ("checkpoint", "x")
+    ours = b.config.checkpoint
+    assert (ours.folder, ours.load_step, ours.initial_load_path) == ("none", -1, "x")
     how, what = differing_keys(a, b)
     assert what == ['checkpoint.initial_load_path: A null, B "x"'] and "checkpoint.enable: A false, B true" in how
 

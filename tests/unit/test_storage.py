@@ -1,9 +1,13 @@
 """What counts as a complete checkpoint, what is kept, and that reading one runs nothing."""
 
+import errno
 import fcntl
 import json
+import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +93,20 @@ def test_what_was_not_finished_is_no_checkpoint_and_is_swept_away(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def unlink_as_nfs(unlink: Callable[..., None]) -> Callable[..., None]:
+    """A file that is open here cannot go yet, nor can its folder."""
+
+    def refuse_open(path: Any, *args: Any, **keys: Any) -> None:
+        if os.path.basename(path) in {os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) for fd in open_files()}:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        unlink(path, *args, **keys)
+
+    def open_files() -> list[str]:
+        return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+
+    return refuse_open
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_somebody_reads_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(str(tmp_path))
@@ -96,6 +114,7 @@ def test_what_somebody_reads_is_not_removed(tmp_path: Path, monkeypatch: pytest.
     with storage.reading(1):
         assert not Storage(str(tmp_path)).remove_unread(1)
     monkeypatch.setattr(fcntl, "flock", fcntl.lockf)  # as NFS does it
+    monkeypatch.setattr(os, "unlink", unlink_as_nfs(os.unlink))
     assert storage.remove_unread(1) and storage.steps() == []
 
 

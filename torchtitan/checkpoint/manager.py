@@ -171,7 +171,7 @@ class Checkpointer:
         if step >= 0:
             if step not in candidates:
                 found = ", ".join(map(str, candidates)) or "none"
-                raise ValueError(f"step {step} is not in {storage.url}, which has {found}; use another step")
+                raise ValueError(f"step {step} is not in {storage.url}, which has {found}; use one it has, or none")
             candidates = [step]
         for candidate in candidates:
             manifest = self._examine(storage, candidate)
@@ -210,9 +210,9 @@ class Checkpointer:
         if wrong:
             more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise ValueError(
-                f"the checkpoint of step {step} in {storage.url} is of another model: "
-                f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, or begin elsewhere "
-                "(job.dump_folder, or checkpoint.initial_load_path)"
+                f"the checkpoint of step {step} in {storage.url} is of another model, or not whole: "
+                f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, go on from another step "
+                "(checkpoint.load_step), or begin elsewhere (job.dump_folder, or checkpoint.initial_load_path)"
             )
         with storage.reading(step):
             dcp.load(tensors, storage_reader=storage.reader(step), process_group=self.group)

@@ -143,7 +143,8 @@ class Storage:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            self.remove(self.folder(step))
+            aside = Path(self.folder(step)).rename(f"{self.folder(step)}.writing")  # `sweep` ends it if cut short
+        self.remove(str(aside))  # the manifest is closed: NFS keeps what is open, and its folder
         return True
 
     @contextmanager

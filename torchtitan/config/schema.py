@@ -77,7 +77,7 @@ class Metrics(Section):
     """What is measured and where it goes; metrics.jsonl is always written."""
 
     log_freq: PositiveInt = 10
-    """Steps from a logged line to the next; numbers are averaged over them. Between, only saves wait for the device."""
+    """Steps from a logged line to the next, averaged over; between, only saves and validations wait for the device."""
 
     enable_tensorboard: bool = False
     """Write the numbers for TensorBoard, too."""
@@ -118,7 +118,7 @@ class Optimizer(Section):
     """AdamW or Muon and their hyperparameters."""
 
     name: Literal["AdamW", "Muon"] = "AdamW"
-    """Optimizer; Muon (ours) is for the matrices within blocks, with AdamW for the rest."""
+    """Muon (ours) is for the matrices within blocks, with momentum 0.95; AdamW for the rest, with the betas below."""
 
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
@@ -145,7 +145,7 @@ class Optimizer(Section):
     """Update each parameter in backward and free its gradient (replicas: after it); no clipping, no accumulation."""
 
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the moments; bfloat16 halves their memory, rounded at random; needs `implementation = "fused"` (ours)."""
+    """AdamW's; bfloat16: rounded at random, needs `implementation = "fused"`; float32: as `training.dtype` (ours)."""
 
     @property
     def leaves_out_updates(self) -> bool:
@@ -355,7 +355,7 @@ class Checkpoint(Section):
     """Save only the weights after the last step: small, but the run cannot go on (torchtitan: true)."""
 
     last_save_in_hf: bool = False
-    """With `last_save_model_only`: write those weights as Hugging Face safetensors, too, in the folder hf."""
+    """With `last_save_model_only`: write those weights as safetensors, too, in the folder hf; not with `load_only`."""
 
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of weights that are saved alone."""

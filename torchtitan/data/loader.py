@@ -16,6 +16,7 @@ import torch
 
 from torchtitan.config.schema import DataSource
 from torchtitan.data.batch import Ahead, Batch, Layout, Origin, Shape, read_ahead
+from torchtitan.data.documents import allow_open_files
 from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
 from torchtitan.data.prepared import fingerprint
 from torchtitan.data.sharded import ShardedTexts
@@ -166,6 +167,8 @@ def build_loader(
     opened = []
     for source in sources:
         data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
+        if isinstance(data, ShardedTexts):
+            allow_open_files(num_streams // dp_size)  # each stream has one of it open
         name = source.dataset_path or source.dataset
         source_epochs = epochs if source.epochs is None else source.epochs
         mean_tokens = sample_mean_tokens(data, tokenizer) if len(sources) > 1 else 0.0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchtitan.data.documents import Documents, allow_open_files
+from torchtitan.data.documents import Documents
 from torchtitan.data.permutation import permute
 from torchtitan.data.sharded import ShardedTexts, ShardReader
 from torchtitan.data.tokenizer import Tokenizer
@@ -107,7 +107,6 @@ class ShardedCursor:
     def __init__(
         self, source: Source, data: ShardedTexts, number: int, order: Order, stream: int, tokenizer: Tokenizer
     ) -> None:
-        allow_open_files(1)  # that of its shard
         self._source, self._data, self._number, self._order, self._stream = source, data, number, order, stream
         self._tokenizer = tokenizer
         self._share = len(range(stream % data.num_shards, order.num_streams, data.num_shards))

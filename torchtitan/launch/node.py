@@ -29,6 +29,8 @@ _RESTARTS = ("MAX_RESTARTS", "PET_MAX_RESTARTS")
 _OTHERS = ("PET_RDZV_ENDPOINT", "RDZV_TIMEOUT")
 _ALL = (*_NUM_NODES, *_NODE_RANK, *_HEAD, *_PORT, *_PROCESSES, *_DEVICES, *_RESTARTS, *_OTHERS)
 
+_SMI_SECONDS = 60  # for a machine's first call
+
 
 def torchrun_here(num_processes: int) -> list[str]:
     """The arguments of Python that start a tool's run of so many ranks on this machine alone."""
@@ -229,12 +231,16 @@ def _processes(env: Mapping[str, str], gpus: int | None) -> int:
 def count_gpus(visible: str | None) -> int:
     """NVIDIA GPUs here, or those of them that CUDA_VISIBLE_DEVICES leaves."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60).stdout
+        smi = subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return 0
+    try:
+        listed = smi.communicate(timeout=_SMI_SECONDS)[0]
     except subprocess.TimeoutExpired:
+        smi.kill()  # and no waiting: what hangs in the driver does not end
         raise ValueError(
-            "nvidia-smi does not answer within 60 s: a GPU or its driver hangs; restart this node, or leave it out"
+            f"nvidia-smi does not answer within {_SMI_SECONDS} s: a GPU or its driver hangs; "
+            f"restart this node, or leave it out"
         ) from None
     gpus = len(re.findall("^GPU ", listed, re.MULTILINE))
     if gpus and visible is not None:

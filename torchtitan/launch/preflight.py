@@ -146,7 +146,7 @@ def _measure(order: dict[str, Any], peers: socket.socket) -> dict[str, Any]:
             (connection, _), came = peers.accept(), b""
             with connection:
                 connection.settimeout(_PAIR_SECONDS)
-                with contextlib.suppress(ConnectionError):
+                with contextlib.suppress(OSError):
                     came = network.receive_exactly(connection, len(token))
                 if came == token:
                     network.measure_with(connection, leads=False)

@@ -103,7 +103,7 @@ class JsonLines:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except ValueError:  # the machine went down before all of it was on the disk
+    except (ValueError, TypeError, KeyError):  # the machine went down before all of it was on the disk
         return math.inf
 
 

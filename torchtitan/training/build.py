@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run: the only place where they are constructed."""
+"""From a configuration to a run's data and model, for training, evaluation and the dry run alike."""
 
 import hashlib
 from collections.abc import Callable
