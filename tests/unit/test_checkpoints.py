@@ -320,9 +320,10 @@ def test_nothing_is_saved_where_only_loading_is_asked_for(tmp_path: Path) -> Non
     assert steps_in(tmp_path) == [2]
 
 
-def test_time_alone_can_make_a_save_due(tmp_path: Path) -> None:
-    run(tmp_path, 4, checkpoint__interval=100, checkpoint__interval_minutes=1e-9)
-    assert steps_in(tmp_path) == [4, 3, 2, 1]
+def test_time_alone_or_being_the_first_step_can_make_a_save_due(tmp_path: Path) -> None:
+    run(tmp_path / "time", 4, checkpoint__interval=100, checkpoint__interval_minutes=1e-9)
+    run(tmp_path / "first", 4, checkpoint__interval=100, checkpoint__enable_first_step_checkpoint=True)
+    assert steps_in(tmp_path / "time") == [4, 3, 2, 1] and steps_in(tmp_path / "first") == [4, 1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

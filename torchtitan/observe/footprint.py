@@ -73,7 +73,8 @@ class Footprint(TorchDispatchMode):
             kind = _FSDP.get(f"{namespace}::{name.partition('.')[0]}")
             if kind is not None:
                 self.mark(tensors, kind)
-            collective = next((c for c in COLLECTIVES if name.strip("_").startswith(_spellings(c))), None)
+            plain = name.replace("_", "")  # a collective's spelling varies
+            collective = next((c for c in COLLECTIVES if plain.startswith(c.replace("-", ""))), None)
             if namespace != "fsdp" and collective and tensors:
                 self.moved[collective] += max(tensor.nbytes for tensor in tensors)
         return result
@@ -125,7 +126,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (str, int, float, type(None))) or not isinstance(value, Iterable):
         return []
     return [tensor for part in value for tensor in _tensors(part)]
-
-
-def _spellings(collective: str) -> tuple[str, str]:
-    return collective.replace("-", ""), collective.replace("-", "_")
