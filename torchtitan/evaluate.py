@@ -5,6 +5,7 @@ python -m torchtitan eval --checkpoint outputs -- --validation.dataset_path held
 
 import argparse
 import math
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,11 +41,23 @@ def resolve(source: StoredModel, path: str, options: Sequence[str], place: hardw
     """The run's configuration, less its layout and optimizer, under the options; validation is on."""
     config = source.config or config_of(source.args, path, source.assets)
     config = config.model_copy(update={"parallelism": Parallelism(), "optimizer": Optimizer()})
+    if source.place is not None:  # its batches and streams, which -1 would take from the ranks here
+        layout = source.place[1].layout
+        plan = plan_batch(config.training, math.prod(int(n) for n in re.findall(r"\bdp_\w+ (\d+)", layout)))
+        dp = plan_layout(_under(config, options, None, place.rank).parallelism, place.world_size).dp
+        local = math.gcd(config.training.local_batch_size, max(1, plan.global_batch_size // dp))  # what a rank can take
+        batches = {"global_batch_size": plan.global_batch_size, "num_streams": plan.num_streams}
+        training = config.training.model_copy(update=batches | {"local_batch_size": local})
+        config = config.model_copy(update={"training": training})
+    return _under(config, options, place.world_size, place.rank)
+
+
+def _under(config: Config, options: Sequence[str], world_size: int | None, rank: int) -> Config:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
         file.write_text(to_toml(config), encoding="utf-8")
         argv = ["--job.config_file", str(file), *options, "--validation.enable"]
-        return load_config_or_exit(argv, place.world_size, place.rank, prog="eval")
+        return load_config_or_exit(argv, world_size, rank, prog="eval")
 
 
 def evaluate(source: StoredModel, config: Config, place: hardware.Place) -> tuple[float, int]:

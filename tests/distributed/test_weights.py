@@ -118,11 +118,10 @@ def evaluated(rank: int, world_size: int, source: str, options: list[str]) -> tu
 def test_eval_on_any_layout_measures_the_same(ranks: Ranks, tmp_path: Path) -> None:
     run = store_run(tmp_path / "run", weights=random_weights(TINY), parallelism__tensor_parallel_degree=1, **VALIDATION)
     (alone,) = ranks(evaluated, 1, str(run), [])
-    small = ["--training.local_batch_size", "4"]
     for world_size, options in [
-        (2, small),
+        (2, []),
         (2, ["--parallelism.tensor_parallel_degree", "2"]),
-        (4, [*small, "--parallelism.context_parallel_degree", "2"]),
+        (4, ["--parallelism.context_parallel_degree", "2"]),
         (2, ["--parallelism.pipeline_parallel_degree", "2"]),
     ]:
         for loss, tokens in ranks(evaluated, world_size, str(run), options):

@@ -305,11 +305,29 @@ def test_weights_for_others_that_cannot_be_written_are_said_to_be_missing(
     monkeypatch.setattr(checkpoints, "write_hf", refuse)
     with pytest.raises(SaveError, match="step 1 is saved, but .*hf is not written: rank 0: no"):
         run(tmp_path, 1, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
+    monkeypatch.undo()
+    for _ in range(2):  # the same command again writes them; once more, it has nothing left to do
+        run(tmp_path, 1, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
+        assert (tmp_path / "hf/model.safetensors").is_file()
+
+
+def test_what_was_saved_after_a_step_that_a_run_goes_back_to_is_kept_aside(tmp_path: Path) -> None:
+    validating = VALIDATING | {"validation__freq": 2}
+    run(tmp_path, 8, **validating)
+    run(tmp_path, 5, checkpoint__load_step=2, optimizer__lr=1e-3)
+    assert steps_in(tmp_path) == [5, 4, 2]
+    kept = sorted(path.name for path in (tmp_path / "checkpoint").glob("*.aside-1"))
+    assert kept == ["step-4.aside-1", "step-6.aside-1", "step-8.aside-1"]
+    assert [record["step"] for record in read_records(tmp_path, "validation.jsonl")] == [2]
+    run(tmp_path, 7, **validating)
+    assert [record["step"] for record in read_records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert [record["step"] for record in read_records(tmp_path, "validation.jsonl")] == [2, 6, 7]
 
 
 def test_a_seed_checkpoint_is_the_initial_weights(tmp_path: Path) -> None:
-    run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True)
-    assert steps_in(tmp_path / "seed") == [0]
+    whatever = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}  # is for the end
+    run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)
+    assert not (tmp_path / "seed/hf").exists() and steps_in(tmp_path / "seed") == [0]
     runs = [run(tmp_path / name, 2) for name in ("seed", "plain")]
     assert [r["loss"] for r in runs[0]] == [r["loss"] for r in runs[1]]
 

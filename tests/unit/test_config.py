@@ -253,6 +253,8 @@ components = ["model", "los"]
          'optimizer.moments_dtype = "bfloat16" has an implementation of its own, in one pass; "foreach" is another'),
         ("[training]\nsources = [{dataset = 'c4', epochs = 0}]",
          "training.sources[0].epochs = 0: 0 would do nothing; use 1 or more, or -1"),
+        ("[checkpoint]\nenable = true\ncreate_seed_checkpoint = true\nload_only = true",
+         "checkpoint.create_seed_checkpoint = true with load_only = true: nothing would be trained or saved; set"),
         ("[checkpoint]\ncreate_seed_checkpoint = true",
          "checkpoint.create_seed_checkpoint = true without checkpoint.enable: nothing would be trained or saved; set"),
         ('[checkpoint]\ninitial_load_path = "x"',

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,20 @@ def test_eval_takes_a_run_whose_optimizer_would_need_its_ranks(tmp_path: Path) -
     options = ["--training.global_batch_size", "64"]  # eight ranks' batch
     config = resolve(open_model(str(run)), str(run), options, ALONE)
     assert config.training.global_batch_size == 64 and config.validation.enable
+
+
+def test_eval_takes_the_batches_that_the_runs_own_ranks_made(tmp_path: Path) -> None:
+    """A batch of -1 grows with the ranks; those of eval may be fewer or more."""
+    run = store_run(tmp_path / "run", training__global_batch_size=-1, training__local_batch_size=6)
+    source = open_model(str(run))
+    assert source.place is not None
+    storage, manifest = source.place
+    source = replace(source, place=(storage, replace(manifest, layout="pp 2 x dp_replicate 2 x dp_shard 4")))
+    split = ["--parallelism.tensor_parallel_degree=2"]
+    for world_size, options, local_batch_size in ((1, [], 6), (8, [], 6), (16, [], 3), (16, split, 6)):
+        training = resolve(source, str(run), options, Place(0, 0, world_size)).training
+        assert (training.global_batch_size, training.num_streams) == (48, 48)
+        assert training.local_batch_size == local_batch_size
 
 
 def test_eval_refuses_a_configuration_of_another_model(tmp_path: Path) -> None:

@@ -197,6 +197,15 @@ class Checkpointer:
         metadata = storage.reader(step).read_metadata().state_dict_metadata
         return {name: kind.size for name, kind in metadata.items() if isinstance(kind, TensorStorageMetadata)}
 
+    def leave_behind(self, step: int) -> None:
+        """Set aside what was saved after a step that the run goes back to: a later start must not go on from there."""
+
+        def set_aside() -> list[str]:
+            return [self.storage.set_aside(later) for later in self.storage.steps() if later > step]
+
+        for name in [] if self.config.load_only else self.on_rank_0(set_aside):
+            logger.info(f"kept {name}, which was saved after step {step}, aside")
+
     def load(self, storage: Storage, step: int, tensors: Tensors) -> None:
         """Fill the tensors, sharded as they are, whatever layout has saved them."""
         shapes = self.shapes(storage, step)

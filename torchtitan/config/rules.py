@@ -198,6 +198,12 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
                 f"checkpoint.{key} = {shown} without checkpoint.enable: {missed}; set checkpoint.enable = true, or "
                 f"remove it",
             )
+    if config.checkpoint.create_seed_checkpoint and config.checkpoint.load_only:
+        yield (
+            ("checkpoint.create_seed_checkpoint", "checkpoint.load_only"),
+            "checkpoint.create_seed_checkpoint = true with load_only = true: nothing would be trained or saved; "
+            "set one of them to false",
+        )
     if config.checkpoint.last_save_in_hf and not config.checkpoint.last_save_model_only:
         yield (
             ("checkpoint.last_save_in_hf", "checkpoint.last_save_model_only"),

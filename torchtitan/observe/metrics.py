@@ -154,7 +154,9 @@ class MetricsWriter:
         self._color = wants_color(config.metrics.disable_color_printing)
         self._total_steps, self._mfu_label = total_steps, mfu_label
         self._records = JsonLines(run_folder / "metrics.jsonl", start_step)
-        self._validations = JsonLines(run_folder / "validation.jsonl", start_step) if config.validation.enable else None
+        validations = run_folder / "validation.jsonl"  # cut back, too, where this run goes on without any
+        has_validations = config.validation.enable or validations.exists()
+        self._validations = JsonLines(validations, start_step) if has_validations else None
         self._curves: list[Sink] = []
         if config.metrics.enable_tensorboard:
             self._curves.append(TensorBoard(run_folder / config.metrics.save_tb_folder, start_step))

@@ -84,7 +84,10 @@ class Checkpoints:
         if not self.resumes and self.section.initial_load_model_only:
             anew = {"optimizer", "dataloader", "train_state"}
         shapes = self.manager.shapes(storage, manifest.step)
-        if "optimizer" not in anew and not any(name.startswith("optimizer.") for name in shapes):
+        only_weights = not any(name.startswith("optimizer.") for name in shapes)
+        if only_weights and self.resumes and manifest.step == self.last_step:
+            anew = {"optimizer", "dataloader"}  # the run has ended, as it was told to: nothing is left but `finish`
+        if "optimizer" not in anew and only_weights:
             fix = "begin another with checkpoint.initial_load_path, in another job.dump_folder"
             fix = fix if self.resumes else "set checkpoint.initial_load_model_only = true"
             raise ValueError(
@@ -109,6 +112,8 @@ class Checkpoints:
             state.load_data(loader, manifest.run["data"], streams)
         if "train_state" in anew:
             return 0
+        if self.resumes and self.section.load_step >= 0:
+            self.manager.leave_behind(manifest.step)
         self.manager.last_step = manifest.step if self.resumes else -1
         self.tokens_offset = manifest.run["tokens"] - manifest.step * self.tokens_per_step
         return manifest.step
@@ -124,6 +129,7 @@ class Checkpoints:
         """Save where the run ends, if that is not done yet, and wait until it is written."""
         if self.manager is None or self.section.load_only:
             return
+        is_last = is_last and not self.section.create_seed_checkpoint  # from which runs begin: all of it, and no end
         self.manager.wait()
         if self.manager.last_step != step:
             self.save(step, is_last and self.section.last_save_model_only)
