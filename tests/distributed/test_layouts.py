@@ -348,18 +348,41 @@ def test_data_that_runs_out_ends_all_ranks_at_the_same_step(ranks: Ranks, tmp_pa
     assert 1 < ends[0] < 500
 
 
-def test_a_loss_that_is_not_finite_stops_all_and_names_the_rank_and_its_data(ranks: Ranks, tmp_path: Path) -> None:
-    overrides = {"training__local_batch_size": 4, "metrics__log_freq": 4}
-    first, second = ranks(cases.train_with_a_bad_batch, 2, str(tmp_path), overrides, 1, 3)
+# On two ranks, and the call of rank 1's loss in step 3: a pipeline's last stage has two microbatches a step.
+WITH_A_BAD_BATCH = pytest.mark.parametrize(
+    ("overrides", "bad_call", "slot"),
+    [(layout(4), 3, 4), (layout(8, pp=2, microbatch_size=4), 6, 0)],
+    ids=["FSDP", "PP"],
+)
+
+
+@WITH_A_BAD_BATCH
+def test_a_loss_that_is_not_finite_stops_all_and_names_the_rank_and_its_data(
+    ranks: Ranks, tmp_path: Path, overrides: dict[str, Any], bad_call: int, slot: int
+) -> None:
+    overrides = overrides | {"metrics__log_freq": 4}
+    first, second = ranks(cases.train_with_a_bad_batch, 2, str(tmp_path), overrides, [bad_call])
     assert first == second
     assert first.startswith("step 3: loss is nan, gradient norm is nan (on rank 1).")
     assert "This step's update was left out." in first
-    assert "rank 1 read:\nslot 4: " in first and "pydocs/train.jsonl:" in first and "rank 0 read" not in first
+    assert f"rank 1 read:\nslot {slot}: " in first and "pydocs/train.jsonl:" in first and "rank 0 read" not in first
 
 
-def test_a_skipped_update_leaves_all_ranks_alike_and_the_run_goes_on(ranks: Ranks, tmp_path: Path) -> None:
-    overrides = {"training__local_batch_size": 4, "metrics__log_freq": 5, "training__on_nonfinite": "skip"}
-    assert ranks(cases.train_with_a_bad_batch, 2, str(tmp_path), overrides, 1, 3) == ["", ""]
+@WITH_A_BAD_BATCH
+def test_a_skipped_update_leaves_all_ranks_alike_and_the_run_goes_on(
+    ranks: Ranks, tmp_path: Path, overrides: dict[str, Any], bad_call: int, slot: int
+) -> None:
+    overrides = overrides | {"metrics__log_freq": 5, "training__on_nonfinite": "skip"}
+    assert ranks(cases.train_with_a_bad_batch, 2, str(tmp_path), overrides, [bad_call]) == ["", ""]
     records = read_records(tmp_path)
     assert [(r["step"], r["skipped_updates"]) for r in records] == [(1, 0), (5, 1), (10, 0)]
     assert records[-1]["loss"] < records[0]["loss"] - 0.1
+
+
+def test_too_many_updates_left_out_in_a_row_end_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    overrides = layout(4) | {"training__on_nonfinite": "skip", "training__max_consecutive_skips": 2}
+    overrides |= {"metrics__log_freq": 3}  # the three are read in two windows, of steps 4 to 6 and 7 to 9
+    first, second = ranks(cases.train_with_a_bad_batch, 2, str(tmp_path), overrides, [2, 3, 5, 6, 7])
+    assert first == second
+    assert first.startswith("step 7: loss is nan, gradient norm is nan; 3 updates in a row are left out, ")
+    assert "training.max_consecutive_skips allows 2 (on rank 1)." in first and "on_nonfinite" not in first
