@@ -64,6 +64,7 @@ def main(config: Config, place: Place) -> None:
     device = hardware.pick_device(place.local_rank)
     hardware.keep_to_own_cores(place, device)
     build.check_environment(config, device)
+    build.check_data(config)
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     args = build.build_model_args(config, tokenizer)
     if config.debug.deterministic:
@@ -127,10 +128,10 @@ def main(config: Config, place: Place) -> None:
     # What is seen of it
     writer = None
     if place.rank == 0:
-        start_record(run_folder, config, goes_on=checkpoints.resumes)
+        records = start_record(run_folder, config, goes_on=checkpoints.resumes)
         if config.job.print_config:
             print(to_toml(config))
-        writer = MetricsWriter(config, run_folder, step, training.steps, f"{peak.origin} peak")
+        writer = MetricsWriter(config, records, step, training.steps, f"{peak.origin} peak")
     collectives.make_trace_folder(config.comm, run_folder, device)
     reporter = Reporter(
         training,
@@ -143,6 +144,7 @@ def main(config: Config, place: Place) -> None:
         flops_per_token=flops_per_token(args, training.seq_len),
         peak=peak,
         tokens_offset=checkpoints.tokens_offset,
+        skips_in_a_row=checkpoints.skips_in_a_row,
     )
 
     validate = None
@@ -152,7 +154,8 @@ def main(config: Config, place: Place) -> None:
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     learning_rate, stopping = 0.0, False
     last_step = 0 if config.checkpoint.create_seed_checkpoint else training.steps
-    with attention, profile(config.profiling, run_folder, place.rank, step, device) as step_ended, watch, interrupt:
+    profiler = profile(config.profiling, run_folder, place.rank, step, device, reporter.paused)
+    with attention, profiler as step_ended, watch, interrupt, checkpoints:
         while step < last_step:
             asked = time.perf_counter()
             batch = loader.next()
@@ -181,7 +184,7 @@ def main(config: Config, place: Place) -> None:
                     validate(step)
             if saving:  # after it: a run that goes on from here has validated
                 with reporter.paused():
-                    checkpoints.save(step)
+                    checkpoints.save(step, reporter.skips_in_a_row)
             if watch.timeout_seconds != config.comm.train_timeout_seconds:  # the slow first step is over
                 collectives.set_timeout(config.comm.train_timeout_seconds, mesh.groups)
                 watch.timeout_seconds = config.comm.train_timeout_seconds
@@ -189,7 +192,7 @@ def main(config: Config, place: Place) -> None:
                 gc.collect(1)
             step_ended()
         reporter.flush(step, learning_rate)
-        checkpoints.finish(step, is_last=not stopping)
+        checkpoints.finish(step, reporter.skips_in_a_row, is_last=not stopping)
         is_validated = stopping == bool(step % config.validation.freq)  # or not due, as the run goes on
         if validate is not None and step > begun and not is_validated:
             validate(step)

@@ -243,6 +243,7 @@ def _plan_run(
     given = load_config(argv)
     if given.checkpoint.enable:  # for weights to begin with: nothing is saved, and no earlier run is gone on with
         argv += ["--checkpoint.load_only", "--checkpoint.no_create_seed_checkpoint"]
+        argv += ["--checkpoint.no_last_save_in_hf"]
         argv += ["--checkpoint.folder", "none", "--checkpoint.load_step", "-1"]
     if steps is not None:
         schedule = given.lr_scheduler.total_steps or given.training.steps

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from tests.tiny_runs import TINY, tiny_config, train_here
+from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Float8
 from torchtitan.data.tokenizer import build_tokenizer
@@ -168,6 +170,39 @@ def train_with_a_bad_batch(
         return str(error)
     finally:
         recipe.build_loss = build_plain_loss
+    return ""
+
+
+def train_beside_a_disk(rank: int, world_size: int, folder: str, overrides: dict[str, Any], fault: str) -> str:
+    """Trains while one rank's disk is away, stale for once, or slow to remove; the message of what is refused."""
+
+    def is_away(self: Storage, path: str) -> Any:
+        raise FileNotFoundError(path)
+
+    def names(self: Storage, folder: str) -> list[str]:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise OSError(116, "Stale file handle")
+        return real[1](self, folder)
+
+    def removes_slowly(self: Storage, step: int) -> bool:
+        time.sleep(4)
+        return real[2](self, step)
+
+    calls, real = 0, (Storage._checksum, Storage.names, Storage.remove_unread)
+    if fault == "away" and rank == 1:
+        Storage._checksum = is_away  # type: ignore[method-assign]
+    if fault == "stale" and rank == 1:
+        Storage.names = names  # type: ignore[method-assign]
+    if fault == "slow":
+        Storage.remove_unread = removes_slowly  # type: ignore[method-assign]
+    try:
+        train(rank, world_size, folder, overrides)
+    except ValueError as error:
+        return str(error)
+    finally:
+        Storage._checksum, Storage.names, Storage.remove_unread = real  # type: ignore[method-assign]
     return ""
 
 

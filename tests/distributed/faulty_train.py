@@ -1,7 +1,7 @@
 """train.py where one rank fails at one step: `FAULT="KIND RANK STEP" python -m tests.distributed.faulty_train ...`.
 
-KIND is `raise`, `sleep`, `preemption` (torchrun and the rank are both told to end) or the name of a signal that the
-rank sends itself. Started again, a rank does not fail.
+KIND is `raise`, `pause` (for some seconds two steps before, then `raise`), `sleep`, `preemption` (torchrun and the rank
+are both told to end) or the name of a signal that the rank sends itself. Started again, a rank does not fail.
 """
 
 import os
@@ -24,10 +24,12 @@ calls = 0
 def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
     global calls
     calls += 1
+    if kind == "pause" and (os.environ["RANK"], str(calls + 2)) == (faulty_rank, faulty_step):
+        time.sleep(7.5)
     is_first_try = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if is_first_try and (os.environ["RANK"], str(calls)) == (faulty_rank, faulty_step):
         print(f"fault at {time.time()}", flush=True)
-        if kind == "raise":
+        if kind in ("raise", "pause"):
             raise OSError("the disk is gone")
         if kind == "sleep":
             time.sleep(1000)

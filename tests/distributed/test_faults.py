@@ -98,6 +98,13 @@ def test_the_error_of_one_rank_is_the_only_one_that_is_shown(tmp_path: Path, tor
     assert "onnection" not in run.console, run.console
 
 
+def test_an_error_is_told_as_it_is_also_after_a_pause_that_was_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, "pause 1 6", 2, torchrun=False, comm__train_timeout_seconds=9)
+    assert run.seconds < 25 and all(run.codes)
+    assert run.console.count("no progress for") == 1, run.console
+    assert "rank 1 failed first, at step 6" in run.console and "the disk is gone" in run.console, run.console
+
+
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, "SIGKILL 1 3", 2, torchrun=False)
     assert run.seconds < 25 and all(run.codes)

@@ -379,10 +379,14 @@ def test_a_skipped_update_leaves_all_ranks_alike_and_the_run_goes_on(
     assert records[-1]["loss"] < records[0]["loss"] - 0.1
 
 
-def test_too_many_updates_left_out_in_a_row_end_the_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_too_many_updates_left_out_in_a_row_end_the_run_also_over_a_resume(ranks: Ranks, tmp_path: Path) -> None:
+    """Three are too many, whether they are read in one window, in two, or before and after a resume."""
     overrides = layout(4) | {"training__on_nonfinite": "skip", "training__max_consecutive_skips": 2}
-    overrides |= {"metrics__log_freq": 3}  # the three are read in two windows, of steps 4 to 6 and 7 to 9
-    first, second = ranks(cases.train_with_a_bad_batch, 2, str(tmp_path), overrides, [2, 3, 5, 6, 7])
-    assert first == second
-    assert first.startswith("step 7: loss is nan, gradient norm is nan; 3 updates in a row are left out, ")
-    assert "training.max_consecutive_skips allows 2 (on rank 1)." in first and "on_nonfinite" not in first
+    overrides |= {"metrics__log_freq": 3, "checkpoint__enable": True}  # windows of steps 2 and 3, 4 to 6, 7 to 9
+    resumed = {"training__steps": 6, "lr_scheduler__total_steps": 10}
+    assert ranks(cases.train_with_a_bad_batch, 2, str(tmp_path / "2"), overrides | resumed, [2, 5, 6]) == ["", ""]
+    for folder, bad_calls in ((tmp_path / "1", [2, 3, 5, 6, 7]), (tmp_path / "2", [1])):
+        first, second = ranks(cases.train_with_a_bad_batch, 2, str(folder), overrides, bad_calls)
+        assert first == second
+        assert first.startswith("step 7: loss is nan, gradient norm is nan; 3 updates in a row are left out, ")
+        assert "training.max_consecutive_skips allows 2 (on rank 1)." in first and "on_nonfinite" not in first

@@ -9,6 +9,7 @@ from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import LAYOUTS, OPTIMIZERS, differences, layout, of_one_process
 from tests.tiny_runs import read_records
+from torchtitan.checkpoint.storage import Storage
 
 SAVING = {"checkpoint__enable": True, "lr_scheduler__total_steps": 10}
 VALIDATING = {
@@ -65,3 +66,17 @@ def test_on_the_same_layout_it_is_the_same_to_the_bit(
         for folder in (tmp_path / "through", tmp_path / "in two")
     ]
     assert exact[0] == exact[1] and len(exact[0]) == 4
+
+
+def test_what_one_ranks_disk_does_is_known_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    def run(fault: str, steps: int) -> list[str]:
+        overrides = saving(layout(4), steps, checkpoint__interval=2, checkpoint__keep_latest_k=1)
+        overrides["comm__train_timeout_seconds"] = 2
+        return ranks(cases.train_beside_a_disk, 2, str(tmp_path), overrides, fault)
+
+    checkpoints = Storage(str(tmp_path / "checkpoint"))
+    assert run("stale", 3) == ["", ""] and checkpoints.steps() == [3]  # that of step 2 has failed
+    assert run("slow", 4) == ["", ""] and checkpoints.steps() == [4]  # longer than the others wait for a collective
+    first, second = run("away", 6)
+    assert first == second and first.startswith(f"step 4 in {tmp_path}/checkpoint is complete where rank 0 runs, but ")
+    assert "not where rank 1 does: " in first and first.endswith(" is missing; all nodes must share the folder")

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
-from torchtitan.parallel.shared_memory import ReduceScatterOfOne
+from torchtitan.parallel.shared_memory import ReduceScatterOfOne, SharedMemory
 
 
 @pytest.mark.parametrize("folder_of_rank_1", ["/dev/shm", "/no/such/folder"])
@@ -17,6 +18,20 @@ def test_ranks_of_one_machine_exchange_what_gloo_would_bring(ranks: Ranks, folde
         assert shared is (folder_of_rank_1 == "/dev/shm")
         for one, other in zip(came, expected, strict=True):
             assert torch.equal(one, other)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_nothing_is_left_behind_where_another_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    class Group:
+        rank, size = (lambda self: 0), (lambda self: 2)
+
+    before = set(Path("/dev/shm").iterdir())
+    monkeypatch.setattr(dist, "broadcast_object_list", fail)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        SharedMemory(Group()).parts(10, torch.uint8)  # type: ignore[arg-type]
     assert set(Path("/dev/shm").iterdir()) <= before
 
 

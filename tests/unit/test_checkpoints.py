@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 
 import train
 from tests.tiny_runs import read_records, tiny_config, train_here
-from torchtitan.checkpoint.manager import SaveError
+from torchtitan.checkpoint.manager import Checkpointer, SaveError
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import ConfigError
+from torchtitan.observe.health import NotFiniteError
 from torchtitan.parallel import collectives
 from torchtitan.training import checkpoints
 
@@ -195,6 +196,37 @@ def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_las
             train.Checkpoints.save = real
 
 
+def test_a_failed_write_behind_the_training_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
+    real, train.Checkpoints.save = train.Checkpoints.save, blocked(train.Checkpoints.save, tmp_path, (50,))
+    try:
+        with pytest.raises(SaveError, match="saving step 50 failed"):
+            asked = {"checkpoint__on_failure": "stop", "checkpoint__async_mode": "async", "checkpoint__interval": 50}
+            run(tmp_path, 100, lr_scheduler__total_steps=100, **asked)
+    finally:
+        train.Checkpoints.save = real
+    assert 50 <= read_records(tmp_path)[-1]["step"] < 100
+
+
+def test_a_bad_loss_does_not_cost_what_is_being_written_behind_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any) -> None:
+        time.sleep(1)
+        write(*args)
+
+    write = Checkpointer._write
+    monkeypatch.setattr(Checkpointer, "_write", slow)
+    with pytest.raises(NotFiniteError, match="step 2: loss is "):
+        run(
+            tmp_path,
+            checkpoint__async_mode="async",
+            checkpoint__interval=1,
+            optimizer__lr=1e30,
+            training__max_norm=math.inf,
+        )
+    assert steps_in(tmp_path) == [1]
+
+
 def blocked(save: Any, folder: Path, steps: tuple[int, ...]) -> Any:
     """A file is where the folder of the save has to be."""
 
@@ -254,6 +286,7 @@ def test_another_run_begins_with_saved_weights_or_with_all_of_it(tmp_path: Path)
     with pytest.raises(ValueError, match="begin this run again at step 0, over its own records; remove it to go on"):
         run(tmp_path / "first", 6, checkpoint__exclude_from_loading=["train_state"])
     assert len(read_records(tmp_path / "first")) == 4
+    (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match=r'initial_load_path = ".*nothing" has no complete checkpoint'):
         run(tmp_path / "none", 2, checkpoint__initial_load_path=str(tmp_path / "nothing"))
 
@@ -275,7 +308,7 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
         for name, path in (("a", tmp_path), ("b", tmp_path / "hf"))
     )
     assert from_run[0]["loss"] == from_hf[0]["loss"]
-    with pytest.raises(ConfigError, match="last_save_in_hf = true saves weights alone"):
+    with pytest.raises(ConfigError, match="last_save_in_hf = true is for weights that are saved alone"):
         run(tmp_path / "c", 1, checkpoint__last_save_in_hf=True)
 
 
@@ -284,8 +317,18 @@ def test_weights_for_others_are_written_where_the_data_end_at_a_saved_step(tmp_p
     corpus.write_text("".join(f'{{"text": "{"word " * 200}"}}\n' for _ in range(8)))
     end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
     records = run(tmp_path, 10, training__dataset_path=str(corpus), checkpoint__interval=1, **end)
-    assert records[-1]["step"] == steps_in(tmp_path)[0] < 10
+    assert (last := records[-1]["step"]) == steps_in(tmp_path)[0] < 10
     assert {t.dtype for t in load_file(tmp_path / "hf/model.safetensors").values()} == {torch.float32}
+    assert {name.partition(".")[0] for name in tensors(tmp_path, last)} == {"model", "optimizer", "data"}
+
+
+def test_a_run_whose_data_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
+    corpus = tmp_path / "short.jsonl"
+    corpus.write_text("".join(f'{{"text": "{"word " * 200}"}}\n' for _ in range(8)))
+    once = {"training__dataset_path": str(corpus), "checkpoint__last_save_model_only": True}
+    ended = run(tmp_path, 10, **once)[-1]["step"]
+    assert ended < 6 and run(tmp_path, 6, training__epochs=-1, **once)[-1]["step"] == 6
+    assert {name.partition(".")[0] for name in tensors(tmp_path, 6)} == {"model"}
 
 
 def test_weights_for_others_of_an_earlier_end_are_kept_aside_when_the_run_goes_on(tmp_path: Path) -> None:
@@ -318,6 +361,8 @@ def test_what_was_saved_after_a_step_that_a_run_goes_back_to_is_kept_aside(tmp_p
     assert steps_in(tmp_path) == [5, 4, 2]
     kept = sorted(path.name for path in (tmp_path / "checkpoint").glob("*.aside-1"))
     assert kept == ["step-4.aside-1", "step-6.aside-1", "step-8.aside-1"]
+    assert [record["step"] for record in read_records(tmp_path / "earlier/1")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert "lr = 0.01" in (tmp_path / "earlier/1/config.toml").read_text()
     assert [record["step"] for record in read_records(tmp_path, "validation.jsonl")] == [2]
     run(tmp_path, 7, **validating)
     assert [record["step"] for record in read_records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
@@ -328,14 +373,20 @@ def test_a_seed_checkpoint_is_the_initial_weights(tmp_path: Path) -> None:
     whatever = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}  # is for the end
     run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)
     assert not (tmp_path / "seed/hf").exists() and steps_in(tmp_path / "seed") == [0]
+    run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)  # is there already
     runs = [run(tmp_path / name, 2) for name in ("seed", "plain")]
     assert [r["loss"] for r in runs[0]] == [r["loss"] for r in runs[1]]
+    with pytest.raises(ValueError, match="create_seed_checkpoint = true saves where a run begins, but .* at step 2"):
+        run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True)
 
 
 def test_nothing_is_saved_where_only_loading_is_asked_for(tmp_path: Path) -> None:
     run(tmp_path, 2)
-    run(tmp_path, 4, checkpoint__load_only=True)
-    assert steps_in(tmp_path) == [2]
+    before = {path: path.read_bytes() for path in (tmp_path / "metrics.jsonl", tmp_path / "config.toml")}
+    for number in (1, 2):
+        run(tmp_path, 4, checkpoint__load_only=True, checkpoint__load_step=2, optimizer__lr=1e-3)
+        assert [record["step"] for record in read_records(tmp_path / f"load_only/{number}")] == [3, 4]
+    assert steps_in(tmp_path) == [2] and before == {path: path.read_bytes() for path in before}
 
 
 def test_time_alone_or_being_the_first_step_can_make_a_save_due(tmp_path: Path) -> None:

@@ -123,6 +123,27 @@ def test_a_full_disk_costs_records_but_neither_the_run_nor_the_file(
     assert "JsonLines could not write" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+def test_a_disk_without_room_takes_no_record_away_and_curves_go_on_once_there_is_room(tmp_path: Path) -> None:
+    history = "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 200))
+    (tmp_path / "metrics.jsonl").write_text(history)
+    curves = metrics.TensorBoard(tmp_path / "tb", 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        with pytest.raises(OSError):
+            metrics.JsonLines(tmp_path / "metrics.jsonl", 150)
+        with pytest.raises(OSError):
+            for step in range(1, 200):
+                curves.write(step, {"a": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    curves.write(200, {"a": 1.0})
+    curves.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == history
+    assert EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("a")[-1].step == 200
+
+
 def test_a_logged_line_says_speed_mfu_memory_and_time_to_go(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

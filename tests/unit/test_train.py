@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -241,6 +242,21 @@ def test_profiler_traces_are_written_where_asked(tmp_path: Path) -> None:
     assert "traceEvents" in json.loads(traces[0].read_text())
 
 
+def test_a_trace_takes_no_training_time_and_may_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(profiler: torch.profiler.profile, path: str) -> None:
+        time.sleep(2)
+        if "step_6" in path:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write)
+    profiling = {"profiling__enable_profiling": True, "profiling__profile_freq": 3, "profiling__profiler_warmup": 1}
+    records = train_here(tiny_config(tmp_path, training__steps=8, **profiling))
+    assert len(records) == 8 and max(record["step_seconds"] for record in records[3:]) < 1.5
+    assert "a profiler trace could not be written to " in caplog.text and "No space left on device" in caplog.text
+
+
 def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Watches a run that has everything switched on, from the moment its configuration is final."""
     names = {section: name for name, section in sections().items()}
@@ -299,7 +315,13 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ({"model__hf_assets_path": "nowhere"}, "nowhere"),
         ({"model__vocab_size": 100}, "the tokenizer has 2048 ids, model.vocab_size only 100 rows"),
-        ({"training__dataset": "pydoc"}, "did you mean 'pydocs'"),
+        ({"training__dataset": "pydoc"}, "training: dataset = 'pydoc' .* did you mean 'pydocs'"),
+        ({"training__sources": [{"dataset": "a", "dataset_path": "no.txt"}]}, r"training.sources\[0\]: .*'no.txt': no"),
+        ({"validation__enable": True, "validation__dataset_path": "no.txt"}, "validation: dataset_path = 'no.txt': no"),
+        (
+            {"checkpoint__enable": True, "checkpoint__initial_load_path": "nowhere"},
+            'checkpoint.initial_load_path = "nowhere" is not there',
+        ),
         ({"compile__enable": True, "compile__backend": "indcutor"}, 'compile.backend = "indcutor" is no backend'),
         (
             {
@@ -322,6 +344,9 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "no tokenizer",
         "small vocabulary",
         "unknown dataset",
+        "no such source",
+        "no validation data",
+        "no such checkpoint",
         "unknown compiler",
         "whole blocks recomputed",
         "memory snapshot on a CPU",
@@ -385,13 +410,16 @@ def test_the_program_shows_a_refusal_as_one_line_without_a_traceback(tmp_path: P
     command = ["train.py", "--training.dataset", "pydoc", "--job.dump_folder", str(tmp_path)]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "error: dataset = 'pydoc' is not a name known here" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "error: training: dataset = 'pydoc' is not a name known here" in done.stderr and "Traceback" not in done.stderr
+    )
 
 
 def test_a_refused_run_leaves_the_last_runs_files_where_they_are(tmp_path: Path) -> None:
     train_here(tiny_config(tmp_path, training__steps=2))
-    with pytest.raises(ValueError, match="nowhere"):
-        train_here(tiny_config(tmp_path, training__dataset_path="nowhere.jsonl"))
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no document"):
+        train_here(tiny_config(tmp_path, training__dataset_path=str(tmp_path / "empty.jsonl")))
     torch.distributed.destroy_process_group()
     assert len(read_records(tmp_path)) == 2 and not (tmp_path / "earlier").exists()
 

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.storage import Manifest, Storage
@@ -33,11 +34,13 @@ class SaveError(RuntimeError):
 class Checkpointer:
     """`save` after a step where `due` says so; `wait` for the last one."""
 
-    def __init__(self, config: Checkpoint, storage: Storage, about: dict[str, Any]) -> None:
-        """`about`: what each manifest says besides step and files."""
+    def __init__(self, config: Checkpoint, storage: Storage, about: dict[str, Any], start_seconds: int) -> None:
+        """`about`: what each manifest says besides step and files; `start_seconds`: longest wait for other ranks."""
         self.config, self.storage, self.about = config, storage, about
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)  # its own: a save runs beside the training
+        # A group of its own: a save runs beside the training.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=start_seconds))
+        _set_pg_timeout(_TIMEOUT, self.group)
         self._began, self._bytes, self.last_step = time.monotonic(), 0, -1
         self._writing: Future[None] | None = None
         self._copies: Tensors = {}  # in host memory that is kept from save to save
@@ -45,7 +48,12 @@ class Checkpointer:
             logger.info(f"removed {name}, which an earlier run did not finish")
 
     def is_time_up(self) -> bool:
-        """Whether `interval_minutes` are over by this rank's clock; all ranks save once any rank's are."""
+        """Whether `interval_minutes` are over by this rank's clock; all ranks save once any rank's are.
+
+        Also where a write behind the training has failed and is to end the run, which the next save does.
+        """
+        if self._writing is not None and self._writing.done() and self._writing.exception() is not None:
+            return True
         minutes = self.config.interval_minutes
         return minutes is not None and time.monotonic() - self._began > 60 * minutes
 
@@ -115,17 +123,20 @@ class Checkpointer:
     def _tidy(self, remove: Callable[[], object]) -> None:
         """Remove what is not needed, on rank 0; where that fails, the run is none the worse for it."""
         try:
-            if self.rank == 0:
-                remove()
+            self.on_rank_0(remove)
         except Exception as error:  # a store's client has errors of its own
             logger.warning(f"checkpoints could not be removed: {error}")
 
     def _write(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         storage, folder = self.storage, self.storage.being_written(step)
         dcp.save(tensors, storage_writer=storage.writer(step), process_group=self.group)
-        own = [n for n in storage.names(folder) if n.startswith(f"__{self.rank}_") or (self.rank == 0 and n[0] == ".")]
+
+        def describe_own() -> dict[str, tuple[int, int]]:
+            own = (f"__{self.rank}_", ".") if self.rank == 0 else f"__{self.rank}_"
+            return storage.describe(folder, [name for name in storage.names(folder) if name.startswith(own)])
+
         files: dict[str, tuple[int, int]] = {}
-        for described in self._all(lambda: storage.describe(folder, own)):
+        for described in self._all(describe_own):
             files |= described
         self._bytes = sum(size for size, _ in files.values())
         manifest = Manifest(step, files, run=run, **self.about)
@@ -189,8 +200,14 @@ class Checkpointer:
         if isinstance(manifest, str):
             return manifest
         share = sorted(manifest.files)[self.rank :: self.world_size]
-        faults = [fault for part in self._all(lambda: storage.faults(manifest, share)) for fault in part]
-        return "; ".join(faults) or manifest
+        faults = self._all(lambda: storage.faults(manifest, share))
+        away = [rank for rank, found in enumerate(faults) if any(fault.endswith(" is missing") for fault in found)]
+        if away and isinstance(self.on_rank_0(lambda: storage.examine(step)), Manifest):
+            raise ValueError(
+                f"step {step} in {storage.url} is complete where rank 0 runs, but not where rank {away[0]} does: "
+                f"{faults[away[0]][0]}; all nodes must share the folder"
+            )
+        return "; ".join(fault for found in faults for fault in found) or manifest
 
     def shapes(self, storage: Storage, step: int) -> dict[str, torch.Size]:
         """Names and shapes of all tensors in a checkpoint."""

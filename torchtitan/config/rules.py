@@ -1,15 +1,17 @@
 """What makes a configuration impossible although every single value is fine: pure, no torch, all findings at once."""
 
+import json
 import math
 import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
 from torchtitan.config.layout_rules import Finding, find_layout_conflicts
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Checkpoint, Config
 from torchtitan.models.llama.args import FLAVORS
 
-RUN_FILES = ("config.toml", "metrics.jsonl", "validation.jsonl", "wandb", "hang", "hf")  # what a run writes by itself
+RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
+RUN_FILES = [*RECORDS, "wandb", "hang", "hf", "load_only"]  # what a run writes by itself
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
@@ -185,30 +187,41 @@ def _float8(config: Config) -> Iterator[Finding]:
 
 
 def _checkpoint(config: Config) -> Iterator[Finding]:
+    checkpoint = config.checkpoint
     for key, missed in (
         ("create_seed_checkpoint", "nothing would be trained or saved"),
         ("initial_load_path", "the run would begin with drawn weights"),
         ("initial_load_in_hf", "the run would begin with drawn weights"),
         ("last_save_in_hf", "nothing would be saved"),
+        ("load_step", "the run would begin anew"),
     ):
-        if not config.checkpoint.enable and (value := getattr(config.checkpoint, key)):
-            shown = f'"{value}"' if isinstance(value, str) else "true"
+        value = getattr(checkpoint, key)
+        if not checkpoint.enable and value != Checkpoint.model_fields[key].default:
             yield (
                 (f"checkpoint.{key}", "checkpoint.enable"),
-                f"checkpoint.{key} = {shown} without checkpoint.enable: {missed}; set checkpoint.enable = true, or "
-                f"remove it",
+                f"checkpoint.{key} = {json.dumps(value)} without checkpoint.enable: {missed}; set "
+                "checkpoint.enable = true, or remove it",
             )
-    if config.checkpoint.create_seed_checkpoint and config.checkpoint.load_only:
+    for key, lost in (("create_seed_checkpoint", "trained or saved"), ("last_save_in_hf", "saved")):
+        if getattr(checkpoint, key) and checkpoint.load_only:
+            yield (
+                (f"checkpoint.{key}", "checkpoint.load_only"),
+                f"checkpoint.{key} = true with load_only = true: nothing would be {lost}; set one of them to false",
+            )
+    for key in ("last_save_in_hf", "export_dtype"):
+        value = getattr(checkpoint, key)
+        if value != Checkpoint.model_fields[key].default and not checkpoint.last_save_model_only:
+            yield (
+                (f"checkpoint.{key}", "checkpoint.last_save_model_only"),
+                f"checkpoint.{key} = {json.dumps(value)} is for weights that are saved alone, from which a run cannot "
+                "go on; say so with checkpoint.last_save_model_only = true, or convert the checkpoint later "
+                "(python -m torchtitan convert)",
+            )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         yield (
-            ("checkpoint.create_seed_checkpoint", "checkpoint.load_only"),
-            "checkpoint.create_seed_checkpoint = true with load_only = true: nothing would be trained or saved; "
-            "set one of them to false",
-        )
-    if config.checkpoint.last_save_in_hf and not config.checkpoint.last_save_model_only:
-        yield (
-            ("checkpoint.last_save_in_hf", "checkpoint.last_save_model_only"),
-            "checkpoint.last_save_in_hf = true saves weights alone, from which a run cannot go on; say so with "
-            "checkpoint.last_save_model_only = true, or convert the checkpoint later (python -m torchtitan convert)",
+            ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only"),
+            "checkpoint.initial_load_in_hf = true with initial_load_model_only = false: safetensors are weights alone, "
+            "without optimizer, data and step; set one of them the other way round",
         )
 
 

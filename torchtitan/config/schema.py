@@ -18,6 +18,7 @@ def _not_zero(value: int) -> int:
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[int, Field(gt=0, le=10**8)]  # three years: torch cannot wait for ever
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -178,7 +179,7 @@ class DataSource(Section):
     dataset: str
     """As `training.dataset`."""
 
-    dataset_path: str | None = None
+    dataset_path: Annotated[str, Field(min_length=1)] | None = None
     """As `training.dataset_path`."""
 
     text_key: str = "text"
@@ -197,7 +198,7 @@ class Training(Section):
     dataset: str = "c4_test"
     """A name known here (pydocs, c4, ...), a Hugging Face dataset `owner/name`, or a label for `dataset_path`."""
 
-    dataset_path: str | None = None
+    dataset_path: Annotated[str, Field(min_length=1)] | None = None
     """Local data: JSONL, Parquet or text (a file, folder or glob), prepared tokens, a saved Hugging Face dataset."""
 
     text_key: str = "text"
@@ -328,7 +329,7 @@ class Checkpoint(Section):
     """Complete checkpoints that are kept; 0: all."""
 
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Step to go on from; -1: the newest complete."""
+    """Step to go on from; -1: the newest complete. What was saved and recorded after it is kept aside."""
 
     initial_load_path: str | None = None
     """Checkpoint (a folder step-N, or one of which the newest is taken) to begin from while the run has none itself."""
@@ -343,7 +344,7 @@ class Checkpoint(Section):
     """What is not taken from a checkpoint but begins anew; train_state only with `initial_load_path`."""
 
     load_only: bool = False
-    """Save nothing."""
+    """Save nothing; a run that goes on so has its records in load_only/N of the run folder."""
 
     enable_first_step_checkpoint: bool = False
     """Save after the first step too, to see early whether it can be done."""
@@ -446,10 +447,10 @@ class Comm(Section):
     mode: Literal["default", "fake_backend"] = "default"
     """fake_backend: no training but a dry run of WORLD_SIZE ranks in one process: memory and traffic of each stage."""
 
-    init_timeout_seconds: PositiveInt = 300
+    init_timeout_seconds: Seconds = 300
     """Longest wait for a collective during start and the first step."""
 
-    train_timeout_seconds: PositiveInt = 100
+    train_timeout_seconds: Seconds = 100
     """Longest wait for a collective after the first step."""
 
     trace_buf_size: Annotated[int, Field(ge=0)] = 20000
@@ -471,7 +472,7 @@ class Validation(Section):
     dataset: str = "c4_validation"
     """As `training.dataset`."""
 
-    dataset_path: str | None = None
+    dataset_path: Annotated[str, Field(min_length=1)] | None = None
     """As `training.dataset_path`."""
 
     text_key: str = "text"

@@ -56,8 +56,6 @@ def locate_text(dataset: str, dataset_path: str | None) -> Location:
         file = SHIPPED_TEXT / SHIPPED[dataset]
         if not file.is_file():
             raise ValueError(f"dataset = {dataset!r} ships with a clone of this repository, but {file} is not there")
-        if dataset == "c4_test":
-            logger.info(f"dataset c4_test is the small text that ships here ({file}), not torchtitan's excerpt of C4")
         return Location("jsonl", (file,))
     if dataset in HUB:
         return Location("hub", hub=HUB[dataset])
@@ -81,6 +79,10 @@ def open_source(
 ) -> Documents | ShardedTexts:
     """Documents by number where they can be read in any order, else shards of text."""
     location = locate_text(dataset, dataset_path)
+    if dataset == "c4_test" and dataset_path is None:
+        logger.info(
+            f"dataset c4_test is the small text that ships here ({location.name}), not torchtitan's excerpt of C4"
+        )
     if location.kind == "prepared":
         return PreparedTokens(location.files[0], tokenizer)
     texts = open_texts(location, text_key)

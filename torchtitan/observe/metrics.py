@@ -1,6 +1,7 @@
 """One record a logged step, to console, metrics.jsonl, TensorBoard and Weights & Biases; it receives plain numbers."""
 
 import errno
+import functools
 import json
 import math
 import os
@@ -84,7 +85,9 @@ class JsonLines:
     def __init__(self, path: Path, start_step: int) -> None:
         if start_step and path.exists():  # a resumed run writes the steps after its checkpoint again
             kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= start_step]
-            path.write_text("".join(line + "\n" for line in kept))
+            anew = path.with_name(f"{path.name}.writing")  # a full disk, or an end just here, takes nothing away
+            anew.write_text("".join(line + "\n" for line in kept))
+            anew.replace(path)
         self._file = path.open("ab" if start_step else "wb", buffering=0)  # a killed run keeps its last line
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -113,12 +116,17 @@ class TensorBoard:
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._open = functools.partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=start_step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        try:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError:  # its thread has ended with it
+            self._writer = self._open()
+            raise
 
     def close(self) -> None:
         self._writer.close()

@@ -1,7 +1,7 @@
 """torch profiler traces and CUDA memory snapshots, every so many steps, one file a rank in the run folder."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -10,20 +10,24 @@ from torchtitan.config.schema import Profiling
 from torchtitan.observe.log import logger
 
 _MEMORY_EVENTS = 100_000
+Paused = Callable[[], AbstractContextManager]
 
 
 @contextmanager
 def profile(
-    config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device
+    config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device, paused: Paused
 ) -> Iterator[Callable[[], None]]:
-    """Profile what runs inside; what is given is to be called after every training step."""
+    """Profile what runs inside; what is given is to be called after every training step.
+
+    Files are written inside `paused()`, as no part of the training.
+    """
     after_a_step: list[Callable[[], None]] = []
     with ExitStack() as stack:
         if config.enable_profiling:
-            after_a_step.append(stack.enter_context(_traces(config, run_folder, rank, start_step, device)))
+            after_a_step.append(stack.enter_context(_traces(config, run_folder, rank, start_step, device, paused)))
         if config.enable_memory_snapshot:
             assert device.type == "cuda", "refused in build.check_environment"
-            after_a_step.append(stack.enter_context(_memory_snapshots(config, run_folder, rank, start_step)))
+            after_a_step.append(stack.enter_context(_memory_snapshots(config, run_folder, rank, start_step, paused)))
 
         def step_ended() -> None:
             for tell in after_a_step:
@@ -34,7 +38,7 @@ def profile(
 
 @contextmanager
 def _traces(
-    config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device
+    config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device, paused: Paused
 ) -> Iterator[Callable[[], None]]:
     ended = False
 
@@ -42,9 +46,7 @@ def _traces(
         if ended:  # the run ended before the step to record
             return
         folder = run_folder / config.save_traces_folder / f"step_{start_step + profiler.step_num}"
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"rank{rank}.json"))
-        logger.info(f"wrote a profiler trace to {folder}")
+        _write(folder / f"rank{rank}.json", profiler.export_chrome_trace, "profiler trace")
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -54,25 +56,32 @@ def _traces(
     with torch.profiler.profile(
         activities=activities, schedule=schedule, on_trace_ready=save, record_shapes=True
     ) as profiler:
-        yield profiler.step
+
+        def step_ended() -> None:
+            writes = (profiler.step_num + 1) % config.profile_freq == 0
+            with paused() if writes else nullcontext():
+                profiler.step()
+
+        yield step_ended
         ended = True
 
 
 @contextmanager
-def _memory_snapshots(config: Profiling, run_folder: Path, rank: int, start_step: int) -> Iterator[Callable[[], None]]:
+def _memory_snapshots(
+    config: Profiling, run_folder: Path, rank: int, start_step: int, paused: Paused
+) -> Iterator[Callable[[], None]]:
     step = start_step
 
     def save(label: str) -> None:
         folder = run_folder / config.save_memory_snapshot_folder / label
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}.pickle"))
-        logger.info(f"wrote a memory snapshot to {folder}")
+        _write(folder / f"rank{rank}.pickle", torch.cuda.memory._dump_snapshot, "memory snapshot")
 
     def count() -> None:
         nonlocal step
         step += 1
         if step % config.profile_freq == 0:
-            save(f"step_{step}")
+            with paused():
+                save(f"step_{step}")
 
     torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
     try:
@@ -82,3 +91,14 @@ def _memory_snapshots(config: Profiling, run_folder: Path, rank: int, start_step
         raise
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _write(file: Path, write: Callable[[str], object], what: str) -> None:
+    """A full disk costs the file, not the training."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(str(file))
+        file.stat()  # torch says nothing where it could write none
+        logger.info(f"wrote a {what} to {file.parent}")
+    except OSError as error:
+        logger.warning(f"a {what} could not be written to {file.parent}: {error.strerror or error}; going on")

@@ -2,12 +2,13 @@
 
 import fcntl
 import os
+import shutil
 import socket
 from pathlib import Path
 from typing import IO
 
 from torchtitan.config.load import to_toml
-from torchtitan.config.rules import RUN_FILES, run_folders
+from torchtitan.config.rules import RECORDS, RUN_FILES, run_folders
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
 
@@ -50,21 +51,34 @@ def claim(folder: Path) -> IO[str]:
     return file
 
 
-def start_record(folder: Path, config: Config, goes_on: bool) -> None:
-    """Write the configuration; what an earlier run left is moved to `earlier/N` first, unless this one goes on with it.
+def start_record(folder: Path, config: Config, goes_on: bool) -> Path:
+    """Write the configuration and return the folder for the records.
 
-    To be called when nothing can be refused any more. Weights in `hf` are a finished run's, so a run that goes on and
-    will write them moves the old ones aside, too.
+    What an earlier run left is moved to `earlier/N` first, unless this one goes on with it. To be called when nothing
+    can be refused any more. Weights in `hf` are a finished run's, so a run that goes on and will write them moves the
+    old ones aside, too; one that goes back to `load_step` leaves a copy of the records there; and one that saves
+    nothing, so that no other goes on from it, has records of its own in `load_only/N`.
     """
-    names = [*RUN_FILES, *run_folders(config).values()]
+    checkpoint = config.checkpoint
+    moved, copied = [*RUN_FILES, *run_folders(config).values()], []
     if goes_on:
-        names = ["hf"] if config.checkpoint.last_save_in_hf else []
-    left = [folder / name for name in names if (folder / name).exists()]
+        moved = ["hf"] if checkpoint.last_save_in_hf else []
+        copied = RECORDS if checkpoint.load_step >= 0 and not checkpoint.load_only else []
+    left = [folder / name for name in [*moved, *copied] if (folder / name).exists()]
     if left:
-        number = 1 + max((int(p.name) for p in (folder / "earlier").glob("*") if p.name.isdecimal()), default=0)
-        aside = folder / "earlier" / str(number)
-        aside.mkdir(parents=True)
+        aside = _numbered(folder / "earlier")
         for path in left:
-            path.rename(aside / path.name)
+            shutil.copy2(path, aside) if path.name in copied else path.rename(aside / path.name)
         logger.info(f"kept the earlier run of this folder in {aside}")
+    if goes_on and checkpoint.load_only:
+        folder = _numbered(folder / "load_only")
+        logger.info(f"what this run records is in {folder}, for it saves nothing")
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    return folder
+
+
+def _numbered(folder: Path) -> Path:
+    """A new folder in it, with the next number."""
+    new = folder / str(1 + max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0))
+    new.mkdir(parents=True)
+    return new

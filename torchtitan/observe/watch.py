@@ -46,6 +46,7 @@ class Watch:
         self._thrown: tuple[Whereabouts, BaseException] | None = None  # where a collective failed in the loop
         self._last_words = ""  # why this rank leaves, for the others
         self._verdict, self._follows = "", False  # why all leave, and whether another left first
+        self._stood: tuple[int, ...] = ()  # the progress at the time of the verdict
         if self._world_size > 1:
             every: set[Any] = {dist.group.WORLD, *groups}
             self._backends = [group._get_backend(device) for group in every for device in group._device_types]
@@ -66,16 +67,22 @@ class Watch:
             where = locate(self.step, reversed(list(traceback.walk_tb(trace))), shown)
             failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
             if where.collective and failed and not is_refusal(error):
+                if not self._standing_verdict():
+                    self._answered.clear()
                 self._thrown = where, error
                 self._wake.set()
                 self._answered.wait(3 * self._grace + _SECONDS_AFTER_THE_FIRST)
             first = f"rank {self._rank} failed first, at {where}: {type(error).__name__}: {error}"
-            self._last_words = "" if self._follows else self._verdict or first
+            self._last_words = "" if self._follows else self._standing_verdict() or first
         self._left.set()
         self._wake.set()
         self._thread.join(self._grace)
-        if self._thrown and self._verdict:
-            raise PeerError(self._verdict.partition("\n")[0]) from None
+        if self._thrown and (verdict := self._standing_verdict()):
+            raise PeerError(verdict.partition("\n")[0]) from None
+
+    def _standing_verdict(self) -> str:
+        """Empty where there has been progress since: it was of a pause, and no reason to leave."""
+        return self._verdict if self._stood == self._progress() else ""
 
     @property
     def _interval(self) -> float:
@@ -114,7 +121,7 @@ class Watch:
                 if self._thrown or self._waits_long(seconds):
                     self._board.set(f"{alarm}/alarm", "")
                 if self._board.check([f"{alarm}/alarm"]):
-                    self._verdict, told = self._answer(f"{alarm}/", seconds), True
+                    self._verdict, self._stood, told = self._answer(f"{alarm}/", seconds), mark, True
                     self._answered.set()
 
     def _progress(self) -> tuple[int, ...]:
@@ -178,7 +185,7 @@ class Watch:
         if not self._thrown:
             os._exit(1)
         time.sleep(_SECONDS_AFTER_THE_FIRST)  # the launcher shows the error of the process that ends first
-        self._verdict, self._follows = message, True
+        self._verdict, self._stood, self._follows = message, self._progress(), True
         self._answered.set()
         self._left.wait()
 

@@ -47,13 +47,15 @@ class SharedMemory:
         makes = self.group.rank() == 0
         names = [f"torchtitan-{secrets.token_hex(8)}"]
         mine = self._map_file(names[0], size, os.O_CREAT | os.O_EXCL) if makes else None
-        dist.broadcast_object_list(names, group=self.group, group_src=0)
-        if not makes:
-            mine = self._map_file(names[0], size, 0)
-        failures = torch.tensor(int(mine is None))
-        dist.all_reduce(failures, group=self.group)
-        if makes and mine is not None:
-            os.unlink(os.path.join(_FOLDER, names[0]))
+        try:
+            dist.broadcast_object_list(names, group=self.group, group_src=0)
+            if not makes:
+                mine = self._map_file(names[0], size, 0)
+            failures = torch.tensor(int(mine is None))
+            dist.all_reduce(failures, group=self.group)
+        finally:
+            if makes and mine is not None:
+                os.unlink(os.path.join(_FOLDER, names[0]))
         if makes and failures:
             logger.info(
                 f"FSDP communicates through sockets: {int(failures)} of {self.group.size()} ranks have no "

@@ -2,14 +2,16 @@
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from torchtitan.checkpoint.hf import copy_part
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.layout import BatchPlan
-from torchtitan.config.schema import Config, DataSource
+from torchtitan.config.schema import Config, DataSource, Training, Validation
 from torchtitan.data.loader import Loader, build_loader
+from torchtitan.data.sources import locate_text
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
 from torchtitan.models.llama.model import Transformer, fill_initial
@@ -44,9 +46,12 @@ def check_environment(config: Config, device: torch.device) -> None:
                 f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
                 f'"selective", or mode = "none"'
             )
-    for url in (config.checkpoint.folder, config.checkpoint.initial_load_path or ""):
-        if config.checkpoint.enable and "://" in url:
-            Storage(url)
+    for key in ("folder", "initial_load_path") if config.checkpoint.enable else ():
+        place = getattr(config.checkpoint, key) or ""
+        if "://" in place:
+            Storage(place)
+        elif key == "initial_load_path" and place and not Path(place).exists():
+            raise ValueError(f'checkpoint.initial_load_path = "{place}" is not there (looked from {Path.cwd()})')
     schedule = config.parallelism.pipeline_parallel_schedule
     folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED
     if folded and device.type == "cpu" and torch.__version__ < "2.13":
@@ -70,6 +75,19 @@ def check_environment(config: Config, device: torch.device) -> None:
         raise ValueError(
             "profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false"
         )
+
+
+def check_data(config: Config) -> None:
+    """Refuse data that is not there; what is in it shows when the loaders are built."""
+    named: list[tuple[str, Training | Validation | DataSource]] = [
+        (f"training.sources[{i}]", source) for i, source in enumerate(config.training.sources)
+    ]
+    named = named or [("training", config.training)]
+    for section, source in [*named, *([("validation", config.validation)] if config.validation.enable else [])]:
+        try:
+            locate_text(source.dataset, source.dataset_path)
+        except ValueError as error:
+            raise ValueError(f"{section}: {error}") from None
 
 
 def build_model_args(config: Config, tokenizer: Tokenizer | None) -> LlamaArgs:

@@ -11,6 +11,7 @@ from torchtitan.config.load import flat
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import Loader
 from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.observe.health import NotFiniteError
 from torchtitan.observe.log import logger
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.training import state
@@ -18,11 +19,15 @@ from torchtitan.training.weights import check_shape, find_checkpoints, load_weig
 
 
 class Checkpoints:
-    """Looks for a checkpoint at once; `restore` when the parts of the run are built, `finish` at its end."""
+    """Looks for a checkpoint at once; `restore` when the parts of the run are built, `finish` at its end.
+
+    Put the training loop inside: a run that a bad loss ends completes what it is writing behind the training.
+    """
 
     def __init__(self, config: Config, run_folder: Path, layout: str, tokens_per_step: int) -> None:
         self.section, self.run_folder, self.last_step = config.checkpoint, run_folder, config.training.steps
         self.tokens_per_step, self.tokens_offset = tokens_per_step, 0  # to add to steps times tokens
+        self.skips_in_a_row = 0  # updates left out just before the step it begins after
         self.manager: Checkpointer | None = None
         self.found: tuple[Storage, Manifest] | None = None
         self.resumes = False  # what was found is this run's own
@@ -31,7 +36,8 @@ class Checkpoints:
         storage = Storage(
             self.section.folder if "://" in self.section.folder else str(run_folder / self.section.folder)
         )
-        self.manager = Checkpointer(self.section, storage, {"layout": layout, "versions": {"torch": torch.__version__}})
+        about = {"layout": layout, "versions": {"torch": torch.__version__}}
+        self.manager = Checkpointer(self.section, storage, about, config.comm.init_timeout_seconds)
         manifest = self.manager.find(storage, self.section.load_step)
         self.resumes = manifest is not None
         excluded, begun_from = self.section.exclude_from_loading, self.section.initial_load_path
@@ -40,6 +46,11 @@ class Checkpoints:
                 f'checkpoint.exclude_from_loading = ["train_state"] would begin this run again at step 0, over its own '
                 f"records; remove it to go on from step {manifest.step}, or begin another run, in another "
                 f'job.dump_folder, with checkpoint.initial_load_path = "{storage.url}"'
+            )
+        if manifest is not None and manifest.step > 0 and self.section.create_seed_checkpoint:
+            raise ValueError(
+                f"checkpoint.create_seed_checkpoint = true saves where a run begins, but {storage.url} has one that "
+                f"is at step {manifest.step}; choose another job.dump_folder, or remove it to go on"
             )
         if manifest is None and self.section.initial_load_path is not None and not self.section.initial_load_in_hf:
             storage, step = find_checkpoints(self.section.initial_load_path)
@@ -54,6 +65,17 @@ class Checkpoints:
             logger.info(f"{'go on' if self.resumes else 'begin'} from step {manifest.step} in {storage.url}")
             for change in _changes(manifest.config, config.model_dump(mode="json")) if self.resumes else []:
                 logger.info(f"changed since then: {change}")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """All ranks leave alike with a bad loss; after another error there may be none to write together with."""
+        if self.manager is not None and isinstance(error, NotFiniteError):
+            try:
+                self.manager.wait()
+            except SaveError as failure:
+                logger.error(failure)
 
     @property
     def seed(self) -> int | None:
@@ -116,6 +138,7 @@ class Checkpoints:
             self.manager.leave_behind(manifest.step)
         self.manager.last_step = manifest.step if self.resumes else -1
         self.tokens_offset = manifest.run["tokens"] - manifest.step * self.tokens_per_step
+        self.skips_in_a_row = manifest.run.get("skips_in_a_row", 0)
         return manifest.step
 
     def is_time_up(self) -> bool:
@@ -125,14 +148,16 @@ class Checkpoints:
         """Whether to save after a step; the last one is `finish`'s."""
         return self.manager is not None and step < self.last_step and self.manager.due(step, time_is_up)
 
-    def finish(self, step: int, is_last: bool) -> None:
+    def finish(self, step: int, skips_in_a_row: int, is_last: bool) -> None:
         """Save where the run ends, if that is not done yet, and wait until it is written."""
         if self.manager is None or self.section.load_only:
             return
         is_last = is_last and not self.section.create_seed_checkpoint  # from which runs begin: all of it, and no end
         self.manager.wait()
         if self.manager.last_step != step:
-            self.save(step, is_last and self.section.last_save_model_only)
+            # Not where the data has ended: with more of it, or more epochs, the run goes on.
+            only_weights = is_last and step == self.last_step and self.section.last_save_model_only
+            self.save(step, skips_in_a_row, only_weights)
             self.manager.wait()
             if self.manager.last_step != step:
                 raise SaveError(f"the checkpoint of the last step, {step}, could not be saved; see above")
@@ -152,7 +177,7 @@ class Checkpoints:
         write_hf(source, str(self.run_folder / "hf"), source.assets, getattr(torch, self.section.export_dtype))
         logger.info(f"wrote {self.run_folder / 'hf'} for Hugging Face")
 
-    def save(self, step: int, only_weights: bool = False) -> None:
+    def save(self, step: int, skips_in_a_row: int, only_weights: bool = False) -> None:
         assert self.manager is not None
         tensors = state.model_tensors(self.model)
         if only_weights:
@@ -160,7 +185,8 @@ class Checkpoints:
         else:
             tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
         tokens = self.tokens_offset + step * self.tokens_per_step
-        self.manager.save(step, tensors, {"tokens": tokens, "data": state.data_header(self.loader)})
+        run = {"tokens": tokens, "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}
+        self.manager.save(step, tensors, run)
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

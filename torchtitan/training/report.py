@@ -36,6 +36,7 @@ class Reporter:
         flops_per_token: int,
         peak: Peak,
         tokens_offset: int = 0,
+        skips_in_a_row: int = 0,
     ) -> None:
         self.training, self.writer, self.loss_group = training, writer, loss_group
         self.skips_on_device = skips_on_device  # an update whose gradient norm is not finite changes nothing
@@ -44,7 +45,7 @@ class Reporter:
         self.clock = Clock()
         self.losses: list[float] = []  # of all logged windows, for the run's summary
         self.tokens_offset = tokens_offset  # to add to steps times tokens: the batch had another size before a resume
-        self._skips_in_a_row, self._peak_was_passed = 0, False
+        self.skips_in_a_row, self._peak_was_passed = skips_in_a_row, False
         self._begin = time.perf_counter()
         self._start_window()
 
@@ -81,7 +82,7 @@ class Reporter:
             losses,
             norms,
             skip=self.training.on_nonfinite == "skip",
-            in_a_row=self._skips_in_a_row,
+            in_a_row=self.skips_in_a_row,
             most_in_a_row=self.training.max_consecutive_skips,
         )
         first = step - len(losses) + 1
@@ -89,7 +90,7 @@ class Reporter:
             self._stop(first + verdict.stop_at, verdict, own, norms)
         for i in verdict.skipped:
             logger.warning(f"step {first + i}: update left out (loss {losses[i]}, gradient norm {norms[i]})")
-        self._skips_in_a_row = verdict.in_a_row
+        self.skips_in_a_row = verdict.in_a_row
         record = self._record(step, learning_rate, losses, largest, norms, set(verdict.skipped))
         self.losses.append(record.loss)
         if self.writer is not None:
