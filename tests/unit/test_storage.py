@@ -2,18 +2,19 @@
 
 import errno
 import fcntl
+import io
 import json
 import os
 import pickle
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.checkpoint.storage import Manifest, Storage
+from torchtitan.checkpoint.storage import Manifest, Storage, _IndexUnpickler
 
 STATE = {"model.weight": torch.arange(12.0).view(3, 4), "optimizer.weight.step": torch.tensor(3.0)}
 
@@ -137,6 +138,11 @@ def test_reading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match="extra is no tensor"):
         storage.reader(2).read_metadata()
     assert not (tmp_path / "harm was done").exists()
+
+
+def test_what_one_python_has_written_another_reads() -> None:
+    for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
+        assert _IndexUnpickler(io.BytesIO()).find_class(module, "PosixPath") is PosixPath
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
