@@ -42,6 +42,6 @@ def write_checkpoint(source: StoredModel, folder: str, assets: Path, dtype: torc
     refuse_existing(folder)
     build_tokenizer_for(source, assets)
     own_assets = Path(folder) / "tokenizer"
-    config = config_of(source.args, folder, own_assets / assets.name if assets.is_file() else own_assets)
+    config = config_of(source.args, folder, own_assets)
     copy_assets(assets, own_assets)
     save_checkpoint(source.weights, Storage(f"{folder}/checkpoint"), config.model_dump(mode="json"), dtype)

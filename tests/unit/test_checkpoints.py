@@ -124,6 +124,9 @@ def test_another_model_is_refused_with_all_the_names_that_differ(tmp_path: Path)
         ValueError, match=r"another model, or not whole: model.layers.4.*and \d+ more; set model.flavor"
     ):
         run(tmp_path, 2, model__flavor="tiny-deep")
+    run(tmp_path / "deep", 1, model__flavor="tiny-deep")
+    with pytest.raises(ValueError, match=r"model.layers.4.\S+ is nowhere here; .*and \d+ more; set model.flavor"):
+        run(tmp_path / "deep", 2)
 
 
 def test_another_optimizer_begins_anew_only_where_that_is_said(tmp_path: Path) -> None:

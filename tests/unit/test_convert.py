@@ -258,8 +258,13 @@ def test_a_folder_that_is_not_whole_is_refused(harm: Callable[[Path], None], mes
 
 
 def test_a_tokenizers_file_comes_with_what_is_read_beside_it(tmp_path: Path) -> None:
-    copy_assets(TOKENIZER / "tokenizer.json", tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    for name, copied in (("mine.json", "tokenizer.json"), ("tokenizer_config.json", "tokenizer_config.json")):
+        (tmp_path / name).write_bytes((TOKENIZER / copied).read_bytes())
+    copy_assets(tmp_path / "mine.json", tmp_path / "copy")
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    (tmp_path / "pieces").write_bytes(b"aGVsbG8= 0\n")
+    copy_assets(tmp_path / "pieces", tmp_path / "other")
+    assert (tmp_path / "other/tokenizer.model").read_bytes() == b"aGVsbG8= 0\n"
 
 
 def refusal(*words: Any) -> str:

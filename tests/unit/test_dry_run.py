@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import train
 from tests.tiny_runs import TINY, tiny_config
@@ -13,6 +14,7 @@ from torchtitan.config.load import load_config
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
 from torchtitan.models.llama.args import block_parameters
+from torchtitan.models.llama.model import FeedForward
 from torchtitan.training import build
 from torchtitan.training.dry_run import Estimate, dry_run, estimate, verdict
 
@@ -167,3 +169,16 @@ def test_a_rank_that_does_not_fit_is_refused() -> None:
         ValueError, match="rank 1 holds 3.00 GiB at its peak, but this machine's GPU has 2.50; use more"
     ):
         verdict(estimates, 5 * 2**29)
+
+
+def test_a_weight_that_no_plan_splits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a change of the model alone: each rank would train it on its part of the sequence."""
+
+    def build_with_a_norm(self: FeedForward, args: Any) -> None:
+        build_plain(self, args)
+        self.hidden_norm = nn.RMSNorm(args.hidden_dim)
+
+    build_plain = FeedForward.__init__
+    monkeypatch.setattr(FeedForward, "__init__", build_with_a_norm)
+    with pytest.raises(ValueError, match="degree = 2, but nothing says how ranks share layers.0.feed_forward.hidden_n"):
+        dry_run(tiny_config(tmp_path, 2, **TP), Place(0, 0, 2))

@@ -193,6 +193,20 @@ def test_rotation_is_computed_in_float32_whatever_the_activations_are() -> None:
     assert cos.dtype == sin.dtype == torch.float32
 
 
+def test_a_shape_whose_heads_do_not_come_out_even_is_refused() -> None:
+    shape = SHAPES[next(iter(SHAPES))]
+    with pytest.raises(ValueError, match="dim = 200 with n_heads = 6: .* use a multiple of 12"):
+        replace(shape, dim=200, n_heads=6)
+    with pytest.raises(ValueError, match="n_kv_heads = 4 does not divide n_heads = 6"):
+        replace(shape, dim=192, n_heads=6, n_kv_heads=4)
+
+
+def test_a_weight_that_hugging_face_has_no_name_for_is_refused() -> None:
+    for name in ("layers.0.attention.q_norm.weight", "value_head.weight"):
+        with pytest.raises(ValueError, match=f"{name} has no name in Hugging Face's Llama; give it one"):
+            to_hf_name(name)
+
+
 def test_initial_weights_depend_on_the_name_and_shrink_with_depth() -> None:
     weight = torch.empty(400, 400)
     spreads = {}

@@ -103,9 +103,9 @@ def save_hf(
 
     target = refuse_existing(folder)
     writing = target.with_name(f"{target.name}.writing")
+    renamed = weights.renamed({to_hf_name(name): name for name in weights.outline})
     shutil.rmtree(writing, ignore_errors=True)  # of a conversion that was cut short
     writing.mkdir(parents=True)
-    renamed = weights.renamed({to_hf_name(name): name for name in weights.outline})
     outline = {name: like.to(dtype or like.dtype) for name, like in renamed.outline.items()}
     split = split_state_dict_into_shards_factory(
         outline,
@@ -175,10 +175,13 @@ def refuse_existing(folder: str) -> Path:
 
 
 def copy_assets(assets: str | Path, target: Path) -> None:
-    """The tokenizer's files, whatever kind it is, and how to generate."""
+    """The tokenizer's files, whatever kind it is, and how to generate; one file under the name it is looked for by."""
     assets = Path(assets)
     target.mkdir(parents=True, exist_ok=True)
-    for pattern in _ASSETS if assets.is_dir() else (assets.name, "tokenizer_config.json"):
+    if assets.is_file():
+        is_json = assets.read_bytes()[:400].lstrip().startswith(b"{")
+        shutil.copyfile(assets, target / ("tokenizer.json" if is_json else "tokenizer.model"))
+    for pattern in _ASSETS if assets.is_dir() else ["tokenizer_config.json"]:
         for path in (assets if assets.is_dir() else assets.parent).glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, target / path.name)

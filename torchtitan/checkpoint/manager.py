@@ -5,7 +5,7 @@ All ranks call alike. What goes wrong on one rank is known to all of them before
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -233,6 +233,7 @@ class Checkpointer:
             if name in shapes and shapes[name] != tensor.shape
         ]
         wrong = list(dict.fromkeys(name for part in self._all(lambda: wrong) for name in part))
+        wrong += [f"{name} is nowhere here" for name in self._unknown(shapes, tensors)]
         if wrong:
             more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise ValueError(
@@ -242,6 +243,14 @@ class Checkpointer:
             )
         with storage.reading(step):
             dcp.load(tensors, storage_reader=storage.reader(step), process_group=self.group)
+
+    def _unknown(self, shapes: Iterable[str], tensors: Tensors) -> list[str]:
+        """What a checkpoint holds of the model, and of its optimizer if that is loaded, but no rank has."""
+        kinds = {name.partition(".")[0] for name in tensors} - {"data"}  # streams may be fewer now
+        names = [name for name in shapes if name.partition(".")[0] in kinds]
+        known = torch.tensor([name in tensors for name in names], dtype=torch.int32)
+        dist.all_reduce(known, dist.ReduceOp.MAX, group=self.group)
+        return [name for name, is_known in zip(names, known.tolist(), strict=True) if not is_known]
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -29,6 +29,18 @@ class LlamaArgs:
     tied_embeddings: bool = False
     max_seq_len: int = 131072
 
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.n_heads):
+            raise ValueError(
+                f"dim = {self.dim} with n_heads = {self.n_heads}: a head's width is dim / n_heads and even, for it is "
+                f"rotated by pairs; use a multiple of {2 * self.n_heads}"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}, which share them in equal "
+                "groups; use a divisor"
+            )
+
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads

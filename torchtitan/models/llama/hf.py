@@ -40,8 +40,10 @@ def to_hf_name(name: str) -> str:
     """`layers.0.attention.wq.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
     module = name.removesuffix(".weight")
     block = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-    renamed = f"model.layers.{block[1]}.{_BLOCK[block[2]]}" if block else _OUTER[module]
-    return f"{renamed}.weight"
+    renamed = _BLOCK.get(block[2]) if block else _OUTER.get(module)
+    if renamed is None:
+        raise ValueError(f"{name} has no name in Hugging Face's Llama; give it one in models/llama/hf.py, or stay here")
+    return f"model.layers.{block[1]}.{renamed}.weight" if block else f"{renamed}.weight"
 
 
 def to_hf_config(args: LlamaArgs, dtype: torch.dtype, bos_id: int | None, eos_id: int) -> dict[str, Any]:

@@ -158,5 +158,6 @@ def fill_initial(name: str, weight: Tensor, args: LlamaArgs, generator: torch.Ge
     if name.rpartition(".")[0].endswith("norm"):
         weight.fill_(1.0)
         return
+    assert weight.dim() > 1, f"say here what {name} begins with"
     std = initial_std(name, args)
     weight.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)

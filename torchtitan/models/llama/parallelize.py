@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -117,6 +117,12 @@ def split_tensors(
             wait_for_output(end)
     if _is_tied(model):
         model.output.weight = model.tok_embeddings.weight  # both were split alike, by rows, but each on its own
+    left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if split_sequence and left_out:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {axis.size()}, but nothing says how ranks share {left_out[0]}: each "
+            "would train it on its part of the sequence alone; give it a style in models/llama/parallelize.py, or use 1"
+        )
 
 
 def _sharding_units(model: Transformer) -> list[list[torch.nn.Module]]:
