@@ -67,7 +67,7 @@ class Watch:
             where = locate(self.step, reversed(list(traceback.walk_tb(trace))), shown)
             failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
             if where.collective and failed and not is_refusal(error):
-                if not self._standing_verdict():
+                if self._verdict and not self._standing_verdict():  # of a pause: another answer comes
                     self._answered.clear()
                 self._thrown = where, error
                 self._wake.set()

@@ -42,7 +42,7 @@ def to_hf_name(name: str) -> str:
     block = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     renamed = _BLOCK.get(block[2]) if block else _OUTER.get(module)
     if renamed is None:
-        raise ValueError(f"{name} has no name in Hugging Face's Llama; give it one in models/llama/hf.py, or stay here")
+        raise ValueError(f"{name} has no name in Hugging Face's Llama; give it one in models/llama/hf.py")
     return f"model.layers.{block[1]}.{renamed}.weight" if block else f"{renamed}.weight"
 
 
