@@ -66,7 +66,7 @@ def test_a_run_that_fails_ends_the_comparison_with_the_end_of_its_log(tmp_path: 
     code, out, err = compare(tmp_path, DEBUG_MODEL, "--", *SHORT, "--training.dataset", "pydoc")
     assert code == 2, out + err
     assert f"error: run A ended with exit code 1; the end of {tmp_path}/out/a.log:\n  $ " in err
-    assert "error: dataset = 'pydoc' is not a name known here" in err
+    assert "error: training: dataset = 'pydoc' is not a name known here" in err
     assert not (tmp_path / "out/b.log").exists() and not (tmp_path / "out/compare.txt").exists()
 
 
