@@ -30,8 +30,7 @@ from torchtitan import hardware
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models.llama.args import count_parameters, flops_per_token
-from torchtitan.observe.failure import is_refusal, leave
-from torchtitan.observe.health import NotFiniteError
+from torchtitan.observe.failure import leave
 from torchtitan.observe.interrupt import EXIT_CODE, Interrupt
 from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import MetricsWriter
@@ -41,9 +40,10 @@ from torchtitan.observe.watch import PeerError, Watch
 from torchtitan.parallel import collectives
 from torchtitan.parallel.float8 import update_float8_scales
 from torchtitan.parallel.mesh import build_mesh
+from torchtitan.planner.dry_run import dry_run
+from torchtitan.refusal import Refusal
 from torchtitan.training import build
 from torchtitan.training.checkpoints import Checkpoints
-from torchtitan.training.dry_run import dry_run
 from torchtitan.training.loss import build_loss
 from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import apply_update, build_optimizer, update_in_backward
@@ -218,7 +218,5 @@ if __name__ == "__main__":
     start_logging(place.rank, wants_color(config.metrics.disable_color_printing))
     try:
         main(config, place)
-    except (ValueError, NotFiniteError, PeerError) as error:
-        if not is_refusal(error):
-            raise
+    except Refusal as error:
         leave(error, shown=isinstance(error, PeerError))

@@ -57,7 +57,7 @@ def run_as_rank() -> None:
 
 
 def main() -> None:
-    from torchtitan.drill import Run  # with torch, whose import is timed in the ranks
+    from torchtitan.verbs.drill import Run  # with torch, whose import is timed in the ranks
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)

@@ -13,8 +13,8 @@ from torchtitan.config.schema import Config
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import build_mesh
+from torchtitan.planner.dry_run import blank_batch
 from torchtitan.training import build
-from torchtitan.training.dry_run import blank_batch
 from torchtitan.training.loss import build_loss
 from torchtitan.training.optimizer import apply_update, build_optimizer
 from torchtitan.training.step import ForwardBackward

@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from torchtitan.refusal import Refusal
+
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m torchtitan", description=__doc__)
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> None:
 
     prepare.add_arguments(verbs.add_parser("prepare", help="tokenise text once, to train from at memory speed"))
 
-    from torchtitan import download
+    from torchtitan.verbs import download
 
     download.add_arguments(verbs.add_parser("download", help="a tokenizer, model or dataset of the Hugging Face hub"))
 
@@ -87,7 +89,7 @@ def main(argv: list[str]) -> None:
     end = argv.index("--") if takes_options and "--" in argv else len(argv)
     try:
         _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
-    except ValueError as error:
+    except Refusal as error:
         raise SystemExit(f"error: {error}") from None
 
 
@@ -107,15 +109,15 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
 
         prepare.run(args)
     elif args.verb == "download":
-        from torchtitan import download
+        from torchtitan.verbs import download
 
         download.run(args)
     elif args.verb == "compare":
-        from torchtitan import compare
+        from torchtitan.verbs import compare
 
         raise SystemExit(compare.run(args, options))
     elif args.verb == "drill":
-        from torchtitan import drill
+        from torchtitan.verbs import drill
 
         raise SystemExit(drill.run(args, options))
     elif args.verb == "launch":
@@ -127,15 +129,15 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
 
         raise SystemExit(not node.preflight(options))
     elif args.verb == "convert":
-        from torchtitan import convert
+        from torchtitan.verbs import convert
 
         convert.run(args)
     elif args.verb == "generate":
-        from torchtitan import generate
+        from torchtitan.verbs import generate
 
         generate.run(args)
     elif args.verb == "eval":
-        from torchtitan import evaluate
+        from torchtitan.verbs import evaluate
 
         evaluate.run(args, options)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.refusal import Refusal
+
 if TYPE_CHECKING:
     import torch
 
@@ -62,7 +64,7 @@ def check_restarts(world_size: int) -> None:
     restarts, is_shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
     # A shared store keeps the addresses of the dead: https://github.com/pytorch/pytorch/issues/135712
     if world_size > 1 and int(restarts or 0) > 0 and is_shared == "True":
-        raise ValueError(
+        raise Refusal(
             f"torchrun's --max_restarts = {restarts} could not bring this run back: the store in which ranks find each "
             f"other would still have the addresses of those who are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
             f"and --rdzv_backend=c10d, as MAX_RESTARTS={restarts} ./run_llama_train.sh does"
@@ -76,13 +78,13 @@ def pick_device(local_rank: int) -> "torch.device":
     if not torch.cuda.is_available():
         names_one = re.match(" *[0-9GM]", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # not: empty, -1, NoDevFiles
         if list(_DEVICE_FILES.glob("nvidia[0-9]*")) and names_one:
-            raise ValueError(
+            raise Refusal(
                 f"this machine has NVIDIA GPUs, but torch {torch.__version__} cannot use them; install a CUDA build of "
                 f"torch that fits the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
             )
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise Refusal(
             f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
             f"start at most that many ranks on it (NGPU={torch.cuda.device_count()})"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.drill import Run
+from torchtitan.verbs.drill import Run
 
 ROOT = Path(__file__).parents[2]
 # What takes seconds: small sequences, a save every other step, and a rank that is stopped is soon found out.

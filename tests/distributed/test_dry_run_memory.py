@@ -12,8 +12,8 @@ from tests.distributed.conftest import Ranks
 from tests.measured_peak import peak_on_cpu
 from tests.tiny_runs import tiny_config
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.planner.dry_run import estimate
 from torchtitan.training import build
-from torchtitan.training.dry_run import estimate
 
 BASE: dict[str, Any] = {"model__flavor": "debugmodel", "training__seq_len": 512, "training__local_batch_size": 4}
 PP: dict[str, Any] = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 8}

@@ -13,15 +13,15 @@ from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import layout
 from tests.stored_models import SHAPES, random_weights, store_run
 from tests.tiny_runs import TINY, tiny_config
-from torchtitan import generate as generating
 from torchtitan.config.layout import plan_layout
-from torchtitan.convert import run as convert
-from torchtitan.evaluate import evaluate, resolve
 from torchtitan.hardware import Place
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.training import build
 from torchtitan.training.weights import load_weights, open_model
+from torchtitan.verbs import generate as generating
+from torchtitan.verbs.convert import run as convert
+from torchtitan.verbs.evaluate import evaluate, resolve
 
 VALIDATION = {"validation__dataset_path": "tests/assets/pydocs/validation.jsonl", "validation__seq_len": 64,
               "validation__steps": 3}  # fmt: skip

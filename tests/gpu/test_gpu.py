@@ -11,11 +11,11 @@ from tests.measured_peak import train_two_steps
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan import hardware
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.launch.facts import check_gpus
 from torchtitan.models.llama.model import CausalAttention
 from torchtitan.parallel.collectives import start_process_group, stop_process_group
+from torchtitan.planner.dry_run import estimate
+from torchtitan.preflight.facts import check_gpus
 from torchtitan.training import build
-from torchtitan.training.dry_run import estimate
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from torchtitan.__main__ import main
-from torchtitan.compare import (
+from torchtitan.config.schema import Parallelism
+from torchtitan.verbs.compare import (
     Comparison,
     Run,
     compare_records,
@@ -20,7 +21,6 @@ from torchtitan.compare import (
     infer_world_size,
     plan_runs,
 )
-from torchtitan.config.schema import Parallelism
 
 BATCH = "[training]\nglobal_batch_size = 8\nsteps = 300\n"
 

@@ -20,8 +20,8 @@ from torchtitan.__main__ import main
 from torchtitan.checkpoint.hf import open_hf
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.download import choose
 from torchtitan.training import weights
+from torchtitan.verbs.download import choose
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "tests" / "assets" / "tokenizer"

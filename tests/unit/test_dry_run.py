@@ -15,8 +15,8 @@ from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
 from torchtitan.models.llama.args import block_parameters
 from torchtitan.models.llama.model import FeedForward
+from torchtitan.planner.dry_run import Estimate, dry_run, estimate, verdict
 from torchtitan.training import build
-from torchtitan.training.dry_run import Estimate, dry_run, estimate, verdict
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "train_configs").glob("*.toml"))
 UNCOMPILED = ("--compile.no_enable", "--parallelism.no_enable_async_tensor_parallel")

@@ -15,12 +15,12 @@ from tests.stored_models import SHAPES, store_run
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan.__main__ import main
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.evaluate import resolve
-from torchtitan.generate import Sampling, build_model, generate, pick, stop_ids
 from torchtitan.hardware import Place
 from torchtitan.models.llama.model import Transformer
 from torchtitan.training import build
 from torchtitan.training.weights import open_model
+from torchtitan.verbs.evaluate import resolve
+from torchtitan.verbs.generate import Sampling, build_model, generate, pick, stop_ids
 
 ROOT = Path(__file__).parents[2]
 ALONE = Place(0, 0, 1)
@@ -64,7 +64,7 @@ def test_prompts_of_unlike_length_together_give_what_each_gives_alone(tmp_path: 
 def test_keys_kept_from_a_long_prompt_in_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(store_run(tmp_path / "run"))
     whole = new_tokens(model, PROMPTS)
-    monkeypatch.setattr("torchtitan.generate._PREFILL", 7)
+    monkeypatch.setattr("torchtitan.verbs.generate._PREFILL", 7)
     assert new_tokens(model, PROMPTS) == whole
 
 

@@ -18,7 +18,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan import hardware
 from torchtitan.config.schema import Config, Job, Metrics
 from torchtitan.observe import interrupt, metrics
-from torchtitan.observe.failure import is_refusal
 from torchtitan.observe.health import describe_stop, judge_window
 from torchtitan.observe.log import start_logging, wants_color
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord, import_wandb
@@ -201,18 +200,6 @@ def test_colour_is_for_terminals_and_can_be_switched_off(monkeypatch: pytest.Mon
     assert wants_color(disabled=False) and not wants_color(disabled=True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_color(disabled=False)
-
-
-def test_a_refusal_is_told_from_a_failure_of_the_program() -> None:
-    from torchtitan.models.llama.args import FLAVORS, resolve_vocab_size
-
-    for call, refused in [
-        (lambda: resolve_vocab_size(FLAVORS["llama2"]["7B"], None, 10**6), True),
-        (lambda: int("x"), False),
-    ]:
-        with pytest.raises(ValueError) as caught:
-            call()
-        assert is_refusal(caught.value) == refused
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ import pytest
 from torchtitan.__main__ import main
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
-from torchtitan.launch import facts, lead, network, preflight, report
 from torchtitan.launch.node import Node, plan_start, read_node
+from torchtitan.preflight import facts, lead, network, report
+from torchtitan.preflight import meet as preflight
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"10.0.0.1": "eth0", "10.1.0.1": "eth1", "127.0.0.1": "lo"}

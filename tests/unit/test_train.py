@@ -24,8 +24,8 @@ from torchtitan.config.load import key_names, load_config, sections
 from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism, Section, Training
 from torchtitan.hardware import Peak, Place
 from torchtitan.observe.health import NotFiniteError
+from torchtitan.planner.dry_run import dry_run
 from torchtitan.training.build import check_environment
-from torchtitan.training.dry_run import dry_run
 
 ROOT = Path(__file__).parents[2]
 KEYS = [

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.storage import Manifest, Storage
+from torchtitan.refusal import Refusal
 
 SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
@@ -56,7 +57,7 @@ class Weights:
             if name in wanted and found.shape != wanted[name].shape
         ]
         if faults:
-            raise ValueError("\n  ".join([f"{self.where} does not fit the model:", *faults]))
+            raise Refusal("\n  ".join([f"{self.where} does not fit the model:", *faults]))
 
     def renamed(self, old_names: Mapping[str, str]) -> "Weights":
         """The same under new names, given as new -> old."""
@@ -72,7 +73,7 @@ def open_hf(folder: str | Path) -> Weights:
     else:
         files = {folder / "model.safetensors"}
     if absent := sorted(path.name for path in files if not path.is_file()):
-        raise ValueError(f"{folder} lacks {', '.join(absent)}; download all safetensors files of the model, again")
+        raise Refusal(f"{folder} lacks {', '.join(absent)}; download all safetensors files of the model, again")
     outline, places = {}, {}
     for path in sorted(files):
         with _opened(path) as file:
@@ -170,7 +171,7 @@ def refuse_existing(folder: str) -> Path:
     """Whatever is there is never written over."""
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{folder} is there already; remove it, or name another folder")
+        raise Refusal(f"{folder} is there already; remove it, or name another folder")
     return target
 
 
@@ -206,7 +207,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
+        raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
     return content
 
 
@@ -218,7 +219,7 @@ def _dtype(name: str, path: Path) -> torch.dtype:
     for dtype, known in _DTYPES.items():
         if known == name:
             return dtype
-    raise ValueError(f"{path} holds weights of the type {name}; only {', '.join(_DTYPES.values())} are read")
+    raise Refusal(f"{path} holds weights of the type {name}; only {', '.join(_DTYPES.values())} are read")
 
 
 @contextmanager
@@ -229,7 +230,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); get the file again") from None
+        raise Refusal(f"{path} is damaged ({error}); get the file again") from None
 
 
 @torch.no_grad()

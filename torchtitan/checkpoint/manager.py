@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.schema import Checkpoint
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 _TIMEOUT = timedelta(hours=1)  # of what ranks tell each other while one of them writes
 Tensors = dict[str, Tensor]
 
 
-class SaveError(RuntimeError):
+class SaveError(Refusal):
     """A save that configuration or circumstances do not allow to fail has failed."""
 
 
@@ -182,14 +183,14 @@ class Checkpointer:
         if step >= 0:
             if step not in candidates:
                 found = ", ".join(map(str, candidates)) or "none"
-                raise ValueError(f"step {step} is not in {storage.url}, which has {found}; use one it has, or none")
+                raise Refusal(f"step {step} is not in {storage.url}, which has {found}; use one it has, or none")
             candidates = [step]
         for candidate in candidates:
             manifest = self._examine(storage, candidate)
             if isinstance(manifest, Manifest):
                 return manifest
             if step >= 0:
-                raise ValueError(f"step {step} in {storage.url} cannot be loaded: {manifest}; use another step")
+                raise Refusal(f"step {step} in {storage.url} cannot be loaded: {manifest}; use another step")
             if self.rank == 0:
                 logger.warning(f"passed over the checkpoint of step {candidate}: {manifest}")
         return None
@@ -203,7 +204,7 @@ class Checkpointer:
         faults = self._all(lambda: storage.faults(manifest, share))
         away = [rank for rank, found in enumerate(faults) if any(fault.endswith(" is missing") for fault in found)]
         if away and isinstance(self.on_rank_0(lambda: storage.examine(step)), Manifest):
-            raise ValueError(
+            raise Refusal(
                 f"step {step} in {storage.url} is complete where rank 0 runs, but not where rank {away[0]} does: "
                 f"{faults[away[0]][0]}; all nodes must share the folder"
             )
@@ -236,7 +237,7 @@ class Checkpointer:
         wrong += [f"{name} is nowhere here" for name in self._unknown(shapes, tensors)]
         if wrong:
             more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-            raise ValueError(
+            raise Refusal(
                 f"the checkpoint of step {step} in {storage.url} is of another model, or not whole: "
                 f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, go on from another step "
                 "(checkpoint.load_step), or begin elsewhere (job.dump_folder, or checkpoint.initial_load_path)"

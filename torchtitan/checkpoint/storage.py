@@ -23,6 +23,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Met
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
+from torchtitan.refusal import Refusal
+
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
 
@@ -47,7 +49,7 @@ class Storage:
         try:
             self.fs, self.root = url_to_fs(self.url)
         except (ImportError, ValueError) as error:
-            raise ValueError(
+            raise Refusal(
                 f'"{url}" cannot hold checkpoints: {error}; give a path, or a URL that fsspec knows and install its '
                 "package (s3:// needs s3fs, gs:// gcsfs)"
             ) from None
@@ -96,7 +98,7 @@ class Storage:
             with self.fs.open(f"{self.folder(step)}/{_MANIFEST}", "rb") as file:
                 read = json.load(file)
             if read.pop("checksum") != _checksum_of(read):
-                raise ValueError("its own checksum differs")
+                raise Refusal("its own checksum differs")
             manifest = Manifest(**read | {"files": {name: tuple(about) for name, about in read["files"].items()}})
         except FileNotFoundError:
             return "it has no manifest: it was never finished"
@@ -199,7 +201,7 @@ class _WithoutTrust:
             metadata = _IndexUnpickler(io.BytesIO(file.read())).load()
         for name, kind in metadata.state_dict_metadata.items():
             if not isinstance(kind, TensorStorageMetadata):  # torch would read it as a pickle
-                raise ValueError(f"{self.path}: {name} is no tensor; it is not read, for it could run anything")
+                raise Refusal(f"{self.path}: {name} is no tensor; it is not read, for it could run anything")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from torchtitan.config.schema import Parallelism, Training
+from torchtitan.refusal import Refusal
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: tp ranks are neighbours
 
@@ -34,7 +35,7 @@ class ParallelDims:
 def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
     """Fill in the sharded axis and check that the degrees multiply to the world size."""
     if world_size < 1:
-        raise ValueError(f"the run has {world_size} ranks; use 1 or more")
+        raise Refusal(f"the run has {world_size} ranks; use 1 or more")
     shard = parallelism.data_parallel_shard_degree
     others = {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
@@ -45,14 +46,14 @@ def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
     product = math.prod(others.values())
     factors = " x ".join(f"{key} {value}" for key, value in others.items() if value > 1) or "the others' 1"
     if world_size % product:
-        raise ValueError(
+        raise Refusal(
             f"parallelism: the product of {factors} does not divide the {world_size} ranks; "
             f"use degrees with a product of {_some([d for d in range(1, world_size + 1) if world_size % d == 0])}"
         )
     if shard == -1:
         shard = world_size // product
     if product * shard != world_size:
-        raise ValueError(
+        raise Refusal(
             f"parallelism.data_parallel_shard_degree = {shard} times {factors} is {product * shard}, but the run has "
             f"{world_size} ranks; start {product * shard} ranks, or set data_parallel_shard_degree = -1"
         )
@@ -81,14 +82,14 @@ def plan_batch(training: Training, dp: int) -> BatchPlan:
         total = local * dp
     if total % (local * dp):
         near = local * dp * max(1, round(total / (local * dp)))
-        raise ValueError(
+        raise Refusal(
             f"training.global_batch_size = {total} is not a multiple of local_batch_size {local} x data-parallel "
             f"degree {dp} = {local * dp}; use {near}, or change local_batch_size"
         )
     streams = total if training.num_streams == -1 else training.num_streams
     if total % streams or streams % dp:
         fitting = [n for n in range(dp, min(total, 10_000 * dp) + 1, dp) if total % n == 0]
-        raise ValueError(
+        raise Refusal(
             f"training.num_streams = {streams} must divide the global batch of {total} and be a multiple of the "
             f"data-parallel degree {dp}; use one of {_some(fitting)}, or -1"
         )

@@ -8,6 +8,7 @@ from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config, Parallelism
 from torchtitan.models.llama.args import FLAVORS
 from torchtitan.models.llama.stages import plan_microbatches, plan_stages
+from torchtitan.refusal import Refusal
 
 Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the message
 
@@ -63,7 +64,7 @@ def _pipeline(config: Config) -> Iterator[Finding]:
         if plan.backward_in_two_parts:
             yield from _two_parts(config)
         plan_microbatches(parallelism, plan, training.local_batch_size)
-    except ValueError as error:
+    except Refusal as error:
         yield (*keys, "model.name", "model.flavor", "training.local_batch_size"), str(error)
     if config.validation.enable and config.validation.local_batch_size != training.local_batch_size:
         yield (
@@ -124,13 +125,13 @@ def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
     degrees = tuple(f"parallelism.{key}" for key in Parallelism.model_fields if key.endswith("_degree"))
     try:
         dims = plan_layout(config.parallelism, world_size)
-    except ValueError as error:
+    except Refusal as error:
         yield degrees, str(error)
         return
     batch = ("training.global_batch_size", "training.local_batch_size", "training.num_streams")
     try:
         plan = plan_batch(config.training, dims.dp)
-    except ValueError as error:
+    except Refusal as error:
         yield (*degrees, *batch), str(error)
         return
     early = "optimizer.early_step_in_backward"

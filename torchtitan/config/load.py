@@ -18,12 +18,13 @@ from pydantic import ValidationError
 from torchtitan.config import not_yet
 from torchtitan.config.rules import find_conflicts
 from torchtitan.config.schema import Config, DataSource, Section
+from torchtitan.refusal import Refusal
 
 IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part"}  # too deep for a command line
 _HELP = "Train a Llama. Every key of the TOML file is an option here and overrides it."
 
 
-class ConfigError(ValueError):
+class ConfigError(Refusal):
     """All mistakes of one configuration."""
 
     def __init__(self, origin: str, mistakes: Sequence[str]) -> None:

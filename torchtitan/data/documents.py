@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.refusal import Refusal
 
 INDEX_BLOCK_BYTES = 64 << 20
 
@@ -99,7 +100,7 @@ class TextFiles:
         try:
             return self._files[index].read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self._files[index]}: cannot be read as UTF-8 text: {error}") from error
+            raise Refusal(f"{self._files[index]}: cannot be read as UTF-8 text: {error}") from error
 
     def describe(self, index: int) -> str:
         return str(self._files[index])
@@ -114,9 +115,9 @@ class SavedDataset:
         try:
             self._dataset: Any = datasets.load_from_disk(str(folder))
         except Exception as error:  # whatever datasets and arrow raise for a damaged folder
-            raise ValueError(f"{folder}: datasets cannot load it: {error}; save it again with save_to_disk") from error
+            raise Refusal(f"{folder}: datasets cannot load it: {error}; save it again with save_to_disk") from error
         if text_key not in self._dataset.column_names:
-            raise ValueError(
+            raise Refusal(
                 f"{folder} has no column {text_key!r} (it has {', '.join(self._dataset.column_names)}); set text_key"
             )
         self._dataset = self._dataset.select_columns([text_key]).with_format(None)
@@ -158,7 +159,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             fix = f"the limit is {limit} (ulimit -n); join the text into fewer, larger files, or prepare it"
-        raise ValueError(f"{path} cannot be read: {error.strerror}; {fix}") from error
+        raise Refusal(f"{path} cannot be read: {error.strerror}; {fix}") from error
 
 
 def index_lines(data: mmap.mmap | bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -189,19 +190,19 @@ def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(
+        raise Refusal(
             f"{where()}: not JSON ({error}); expected one object a line, such as "
             f'{{"{text_key}": "..."}}, and found {line[:60].decode(errors="replace")!r}{hint}'
         ) from error
     if not isinstance(record, dict):
-        raise ValueError(f"{where()}: expected a JSON object with the key {text_key!r}, found {type(record).__name__}")
+        raise Refusal(f"{where()}: expected a JSON object with the key {text_key!r}, found {type(record).__name__}")
     if text_key not in record:
         keys = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"{where()}: no key {text_key!r} (its keys: {keys}); set text_key")
+        raise Refusal(f"{where()}: no key {text_key!r} (its keys: {keys}); set text_key")
     return check_text(record[text_key], text_key, where)
 
 
 def check_text(value: Any, text_key: str, where: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where()}: {text_key!r} holds {type(value).__name__}, not text; correct it or set text_key")
+        raise Refusal(f"{where()}: {text_key!r} holds {type(value).__name__}, not text; correct it or set text_key")
     return value

@@ -24,6 +24,7 @@ from torchtitan.data.sources import open_source
 from torchtitan.data.stream import Order, Source, Stream, due_source, sample_mean_tokens
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 NUM_PREFETCHED = 3
 FEW_DOCUMENTS = 20  # a stream, below which a good part of the data is left over when the shortest stream ends
@@ -202,7 +203,7 @@ def check_size(source: Source, num_streams: int) -> None:
                 f"training.num_streams = {size} or less, or prepared tokens, avoid it"
             )
     elif (size := len(source.data)) < num_streams:
-        raise ValueError(
+        raise Refusal(
             f"{source.name} has {size} documents, fewer than the {num_streams} streams "
             "(training.num_streams); use fewer streams, or split the text into more documents (JSONL: one a line)"
         )
@@ -217,30 +218,30 @@ def check_size(source: Source, num_streams: int) -> None:
 def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]) -> None:
     """Refuse a saved state of other data than this rank reads; `own` is its own state, of any place in the data."""
     if state["num_streams"] != own["num_streams"]:
-        raise ValueError(
+        raise Refusal(
             f"the saved data state has {state['num_streams']} streams, this run {own['num_streams']}; "
             f"set training.num_streams = {state['num_streams']}"
         )
     if state["shuffle"] != own["shuffle"]:
-        raise ValueError(
+        raise Refusal(
             f"the saved data state has training.shuffle = {state['shuffle']}, this run {own['shuffle']}; set it back"
         )
     if state["tokenizer_sha256"] != own["tokenizer_sha256"]:
-        raise ValueError(
+        raise Refusal(
             "the saved data state is of another tokenizer; set model.hf_assets_path to the one the run began with"
         )
     if len(state["sources"]) != len(own["sources"]):
-        raise ValueError(
+        raise Refusal(
             f"the saved data state has {len(state['sources'])} sources, this run {len(own['sources'])}: "
             f"{', '.join(names)}; resume with the same sources"
         )
     for name, saved, found in zip(names, state["sources"], own["sources"], strict=True):
         if saved != found:
-            raise ValueError(
+            raise Refusal(
                 f"{name} has {found}, and the saved data state is of {saved} there; resume with the same data"
             )
     if missing := [number for number in own["streams"] if number not in state["streams"]]:
-        raise ValueError(f"the saved data state lacks streams {', '.join(missing[:8])}; go on from another checkpoint")
+        raise Refusal(f"the saved data state lacks streams {', '.join(missing[:8])}; go on from another checkpoint")
 
 
 def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_streams: int) -> None:

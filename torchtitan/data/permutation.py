@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from torchtitan.refusal import Refusal
+
 NUM_ROUNDS = 6  # even, so that the two unequal halves of an odd number of bits are back in place at the end
 
 
 def permute(n: int, seed: int | Sequence[int], indices: np.ndarray) -> np.ndarray:
     """Where each of `indices` (each in range(n)) goes, as int64."""
     if n < 1:
-        raise ValueError(f"permutation of {n} elements; there must be at least 1")
+        raise Refusal(f"permutation of {n} elements; there must be at least 1")
     num_bits = max(2, (n - 1).bit_length())
     keys = np.random.SeedSequence(seed).generate_state(NUM_ROUNDS, np.uint64)
     values = _encrypt(indices.astype(np.uint64), num_bits, keys)

@@ -30,6 +30,7 @@ from torchtitan.data.chunks import BATCH_DOCUMENTS, Chunk, Job, describe_plan, p
 from torchtitan.data.prepared import META, OFFSETS, PLAN, TOKENS, Meta, fingerprint, token_dtype
 from torchtitan.data.sources import locate_text, open_texts
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.refusal import Refusal
 
 LOCK = ".lock"
 
@@ -44,12 +45,12 @@ def prepare(
 ) -> Meta:
     """Writes the folder `out`; without `workers`, on all cores."""
     if workers is not None and workers < 1:
-        raise ValueError(f"--workers {workers}: at least one process has to work; leave it out for one a core")
+        raise Refusal(f"--workers {workers}: at least one process has to work; leave it out for one a core")
     if dataset_path is not None and Path(out).resolve().is_relative_to(Path(dataset_path).expanduser().resolve()):
-        raise ValueError(f"--out {out} lies inside dataset_path = {dataset_path!r}; give a folder outside of it")
+        raise Refusal(f"--out {out} lies inside dataset_path = {dataset_path!r}; give a folder outside of it")
     location = locate_text(dataset, dataset_path)
     if location.kind == "prepared":
-        raise ValueError(f"{location.name} is prepared already; give dataset_path the text it was made from")
+        raise Refusal(f"{location.name} is prepared already; give dataset_path the text it was made from")
     tokenizer = build_tokenizer(tokenizer_path)
     folder = Path(out)
     job = Job(location, text_key, tokenizer_path, folder, token_dtype(tokenizer.vocab_size))
@@ -69,17 +70,17 @@ def prepare(
 def _locked(folder: Path) -> Iterator[None]:
     """Two that write into one folder would mix their tokens; the system lets go of a lock whose holder was killed."""
     if folder.exists() and (not folder.is_dir() or _is_foreign(set(os.listdir(folder)))):
-        raise ValueError(f"--out {folder} exists and holds something else; give a new folder")
+        raise Refusal(f"--out {folder} exists and holds something else; give a new folder")
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             fcntl.flock(stack.enter_context((folder / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(
+            raise Refusal(
                 f"--out {folder}: another `prepare` is writing there; wait for it or stop it, or give another folder"
             ) from error
         except OSError as error:
-            raise ValueError(f"--out {folder} cannot be written: {error.strerror}; give another folder") from error
+            raise Refusal(f"--out {folder} cannot be written: {error.strerror}; give another folder") from error
         yield
 
 
@@ -91,7 +92,7 @@ def _agree_with_plan(folder: Path, plan: str) -> None:
     if not (folder / PLAN).is_file():
         _write_whole(folder / PLAN, plan.encode())
     elif (folder / PLAN).read_text() != plan:
-        raise ValueError(
+        raise Refusal(
             f"--out {folder} was begun from other text, text_key or tokenizer (or a file has changed since); "
             "give a new folder, or delete this one"
         )
@@ -189,7 +190,7 @@ def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
     lengths = [np.fromfile(_chunk_files(job.out, number)[1], "<i8") for number in range(len(chunks))]
     offsets = np.cumsum(np.concatenate([np.zeros(1, "<i8"), *lengths]), dtype="<i8")
     if len(offsets) == 1:
-        raise ValueError(f"{job.location.name} holds no document; give text to prepare")
+        raise Refusal(f"{job.location.name} holds no document; give text to prepare")
     tokens_path = job.out / TOKENS
     tokens_path.touch()
     begin = 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.refusal import Refusal
 
 FORMAT_VERSION = 1
 TOKENS, OFFSETS, META, PLAN = "tokens.bin", "documents.bin", "meta.json", "plan.json"
@@ -66,12 +67,12 @@ class PreparedTokens:
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self.meta = load_meta(folder)
         if self.meta.tokenizer_sha256 != fingerprint(tokenizer):
-            raise ValueError(
+            raise Refusal(
                 f"{folder} was prepared with another tokenizer (vocabulary {self.meta.vocab_size}, here "
                 f"{tokenizer.vocab_size}); set model.hf_assets_path to that one, or prepare the text again"
             )
         if self.meta.largest_id >= tokenizer.vocab_size:
-            raise ValueError(
+            raise Refusal(
                 f"{folder} holds the id {self.meta.largest_id}, and the tokenizer has {tokenizer.vocab_size}; "
                 "the disk damaged it while it was written: prepare the text again"
             )
@@ -80,7 +81,7 @@ class PreparedTokens:
         self._tokens = _map(folder / TOKENS, self.meta.dtype, self.meta.num_tokens)
         begins, ends = self._offsets[:-1], self._offsets[1:]
         if self._offsets[0] != 0 or self._offsets[-1] != self.meta.num_tokens or (begins > ends).any():
-            raise ValueError(f"{folder / OFFSETS} does not rise from 0 to {self.meta.num_tokens:,}; {DAMAGED}")
+            raise Refusal(f"{folder / OFFSETS} does not rise from 0 to {self.meta.num_tokens:,}; {DAMAGED}")
         self.identity = f"{self.meta.num_documents:,} documents of {self.meta.num_tokens:,} tokens"
 
     def __len__(self) -> int:
@@ -96,7 +97,7 @@ class PreparedTokens:
 def load_meta(folder: Path) -> Meta:
     path = folder / META
     if not path.is_file():
-        raise ValueError(
+        raise Refusal(
             f"{folder} is prepared only in part ({META} is missing); run the same `python -m torchtitan prepare` "
             "again, which goes on where it stopped"
         )
@@ -105,15 +106,15 @@ def load_meta(folder: Path) -> Meta:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object; {DAMAGED}")
+        raise Refusal(f"{path} is not a JSON object; {DAMAGED}")
     if content.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
+        raise Refusal(
             f"{path}: format {content.get('format_version')}, and this version reads {FORMAT_VERSION}; prepare it again"
         )
     types = {field.name: field.type for field in fields(Meta)}
     wrong = [name for name in types | content if type(content.get(name)) is not types.get(name)]
     if wrong or content["dtype"] not in DTYPES:
-        raise ValueError(f"{path}: not as `prepare` writes it: {', '.join(wrong) or 'dtype'}; {DAMAGED}")
+        raise Refusal(f"{path}: not as `prepare` writes it: {', '.join(wrong) or 'dtype'}; {DAMAGED}")
     return Meta(**content)
 
 
@@ -122,6 +123,6 @@ def _map(path: Path, dtype: str, count: int) -> np.ndarray:
     size = path.stat().st_size if path.is_file() else -1
     if size != expected:
         found = f"has {size:,} bytes" if size >= 0 else "is missing"
-        raise ValueError(f"{path} {found}, expected {expected:,}; {DAMAGED}")
+        raise Refusal(f"{path} {found}, expected {expected:,}; {DAMAGED}")
     # A plain array over the map: slicing a np.memmap costs several times as much.
     return np.asarray(np.memmap(path, dtype, mode="r"))

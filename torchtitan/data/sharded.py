@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.data.documents import check_text, parse_line
+from torchtitan.refusal import Refusal
 
 # How to open a file, and what a shell tests it with.
 COMPRESSIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -72,7 +73,7 @@ class _CompressedReader:
             with self._open(self._path) as file:
                 yield from file
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise ValueError(f"{self._path} cannot be read: {error}; is it complete? {self._test}") from error
+            raise Refusal(f"{self._path} cannot be read: {error}; is it complete? {self._test}") from error
 
     def read(self, count: int) -> list[str]:
         texts: list[str] = []
@@ -103,10 +104,10 @@ class ParquetFiles(ShardedTexts):
             try:
                 metadata = pyarrow.parquet.read_metadata(path)
             except (OSError, pyarrow.ArrowException) as error:
-                raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+                raise Refusal(f"{path} cannot be read as Parquet: {error}") from error
             names = metadata.schema.to_arrow_schema().names
             if text_key not in names:
-                raise ValueError(f"{path} has no column {text_key!r} (it has {', '.join(names)}); set text_key")
+                raise Refusal(f"{path} has no column {text_key!r} (it has {', '.join(names)}); set text_key")
             first_row = 0
             for group in range(metadata.num_row_groups):
                 if num_rows := metadata.row_group(group).num_rows:
@@ -133,7 +134,7 @@ class ParquetFiles(ShardedTexts):
                         yield from batch.column(0).slice(max(first - begin, 0)).to_pylist()
                     begin += len(batch)
         except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-            raise ValueError(f"{path} row group {group} cannot be read: {error}") from error
+            raise Refusal(f"{path} row group {group} cannot be read: {error}") from error
 
     def describe(self, shard: int, number: int) -> str:
         path, _, first_row = self._groups[shard]
@@ -162,7 +163,7 @@ class HubDataset(ShardedTexts):
         try:
             self._dataset = load_hub_dataset(repo, config, split)
         except Exception as error:  # datasets, huggingface_hub and the network raise many kinds
-            raise ValueError(
+            raise Refusal(
                 f"dataset {self.name!r} cannot be opened: {type(error).__name__}: {error}\n"
                 "  offline: set dataset_path to a local copy; gated or private: accept its terms and set HF_TOKEN; "
                 "several configurations: dataset = 'owner/name:config' or 'owner/name:config:split'"
@@ -193,12 +194,12 @@ class _HubReader:
             try:
                 row = next(self._rows, None)
             except Exception as error:  # as above, and whatever a damaged file makes a parser raise
-                raise ValueError(f"{self._where()}: reading failed: {type(error).__name__}: {error}") from error
+                raise Refusal(f"{self._where()}: reading failed: {type(error).__name__}: {error}") from error
             if row is None:
                 break
             if self._text_key not in row:
                 found = ", ".join(row)
-                raise ValueError(f"{self._where()}: no field {self._text_key!r} (it has {found}); set text_key")
+                raise Refusal(f"{self._where()}: no field {self._text_key!r} (it has {found}); set text_key")
             texts.append(check_text(row[self._text_key], self._text_key, self._where))
             self._rows_read += 1
         return texts

@@ -14,6 +14,7 @@ from torchtitan.data.prepared import PreparedTokens, is_prepared
 from torchtitan.data.sharded import COMPRESSIONS, CompressedJsonLines, HubDataset, ParquetFiles, ShardedTexts
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 Kind = Literal["jsonl", "compressed", "parquet", "text", "saved", "prepared", "hub"]
 FileKind = Literal["jsonl", "compressed", "parquet", "text"]
@@ -55,12 +56,12 @@ def locate_text(dataset: str, dataset_path: str | None) -> Location:
     if dataset in SHIPPED:
         file = SHIPPED_TEXT / SHIPPED[dataset]
         if not file.is_file():
-            raise ValueError(f"dataset = {dataset!r} ships with a clone of this repository, but {file} is not there")
+            raise Refusal(f"dataset = {dataset!r} ships with a clone of this repository, but {file} is not there")
         return Location("jsonl", (file,))
     if dataset in HUB:
         return Location("hub", hub=HUB[dataset])
     if Path(dataset).exists():
-        raise ValueError(f"dataset = {dataset!r} is a path here; set dataset_path to it (dataset is then only a label)")
+        raise Refusal(f"dataset = {dataset!r} is a path here; set dataset_path to it (dataset is then only a label)")
     repo, _, rest = dataset.partition(":")
     config, _, split = rest.partition(":")
     if repo.count("/") == 1 and all(repo.split("/")) and not repo.startswith("."):
@@ -68,7 +69,7 @@ def locate_text(dataset: str, dataset_path: str | None) -> Location:
     known = sorted(SHIPPED | HUB)
     nearest = difflib.get_close_matches(dataset, known, n=1)
     hint = f"did you mean {nearest[0]!r}? Otherwise " if nearest else ""
-    raise ValueError(
+    raise Refusal(
         f"dataset = {dataset!r} is not a name known here; {hint}use one of {', '.join(known)}, "
         "a Hugging Face dataset 'owner/name', or set dataset_path to local data"
     )
@@ -92,7 +93,7 @@ def open_source(
 def open_texts(location: Location, text_key: str) -> Texts | ShardedTexts:
     texts = _open_kind(location, text_key)
     if not (texts.num_shards if isinstance(texts, ShardedTexts) else len(texts)):
-        raise ValueError(f"{location.name} holds no document; a source needs at least one")
+        raise Refusal(f"{location.name} holds no document; a source needs at least one")
     return texts
 
 
@@ -118,26 +119,26 @@ def _locate_path(dataset_path: str) -> Location:
             return Location("prepared", (path,))
         if (path / "dataset_dict.json").is_file():
             splits = sorted(str(entry) for entry in path.iterdir() if entry.is_dir())
-            raise ValueError(f"dataset_path = {dataset_path!r} holds several splits; give one: {', '.join(splits)}")
+            raise Refusal(f"dataset_path = {dataset_path!r} holds several splits; give one: {', '.join(splits)}")
         if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
             return Location("saved", (path,))
         files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file, path)]
         if not files:
-            raise ValueError(f"dataset_path = {dataset_path!r} is a folder without files; expected {READABLE}")
+            raise Refusal(f"dataset_path = {dataset_path!r} is a folder without files; expected {READABLE}")
     elif path.is_file():
         files = [path]
     elif path.exists():
-        raise ValueError(f"dataset_path = {dataset_path!r} is neither a file nor a folder; expected {READABLE}")
+        raise Refusal(f"dataset_path = {dataset_path!r} is neither a file nor a folder; expected {READABLE}")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
         files = [file for file in found if file.is_file()]
         if found and not files:
-            raise ValueError(
+            raise Refusal(
                 f"dataset_path = {dataset_path!r} matches only folders: {', '.join(map(str, found[:5]))}; "
                 "give one of them, or a glob that matches files"
             )
         if not files:
-            raise ValueError(
+            raise Refusal(
                 f"dataset_path = {dataset_path!r}: no file matches (looked from {Path.cwd()}); "
                 "give a file, a folder or a glob such as 'corpus/*.jsonl'"
             )
@@ -148,7 +149,7 @@ def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
     kinds = {file: _file_kind(file) for file in files}
     unknown = [str(file) for file, kind in kinds.items() if kind is None]
     if unknown:
-        raise ValueError(
+        raise Refusal(
             f"dataset_path = {dataset_path!r}: files of unknown type: {', '.join(unknown[:5])}"
             f"{f' and {len(unknown) - 5} more' if len(unknown) > 5 else ''}; expected {READABLE}; "
             "a glob such as 'corpus/*.jsonl' leaves other files out"
@@ -156,7 +157,7 @@ def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
     found = {kind: file for file, kind in kinds.items() if kind is not None}
     if len(found) > 1:
         examples = ", ".join(f"{kind} ({file})" for kind, file in sorted(found.items()))
-        raise ValueError(
+        raise Refusal(
             f"dataset_path = {dataset_path!r} mixes kinds of files: {examples}; "
             "give a glob that matches one kind, or one source a kind ([[training.sources]])"
         )
@@ -176,7 +177,7 @@ def _file_kind(file: Path) -> FileKind | None:
         with file.open("rb") as opened:
             head = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}; correct dataset_path or the permissions") from error
+        raise Refusal(f"{file} cannot be read: {error.strerror}; correct dataset_path or the permissions") from error
     if head.startswith(b"PAR1"):
         return "parquet"
     return "jsonl" if head.startswith(b"{") else None

@@ -14,6 +14,7 @@ from torchtitan.data.permutation import permute
 from torchtitan.data.sharded import ShardedTexts, ShardReader
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 INDEX_BLOCK = 256  # permuted indices are computed this many at a time: some microseconds a call, spread out
 SHUFFLE_BLOCK = 512  # documents of a shard are shuffled within blocks of this many a stream; they are held as text
@@ -148,7 +149,7 @@ class ShardedCursor:
                 if not self._found and self._source.may_run_short:
                     return None
                 if not self._found:
-                    raise ValueError(
+                    raise Refusal(
                         f"{self._source.name}: stream {self._stream} of {self._order.num_streams} found no document in "
                         f"{self._data.num_shards} shards; use fewer streams (training.num_streams)"
                     )

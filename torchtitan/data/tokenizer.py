@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from torchtitan.refusal import Refusal
+
 FOLDER_CANDIDATES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 EXPECTED = "a Hugging Face tokenizer.json, or Llama 3's (tiktoken) or Llama 2's (SentencePiece) tokenizer.model"
 KNOWN_BOS = ("<|begin_of_text|>", "<s>")
@@ -87,7 +89,7 @@ class HuggingFaceTokenizer(Tokenizer):
             found = f"names no eos_token and none of {', '.join(KNOWN_EOS)} is among the added tokens"
             if "eos_token" in config:
                 found = "names null as eos_token"
-            raise ValueError(
+            raise Refusal(
                 f'{path}: no end-of-text token: {config_path} {found}; write {{"eos_token": "..."}} to {config_path}'
             )
         for token in content.get("added_tokens") or []:
@@ -96,7 +98,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # the library raises bare Exception
             message = f"{path}: tokenizers {tokenizers.__version__} cannot read it ({error}); expected {EXPECTED}"
-            raise ValueError(message) from error
+            raise Refusal(message) from error
         # A file may say "at most 512 tokens" or "pad to the longest", which would lose or invent training text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -104,9 +106,9 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         for token in filter(None, (bos, eos)):
             if token not in vocab:
-                raise ValueError(f"{config_path} names {token!r}, which is not in {path}; correct one of the two")
+                raise Refusal(f"{config_path} names {token!r}, which is not in {path}; correct one of the two")
             if vocab[token] in self._encode(token):
-                raise ValueError(
+                raise Refusal(
                     f"{path}: the text {token!r} is encoded as the control token, so a document could end itself; "
                     "use a byte-level BPE tokenizer"
                 )
@@ -137,9 +139,9 @@ class TiktokenTokenizer(Tokenizer):
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {line[:60]!r} is not a base64 token and its rank") from error
+                raise Refusal(f"{path}, line {number}: {line[:60]!r} is not a base64 token and its rank") from error
         if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
-            raise ValueError(
+            raise Refusal(
                 f"{path}: {len(ranks)} ranks, which should be 0, 1, 2 ... without a gap and include every single byte; "
                 "the file is damaged, get it again"
             )
@@ -173,10 +175,10 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:
-            raise ValueError(f"{path}: a damaged SentencePiece model ({error}); get the file again") from error
+            raise Refusal(f"{path}: a damaged SentencePiece model ({error}); get the file again") from error
         bos_id, eos_id = self._processor.bos_id(), self._processor.eos_id()
         if eos_id < 0:
-            raise ValueError(f"{path}: the SentencePiece model has no EOS piece; train it with one (--eos_id)")
+            raise Refusal(f"{path}: the SentencePiece model has no EOS piece; train it with one (--eos_id)")
         self.vocab_size = self._processor.get_piece_size()
         self.bos_id = bos_id if bos_id >= 0 else None
         self.eos_id = eos_id
@@ -203,7 +205,7 @@ def build_tokenizer(path: str | Path) -> Tokenizer:
         return TiktokenTokenizer(file, data)
     elif re.match(rb"\x0a[\x80-\xff]*[\x00-\x7f]\x0a", data):  # field 1 (a piece) whose field 1 is a string
         return SentencePieceTokenizer(file, data)
-    raise ValueError(f"{file} is no tokenizer: it looks like {_describe(data)}. Expected {EXPECTED}")
+    raise Refusal(f"{file} is no tokenizer: it looks like {_describe(data)}. Expected {EXPECTED}")
 
 
 def _find_file(path: Path) -> Path:
@@ -211,7 +213,7 @@ def _find_file(path: Path) -> Path:
     for candidate in looked:
         if candidate.is_file():
             return candidate
-    raise ValueError(
+    raise Refusal(
         f"no tokenizer at {path}; looked for {', '.join(map(str, looked))}. Fetch one by `python -m torchtitan "
         f"download tokenizer OWNER/NAME --to {path}`, put its files there ({EXPECTED}), or set model.hf_assets_path "
         "to where they are"
@@ -222,7 +224,7 @@ def _load_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from error
+        raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from error
 
 
 def _named_token(config: dict[str, Any], key: str, known: Sequence[str], added: Sequence[str]) -> str | None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from torchtitan import hardware
 from torchtitan.config.load import load_config_or_exit
 from torchtitan.config.schema import Config
-from torchtitan.launch.network import way_to_head
+from torchtitan.preflight.network import way_to_head
+from torchtitan.refusal import Refusal
 
 # Names of one thing: ours, torchrun's own (which PyTorchJob, Kubeflow Trainer and Run:ai set), Slurm's, SkyPilot's.
 _NUM_NODES = ("NNODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
@@ -110,16 +111,16 @@ def read_node(given: Mapping[str, str], gpus: int | None, alone: bool = False) -
         return replace(node, rank=None)
     of_nodes = next(f"{name} = {env[name]}" for name in _NUM_NODES if name in env)
     if (backend := env.get("PET_RDZV_BACKEND", "c10d")) not in ("c10d", "static"):
-        raise ValueError(f"PET_RDZV_BACKEND = {backend} is not supported here; use c10d, or unset it")
+        raise Refusal(f"PET_RDZV_BACKEND = {backend} is not supported here; use c10d, or unset it")
     if rank is not None and rank >= node.num_nodes:
         name = next(name for name in _NODE_RANK if name in env)
-        raise ValueError(f"{name} = {rank}, but {of_nodes}; node ranks go from 0 to {node.num_nodes - 1}")
+        raise Refusal(f"{name} = {rank}, but {of_nodes}; node ranks go from 0 to {node.num_nodes - 1}")
     if endpoint := env.get("PET_RDZV_ENDPOINT"):
         if not re.search(":[0-9]+$", endpoint):
-            raise ValueError(f"PET_RDZV_ENDPOINT = {endpoint} names no port; use {endpoint}:29400")
+            raise Refusal(f"PET_RDZV_ENDPOINT = {endpoint} names no port; use {endpoint}:29400")
         return replace(node, head=endpoint)
     if rank is None:
-        raise ValueError(f"{of_nodes}, but no node rank is set; set NODE_RANK on each node: 0 to {node.num_nodes - 1}")
+        raise Refusal(f"{of_nodes}, but no node rank is set; set NODE_RANK on each node: 0 to {node.num_nodes - 1}")
     return replace(node, head=_head(env, of_nodes))
 
 
@@ -127,7 +128,7 @@ def _num_nodes(env: dict[str, str]) -> int:
     if ":" in (elastic := env.get("PET_NNODES", "")):  # least and most nodes
         least, _, most = elastic.partition(":")
         if least != most:
-            raise ValueError(
+            raise Refusal(
                 f"PET_NNODES = {elastic} lets the number of nodes change, which a run's layout cannot follow; "
                 f"use {most} (elasticPolicy: minReplicas = maxReplicas)"
             )
@@ -137,7 +138,7 @@ def _num_nodes(env: dict[str, str]) -> int:
     for name in (*_NODE_RANK, *_HEAD, *_PORT):
         if name in env:
             hint = " (NNODES=$WORLD_SIZE NODE_RANK=$RANK, if these count nodes here)" if "WORLD_SIZE" in env else ""
-            raise ValueError(
+            raise Refusal(
                 f"{name} = {env[name]}, but how many nodes there are is not said; set NNODES and NODE_RANK on each"
                 f"{hint}, or unset {name} for a run on this node alone"
             )
@@ -150,7 +151,7 @@ def _head(env: Mapping[str, str], of_nodes: str) -> str:
     first = (first_host(nodes) if nodes else "") or next(iter(env.get("SKYPILOT_NODE_IPS", "").split()), "")
     head = _agreed(env, _HEAD) or first
     if not head:
-        raise ValueError(
+        raise Refusal(
             f"{of_nodes}, but no head node is set; set MASTER_ADDR to an address of node 0 that all nodes reach"
         )
     port = _number(env, _PORT, "port", 1)
@@ -172,13 +173,13 @@ def _take_slurm_at_its_word(env: dict[str, str]) -> None:
         env["SLURM_NNODES"] = nodes  # of the job before, which may have more
         tasks = env.get("SLURM_STEP_NUM_TASKS", nodes)
         if tasks != nodes:
-            raise ValueError(
+            raise Refusal(
                 f"SLURM_STEP_NUM_TASKS = {tasks} on {nodes} nodes, but each node needs one task, which starts its "
                 f"ranks; use srun --ntasks-per-node=1 and NGPU for the ranks of a node"
             )
         return
     if env.get("SLURM_NNODES", "1") != "1" and "NNODES" not in env:
-        raise ValueError(
+        raise Refusal(
             f"SLURM_NNODES = {env['SLURM_NNODES']}, but this is not under srun (SLURM_STEP_ID is not set): the others "
             f"would not start; use srun --ntasks-per-node=1 ./run_llama_train.sh, or NNODES=1 for this node alone"
         )
@@ -191,7 +192,7 @@ def _agreed(env: Mapping[str, str], names: Sequence[str]) -> str | None:
     said = [(name, env[name]) for name in names if name in env]
     for name, value in said[1:]:
         if value != said[0][1]:
-            raise ValueError(
+            raise Refusal(
                 f"{said[0][0]} = {said[0][1]}, but {name} = {value}: both set the same thing; unset one of them"
             )
     return said[0][1] if said else None
@@ -200,7 +201,7 @@ def _agreed(env: Mapping[str, str], names: Sequence[str]) -> str | None:
 def _number(env: Mapping[str, str], names: Sequence[str], what: str, least: int) -> int | None:
     for name in names:
         if name in env and not (re.fullmatch("[0-9]+", env[name]) and int(env[name]) >= least):
-            raise ValueError(f"{name} = {env[name]} is no {what}; use {least} or more")
+            raise Refusal(f"{name} = {env[name]} is no {what}; use {least} or more")
     value = _agreed(env, names)
     return None if value is None else int(value)
 
@@ -218,13 +219,11 @@ def _processes(env: Mapping[str, str], gpus: int | None) -> int:
     given = next((f"{name} = {env[name]}" for name in (*orders, *whole)), "PET_NPROC_PER_NODE = gpu")
     if order and devices and order > devices:
         limit = next(iter(whole))
-        raise ValueError(f"{given} is more than {limit} = {env[limit]}; use {devices} or fewer, or ask for more GPUs")
+        raise Refusal(f"{given} is more than {limit} = {env[limit]}; use {devices} or fewer, or ask for more GPUs")
     if gpus and (order or devices or 0) > gpus:
-        raise ValueError(f"{given} is more than the {gpus} GPUs here; use {gpus} or fewer")
+        raise Refusal(f"{given} is more than the {gpus} GPUs here; use {gpus} or fewer")
     if gpus == 0 and not order and (devices or wants_gpus):
-        raise ValueError(
-            f"{given}, but nvidia-smi shows no GPU here; mend that, or set NGPU to train without nvidia-smi"
-        )
+        raise Refusal(f"{given}, but nvidia-smi shows no GPU here; mend that, or set NGPU to train without nvidia-smi")
     return order or devices or gpus or 1
 
 
@@ -238,7 +237,7 @@ def count_gpus(visible: str | None) -> int:
         listed = smi.communicate(timeout=_SMI_SECONDS)[0]
     except subprocess.TimeoutExpired:
         smi.kill()  # and no waiting: what hangs in the driver does not end
-        raise ValueError(
+        raise Refusal(
             f"nvidia-smi does not answer within {_SMI_SECONDS} s: a GPU or its driver hangs; "
             f"restart this node, or leave it out"
         ) from None
@@ -268,10 +267,10 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     if {"--help", "-h"} & set(options):
         return Start("", {}, train)
     if second := next((option for option in options if re.match("--job.config[_-]file", option)), None):
-        raise ValueError(f"{second}: the file is named by CONFIG_FILE=... here")
+        raise Refusal(f"{second}: the file is named by CONFIG_FILE=... here")
     shown_ranks = env.get("LOG_RANK") or "0"
     if not re.fullmatch("[0-9]+(,[0-9]+)*", shown_ranks):
-        raise ValueError(f"LOG_RANK = {shown_ranks} is no list of ranks; use numbers with commas, as 0,1")
+        raise Refusal(f"LOG_RANK = {shown_ranks} is no list of ranks; use numbers with commas, as 0,1")
     fake = "fake_backend" in options or "--comm.mode=fake_backend" in options  # one process plays all ranks
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
@@ -329,7 +328,7 @@ def only_prints(env: Mapping[str, str]) -> bool:
 
 def preflight(options: list[str], start: Start | None = None) -> bool:
     """Whether all that training needs of the nodes is there; says what is not. A dry run needs nothing."""
-    from torchtitan.launch import preflight
+    from torchtitan.preflight import meet as preflight
 
     gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
     start = start or plan_start(os.environ, options, gpus)
@@ -356,6 +355,6 @@ def main(options: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except ValueError as error:
+    except Refusal as error:
         print(f"run_llama_train.sh: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load import load_config_or_exit
+from torchtitan.refusal import Refusal
 
 SECONDS_TO_SAVE = 290  # from a warning to the end; pods are given ten more
 _SCRIPT = "./run_llama_train.sh"
@@ -74,9 +75,7 @@ def slurm(job: Job) -> Submission:
     mounts = ",".join(f"{what}:{where}" for what, where in job.mounts)
     container = {"CONTAINER_IMAGE": job.image, "CONTAINER_MOUNTS": mounts}
     if mounts and not job.image:
-        raise ValueError(
-            f"--mount {mounts} is for a container; give its --image, or use the paths as the nodes see them"
-        )
+        raise Refusal(f"--mount {mounts} is for a container; give its --image, or use the paths as the nodes see them")
     options = [f"--job-name={job.name}", f"--nodes={job.nodes}", f"--gpus-per-node={job.gpus}"]
     variables = {"CONFIG_FILE": job.config, **job.env, **{name: value for name, value in container.items() if value}}
     return Submission(["sbatch", *options, "multinode_trainer.slurm", *job.options], variables)
@@ -150,7 +149,7 @@ def k8s_v1(job: Job) -> Submission:
 
 def sky(job: Job) -> Submission:
     if job.gpus and not job.gpu_kind:
-        raise ValueError(
+        raise Refusal(
             f"--gpus {job.gpus}: SkyPilot looks for a kind of GPU; give it as --gpu_kind H100 (`sky gpus list`)"
         )
     resources = {"accelerators": f"{job.gpu_kind}:{job.gpus}"} if job.gpus else {}
@@ -181,7 +180,7 @@ SITES: dict[tuple[str, int], Callable[[Job], Submission]] = {  # with the genera
 
 def _image(job: Job) -> str:
     if not job.image:
-        raise ValueError("no --image is given, and the nodes have no code without one; build and push it (Dockerfile)")
+        raise Refusal("no --image is given, and the nodes have no code without one; build and push it (Dockerfile)")
     return job.image
 
 
@@ -254,25 +253,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) -> Job:
     for name, least in (("nodes", 1), ("gpus", 0)):
         if getattr(args, name) < least:
-            raise ValueError(f"--{name} {getattr(args, name)} is no number of {name}; use {least} or more")
+            raise Refusal(f"--{name} {getattr(args, name)} is no number of {name}; use {least} or more")
     if args.secret and args.site in ("slurm", "sky"):
-        raise ValueError(f"--secret {args.secret} is of Kubernetes, not {args.site}; set HF_TOKEN where you submit")
+        raise Refusal(f"--secret {args.secret} is of Kubernetes, not {args.site}; set HF_TOKEN where you submit")
     if args.gpu_kind and args.site != "sky":
-        raise ValueError(f"--gpu_kind {args.gpu_kind} is for SkyPilot; ask {args.site} for it in its own way")
+        raise Refusal(f"--gpu_kind {args.gpu_kind} is for SkyPilot; ask {args.site} for it in its own way")
     for given in args.env:
         if not re.match("[A-Za-z_][A-Za-z0-9_]*=", given):
-            raise ValueError(f"--env {given} sets nothing; use NAME=VALUE")
+            raise Refusal(f"--env {given} sets nothing; use NAME=VALUE")
         if given.startswith(("HF_TOKEN=", "HUGGING_FACE_HUB_TOKEN=")):
-            raise ValueError(
+            raise Refusal(
                 f"--env {given.partition('=')[0]}=... would show the token to all who see the job; use --secret, "
                 f"or under Slurm and SkyPilot set HF_TOKEN where you submit"
             )
     for given in args.mount:
         if not re.fullmatch(".+:/.*", given):
-            raise ValueError(f"--mount {given} is no claim or folder and its path; use WHAT:/WHERE")
+            raise Refusal(f"--mount {given} is no claim or folder and its path; use WHAT:/WHERE")
     name = args.name or re.sub("[^a-z0-9]+", "-", Path(args.config).stem.lower()).strip("-")
     if not re.fullmatch("[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
-        raise ValueError(f"--name {name} cannot name a job; use a letter, then up to 39 of a-z, 0-9 and -")
+        raise Refusal(f"--name {name} cannot name a job; use a letter, then up to 39 of a-z, 0-9 and -")
     return Job(
         name=name,
         config=args.config,
@@ -290,7 +289,7 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     if (args.site, args.api) not in SITES:
-        raise ValueError(f"--api {args.api}: {args.site} has one way to submit; leave it out")
+        raise Refusal(f"--api {args.api}: {args.site} has one way to submit; leave it out")
     job = plan_job(args, options, has_token="HF_TOKEN" in os.environ)
     processes = job.env.get("NGPU", str(max(1, job.gpus)))
     world_size = job.nodes * int(processes) if processes.isdigit() else None
@@ -301,9 +300,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
         return 0
     client = submission.command[0]
     if not shutil.which(client):
-        raise ValueError(
-            f"{client} is not on PATH; install {args.site}'s client here, or give --dry-run's output to it"
-        )
+        raise Refusal(f"{client} is not on PATH; install {args.site}'s client here, or give --dry-run's output to it")
     if submission.file:
         submission.file.parent.mkdir(parents=True, exist_ok=True)
         submission.file.write_text(submission.text, encoding="utf-8")

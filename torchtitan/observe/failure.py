@@ -1,18 +1,8 @@
 """How a program ends on what it refuses: with the sentence that says why, and no stack of calls around it."""
 
-import traceback
-from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-_PACKAGE = Path(__file__).parents[1]
-
-
-def is_refusal(error: BaseException) -> bool:
-    """Whether the error was raised by a `raise` statement of ours, so that its message says all there is to say."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(place.filename).is_relative_to(_PACKAGE) and (place.line or "").startswith("raise ")
 
 
 def leave(error: BaseException, shown: bool = False) -> NoReturn:

@@ -4,10 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchtitan.refusal import Refusal
+
 MOST_RANKS_SHOWN = 4
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(Refusal):
     """Training ended on a loss or gradient norm that is not finite."""
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger, wants_color
+from torchtitan.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def import_wandb() -> Any:
     try:
         import wandb
     except ImportError:
-        raise ValueError("metrics.enable_wandb = true needs Weights & Biases; pip install wandb") from None
+        raise Refusal("metrics.enable_wandb = true needs Weights & Biases; pip install wandb") from None
     return wandb
 
 

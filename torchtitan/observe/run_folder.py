@@ -11,6 +11,7 @@ from torchtitan.config.load import to_toml
 from torchtitan.config.rules import RECORDS, RUN_FILES, run_folders
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 
 def open_run_folder(config: Config) -> Path:
@@ -22,7 +23,7 @@ def open_run_folder(config: Config) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(
+        raise Refusal(
             f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror}; "
             f"choose another with --job.dump_folder, or change its permissions"
         ) from None
@@ -36,12 +37,12 @@ def claim(folder: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        raise ValueError(
+        raise Refusal(
             f"job.dump_folder = {str(folder)!r} is in use by {file.read().strip() or 'another run'}; "
             f"wait for its end, or choose another folder"
         ) from None
     except OSError as error:  # as on Lustre mounted without -o flock
-        raise ValueError(
+        raise Refusal(
             f"job.dump_folder = {str(folder)!r} is on a file system that locks no files ({error.strerror}); "
             f"have it mounted with locks (Lustre: -o flock), or choose another folder"
         ) from None

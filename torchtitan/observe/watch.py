@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.observe.failure import is_refusal
 from torchtitan.observe.hang import Whereabouts, describe, locate
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 _SECONDS_AFTER_THE_FIRST = 3
 
 
-class PeerError(RuntimeError):
+class PeerError(Refusal):
     """This rank ends because another one lags, failed or is gone; what there is to say has been shown."""
 
 
@@ -66,7 +66,7 @@ class Watch:
             shown = str(error).partition("\n")[0]
             where = locate(self.step, reversed(list(traceback.walk_tb(trace))), shown)
             failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
-            if where.collective and failed and not is_refusal(error):
+            if where.collective and failed:
                 if self._verdict and not self._standing_verdict():  # of a pause: another answer comes
                     self._answered.clear()
                 self._thrown = where, error

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Comm
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 _WAY = (
     "gloo uses the address that a node's own name resolves to, or GLOO_SOCKET_IFNAME's; "
@@ -44,7 +45,7 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
         if "connectFullMesh" not in str(error):
             raise
         said = str(error).rpartition("] ")[2].strip()
-        raise ValueError(f"this rank cannot connect to another by gloo ({said}); {_WAY}") from None
+        raise Refusal(f"this rank cannot connect to another by gloo ({said}); {_WAY}") from None
     finally:
         alarm.cancel()
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchtitan.config.schema import Float8
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 _AUTO_FILTER = "auto_filter_small_kn"
 
@@ -22,13 +23,13 @@ def check_float8(config: Float8, device: torch.device) -> None:
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
-        raise ValueError(
+        raise Refusal(
             f'model.converters = ["quantize.linear.float8"] needs the package torchao ({error}); '
             f"pip install 'torchao>=0.18', or remove it from model.converters"
         ) from None
     if config.emulate or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)):
         return
-    raise ValueError(
+    raise Refusal(
         "quantize.linear.float8 needs a GPU that multiplies in float8 (compute capability 8.9 or more); remove it from "
         "model.converters, or test it with quantize.linear.float8.emulate = true"
     )
@@ -53,7 +54,7 @@ def apply_float8(model: nn.Module, config: Float8, compiled: bool) -> None:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     changed = sum(isinstance(linear, Float8Linear) for linear in linears)
     if not changed:
-        raise ValueError(
+        raise Refusal(
             f"quantize.linear.float8.filter_fqns = {config.filter_fqns} leaves no layer of this model to compute in "
             f"float8; name fewer, or remove it from model.converters"
         )

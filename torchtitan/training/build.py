@@ -24,6 +24,7 @@ from torchtitan.parallel.float8 import apply_float8, check_float8
 from torchtitan.parallel.fsdp import copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.refusal import Refusal
 
 
 def check_environment(config: Config, device: torch.device) -> None:
@@ -33,7 +34,7 @@ def check_environment(config: Config, device: torch.device) -> None:
     if config.compile.enable:
         backends = torch._dynamo.list_backends(None)
         if config.compile.backend not in backends:
-            raise ValueError(
+            raise Refusal(
                 f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
                 f"use one of {', '.join(backends)}"
             )
@@ -41,7 +42,7 @@ def check_environment(config: Config, device: torch.device) -> None:
         whole = recompute.mode in ("selective", "full") and not recompute.by_operation
         if degree > 1 and whole and "model" in config.compile.components and device.type == "cpu":
             # The random state that a CPU's attention is recomputed with trades places with the mesh (docs/log.md).
-            raise ValueError(
+            raise Refusal(
                 f"compile.enable = true with tensor_parallel_degree = {degree} cannot recompute whole blocks on a CPU: "
                 f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
                 f'"selective", or mode = "none"'
@@ -51,30 +52,28 @@ def check_environment(config: Config, device: torch.device) -> None:
         if "://" in place:
             Storage(place)
         elif key == "initial_load_path" and place and not Path(place).exists():
-            raise ValueError(f'checkpoint.initial_load_path = "{place}" is not there (looked from {Path.cwd()})')
+            raise Refusal(f'checkpoint.initial_load_path = "{place}" is not there (looked from {Path.cwd()})')
     schedule = config.parallelism.pipeline_parallel_schedule
     folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED
     if folded and device.type == "cpu" and torch.__version__ < "2.13":
-        raise ValueError(
+        raise Refusal(
             f'parallelism.pipeline_parallel_schedule = "{schedule}" needs torch 2.13 on a CPU: {torch.__version__} '
             f"begins with a message from a rank to itself, which gloo cannot carry; use Interleaved1F1B, or torch 2.13"
         )
     early = config.optimizer.early_step_in_backward and config.training.enable_cpu_offload
     if early and device.type == "cuda" and torch.__version__ < "2.13":
-        raise ValueError(
+        raise Refusal(
             f"optimizer.early_step_in_backward = true with training.enable_cpu_offload = true needs torch 2.13 on a "
             f"GPU: {torch.__version__} updates a parameter before its gradient is on the host; set one to false"
         )
     if config.float8 is not None:
         check_float8(config.float8, device)
     if config.parallelism.enable_async_tensor_parallel and device.type != "cuda":
-        raise ValueError(
+        raise Refusal(
             "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory; set it to false"
         )
     if config.profiling.enable_memory_snapshot and device.type != "cuda":
-        raise ValueError(
-            "profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false"
-        )
+        raise Refusal("profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false")
 
 
 def check_data(config: Config) -> None:
@@ -86,8 +85,8 @@ def check_data(config: Config) -> None:
     for section, source in [*named, *([("validation", config.validation)] if config.validation.enable else [])]:
         try:
             locate_text(source.dataset, source.dataset_path)
-        except ValueError as error:
-            raise ValueError(f"{section}: {error}") from None
+        except Refusal as error:
+            raise Refusal(f"{section}: {error}") from None
 
 
 def build_model_args(config: Config, tokenizer: Tokenizer | None) -> LlamaArgs:

@@ -14,6 +14,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.observe.log import logger
 from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.refusal import Refusal
 from torchtitan.training import state
 from torchtitan.training.weights import check_shape, find_checkpoints, load_weights, open_model, open_run, write_hf
 
@@ -42,13 +43,13 @@ class Checkpoints:
         self.resumes = manifest is not None
         excluded, begun_from = self.section.exclude_from_loading, self.section.initial_load_path
         if manifest is not None and "train_state" in excluded and begun_from is None:
-            raise ValueError(
+            raise Refusal(
                 f'checkpoint.exclude_from_loading = ["train_state"] would begin this run again at step 0, over its own '
                 f"records; remove it to go on from step {manifest.step}, or begin another run, in another "
                 f'job.dump_folder, with checkpoint.initial_load_path = "{storage.url}"'
             )
         if manifest is not None and manifest.step > 0 and self.section.create_seed_checkpoint:
-            raise ValueError(
+            raise Refusal(
                 f"checkpoint.create_seed_checkpoint = true saves where a run begins, but {storage.url} has one that "
                 f"is at step {manifest.step}; choose another job.dump_folder, or remove it to go on"
             )
@@ -56,7 +57,7 @@ class Checkpoints:
             storage, step = find_checkpoints(self.section.initial_load_path)
             manifest = self.manager.find(storage, step)
             if manifest is None:
-                raise ValueError(
+                raise Refusal(
                     f'checkpoint.initial_load_path = "{self.section.initial_load_path}" has no complete checkpoint; '
                     f"give a folder that has one, or remove it"
                 )
@@ -112,12 +113,12 @@ class Checkpoints:
         if "optimizer" not in anew and only_weights:
             fix = "begin another with checkpoint.initial_load_path, in another job.dump_folder"
             fix = fix if self.resumes else "set checkpoint.initial_load_model_only = true"
-            raise ValueError(
+            raise Refusal(
                 f"step {manifest.step} in {storage.url} has only weights (checkpoint.last_save_model_only), a run "
                 f"cannot go on from it; {fix}"
             )
         if "optimizer" not in anew and saved != config.optimizer.name:
-            raise ValueError(
+            raise Refusal(
                 f'optimizer.name = "{config.optimizer.name}", but step {manifest.step} in {storage.url} was saved with '
                 f'"{saved}", which remembers other things; set it back, or let it begin anew with '
                 f'checkpoint.exclude_from_loading = ["optimizer"]'

@@ -18,6 +18,7 @@ from torchtitan.observe.health import NotFiniteError, Verdict, describe_stop, ju
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
 from torchtitan.parallel.collectives import max_over, sum_over
+from torchtitan.refusal import Refusal
 from torchtitan.training.step import StepLoss
 
 
@@ -67,7 +68,7 @@ class Reporter:
     def data_ended(self, step: int) -> None:
         """Say where the data ended; data for less than one step is refused."""
         if step == 0:
-            raise ValueError(
+            raise Refusal(
                 f"the data ends before the first global batch of {self.tokens_per_step:,} tokens is full; "
                 f"use more text, a smaller batch, or training.epochs"
             )

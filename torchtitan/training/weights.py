@@ -17,6 +17,7 @@ from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
 from torchtitan.models.llama.hf import from_hf_config, from_meta_params, from_meta_parts, to_hf_config, to_hf_name
 from torchtitan.models.llama.model import Transformer
 from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def open_model(path: str) -> StoredModel:
             return open_run(storage, manifest)
         passed_over.append(f"step-{number}: {manifest}")
     why = "; ".join(passed_over) or "no checkpoint/step-N, config.json (Hugging Face) or params.json (Meta) in it"
-    raise ValueError(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
+    raise Refusal(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
 
 
 def find_checkpoints(path: str) -> tuple[Storage, int]:
@@ -80,7 +81,7 @@ def check_shape(source: StoredModel, args: LlamaArgs) -> None:
     """Refuse weights of another model than a run's; max_seq_len may differ, no weight depends on it."""
     ours, theirs = asdict(args), asdict(replace(source.args, max_seq_len=args.max_seq_len))
     if differing := [f"{k} {theirs[k]}, this run's {ours[k]}" for k in ours if ours[k] != theirs[k]]:
-        raise ValueError(
+        raise Refusal(
             f"{source.weights.where} holds another model: its {'; its '.join(differing)}; "
             f"choose model.flavor and model.vocab_size for it, or add its shape to models/llama/args.py"
         )
@@ -110,7 +111,7 @@ def config_of(args: LlamaArgs, folder: str, assets: Path) -> Config:
             if replace(known, vocab_size=args.vocab_size, max_seq_len=args.max_seq_len) == args:
                 model = Model(name=name, flavor=flavor, vocab_size=args.vocab_size, hf_assets_path=str(assets))
                 return Config(job=Job(dump_folder=folder), model=model)
-    raise ValueError(f"no flavor has this model's shape; add it to FLAVORS in torchtitan/models/llama/args.py: {args}")
+    raise Refusal(f"no flavor has this model's shape; add it to FLAVORS in torchtitan/models/llama/args.py: {args}")
 
 
 def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
@@ -118,7 +119,7 @@ def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
     args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
     weights = open_checkpoint(storage, manifest.step)
     if args is None:
-        raise ValueError(
+        raise Refusal(
             f"{weights.where} is of {config.model.name} {config.model.flavor}, which models/llama/args.py does not have"
         )
     if (embedding := weights.outline.get("tok_embeddings.weight")) is not None:
@@ -144,7 +145,7 @@ def _open_meta(folder: Path) -> StoredModel:
         torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in paths
     ]
     if not parts or "output.weight" not in parts[0]:
-        raise ValueError(f"{folder} has params.json, but no consolidated.*.pth with a Llama in it; download all files")
+        raise Refusal(f"{folder} has params.json, but no consolidated.*.pth with a Llama in it; download all files")
     vocab_size = len(parts[0]["output.weight"]) * len(parts)
     args = from_meta_params(read_json(folder / "params.json"), vocab_size)
     names = outline_of(args)

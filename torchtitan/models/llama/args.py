@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from torchtitan.refusal import Refusal
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -31,12 +33,12 @@ class LlamaArgs:
 
     def __post_init__(self) -> None:
         if self.dim % (2 * self.n_heads):
-            raise ValueError(
+            raise Refusal(
                 f"dim = {self.dim} with n_heads = {self.n_heads}: a head's width is dim / n_heads and even, for it is "
                 f"rotated by pairs; use a multiple of {2 * self.n_heads}"
             )
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(
+            raise Refusal(
                 f"n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}, which share them in equal "
                 "groups; use a divisor"
             )
@@ -90,7 +92,7 @@ def resolve_vocab_size(args: LlamaArgs, configured: int | None, tokenizer_size: 
     vocab_size = configured or args.vocab_size or tokenizer_size
     if tokenizer_size > vocab_size:
         origin = "model.vocab_size" if configured else "the flavor's vocabulary"
-        raise ValueError(
+        raise Refusal(
             f"the tokenizer has {tokenizer_size} ids, {origin} only {vocab_size} rows; "
             f"set model.vocab_size = {tokenizer_size} or more, or model.hf_assets_path to this model's tokenizer"
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, RopeScaling
+from torchtitan.refusal import Refusal
 
 _BLOCK = {
     "attention.wq": "self_attn.q_proj",
@@ -42,7 +43,7 @@ def to_hf_name(name: str) -> str:
     block = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
     renamed = _BLOCK.get(block[2]) if block else _OUTER.get(module)
     if renamed is None:
-        raise ValueError(f"{name} has no name in Hugging Face's Llama; give it one in models/llama/hf.py")
+        raise Refusal(f"{name} has no name in Hugging Face's Llama; give it one in models/llama/hf.py")
     return f"model.layers.{block[1]}.{renamed}.weight" if block else f"{renamed}.weight"
 
 
@@ -97,7 +98,7 @@ def from_hf_config(config: dict[str, Any]) -> LlamaArgs:
     if not refused and config.get("head_dim") not in (None, config["hidden_size"] // config["num_attention_heads"]):
         refused.append(f"head_dim = {config['head_dim']}, only hidden_size / num_attention_heads")
     if refused:
-        raise ValueError(f"config.json describes no model that Transformer can be: {'; '.join(refused)}")
+        raise Refusal(f"config.json describes no model that Transformer can be: {'; '.join(refused)}")
     scaling = None
     if kind == "llama3":
         scaling = RopeScaling(

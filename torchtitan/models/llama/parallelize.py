@@ -24,6 +24,7 @@ from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.parallel.tensor import overlap_communication, wait_for_output
+from torchtitan.refusal import Refusal
 
 
 def keep_modules(model: Transformer, names: Sequence[str]) -> None:
@@ -119,7 +120,7 @@ def split_tensors(
         model.output.weight = model.tok_embeddings.weight  # both were split alike, by rows, but each on its own
     left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if split_sequence and left_out:
-        raise ValueError(
+        raise Refusal(
             f"parallelism.tensor_parallel_degree = {axis.size()}, but nothing says how ranks share {left_out[0]}: each "
             "would train it on its part of the sequence alone; give it a style in models/llama/parallelize.py, or use 1"
         )

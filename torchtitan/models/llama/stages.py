@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchtitan.config.schema import Parallelism
 from torchtitan.models.llama.args import LlamaArgs, block_parameters
+from torchtitan.refusal import Refusal
 
 _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and 2 pp - 1 - r
@@ -41,7 +42,7 @@ def plan_stages(args: LlamaArgs, parallelism: Parallelism, seq_len: int) -> Stag
         return StagePlan((tuple(_module_names(args.n_layers)),), (0,))
     given = [key for key in _SPLIT_KEYS if getattr(parallelism, key) is not None]
     if len(given) > 1:
-        raise ValueError(f"parallelism.{given[0]} and {given[1]} both say how the stages are cut; remove one of them")
+        raise Refusal(f"parallelism.{given[0]} and {given[1]} both say how the stages are cut; remove one of them")
     ranks, csv_microbatches, in_two_parts = None, None, schedule in _BACKWARD_IN_TWO_PARTS
     if parallelism.pipeline_parallel_schedule_csv:
         ranks, csv_microbatches, in_two_parts = _read_csv(parallelism.pipeline_parallel_schedule_csv, degree)
@@ -56,7 +57,7 @@ def plan_stages(args: LlamaArgs, parallelism: Parallelism, seq_len: int) -> Stag
     else:
         num_stages = len(ranks) if ranks else _default_num_stages(args, parallelism)
         if num_stages > args.n_layers:
-            raise ValueError(
+            raise Refusal(
                 f"parallelism.pipeline_parallel_degree = {degree} with {schedule} makes {num_stages} stages, but the "
                 f"model has only {args.n_layers} layers; use fewer ranks, or say pipeline_parallel_layer_counts"
             )
@@ -67,7 +68,7 @@ def plan_stages(args: LlamaArgs, parallelism: Parallelism, seq_len: int) -> Stag
         stages = range(num_stages)
         ranks = [min(s, 2 * degree - 1 - s) if schedule in V_SHAPED else s % degree for s in stages]
     elif len(ranks) != num_stages:
-        raise ValueError(
+        raise Refusal(
             f"parallelism.pipeline_parallel_schedule_csv schedules {len(ranks)} stages, but the model is cut into "
             f"{num_stages}; cut it into {len(ranks)}"
         )
@@ -79,7 +80,7 @@ def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_siz
     size, degree = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_degree
     if local_batch_size % size:
         fitting = ", ".join(str(d) for d in range(1, local_batch_size + 1) if local_batch_size % d == 0)
-        raise ValueError(
+        raise Refusal(
             f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide "
             f"training.local_batch_size = {local_batch_size}; use one of {fitting}"
         )
@@ -87,18 +88,18 @@ def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_siz
     made = f"training.local_batch_size = {local_batch_size} makes {count} microbatches of {size}"
     if plan.csv_microbatches is not None:
         if count != plan.csv_microbatches:
-            raise ValueError(
+            raise Refusal(
                 f"{made}, but parallelism.pipeline_parallel_schedule_csv schedules {plan.csv_microbatches}; "
                 f"use local_batch_size = {plan.csv_microbatches * size}"
             )
     elif schedule in ("1F1B", "DualPipeV") and count < stages:
-        raise ValueError(
+        raise Refusal(
             f"{made}, but the schedule {schedule} needs at least one for each of {stages} stages; "
             f"use local_batch_size = {stages * size} or more, or GPipe"
         )
     elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % max(1, count // degree):
         fitting_count = degree * (count // degree)
-        raise ValueError(
+        raise Refusal(
             f"{made}, but the schedule {schedule} runs them in rounds of equal size, {degree} or a few more in each; "
             f"use local_batch_size = {fitting_count * size} or {(fitting_count + degree) * size}"
         )
@@ -150,7 +151,7 @@ def _spread(args: LlamaArgs, parallelism: Parallelism, num_stages: int, seq_len:
     counts[0] -= weights[0]
     counts[-1] -= weights[1]
     if min(counts) < 0:
-        raise ValueError(
+        raise Refusal(
             f"parallelism.pipeline_parallel_first_stage_less_layers = {weights[0]} and last_stage_less_layers = "
             f"{weights[1]} leave a stage with {min(counts)} of the {args.n_layers} layers; use smaller numbers, or None"
         )
@@ -192,34 +193,32 @@ def _check_modules(modules: list[list[str]], num_layers: int) -> None:
         return
     name = "parallelism.module_fqns_per_model_part"
     if not all(modules):
-        raise ValueError(f"{name} has an empty stage; every stage needs a module")
+        raise Refusal(f"{name} has an empty stage; every stage needs a module")
     missing, unknown = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
     reason = "names a module twice or out of order"
     if missing or unknown:
         reason = f"leaves out {', '.join(missing)}" if missing else f"names {unknown[0]}, which the model has not"
-    raise ValueError(
-        f"{name} {reason}; use each of tok_embeddings, layers.0 to {num_layers - 1}, norm, output in order"
-    )
+    raise Refusal(f"{name} {reason}; use each of tok_embeddings, layers.0 to {num_layers - 1}, norm, output in order")
 
 
 def _check_counts(counts: list[int], num_layers: int) -> None:
     name = f"parallelism.pipeline_parallel_layer_counts = {counts}"
     if sum(counts) != num_layers:
-        raise ValueError(f"{name} adds up to {sum(counts)}, but the model has {num_layers} layers; use {num_layers}")
+        raise Refusal(f"{name} adds up to {sum(counts)}, but the model has {num_layers} layers; use {num_layers}")
     if not all(counts[1:-1]) or len(counts) < 2:
-        raise ValueError(f"{name}: only the first and the last of two or more stages may be without layers")
+        raise Refusal(f"{name}: only the first and the last of two or more stages may be without layers")
 
 
 def _check_stages_a_rank(num_stages: int, degree: int, schedule: str) -> None:
     cut = f"the model is cut into {num_stages} stages for pipeline_parallel_degree = {degree}"
     if schedule in _ONE_STAGE_A_RANK and num_stages != degree:
-        raise ValueError(f"parallelism: {cut}, but the schedule {schedule} has one stage a rank; cut it into {degree}")
+        raise Refusal(f"parallelism: {cut}, but the schedule {schedule} has one stage a rank; cut it into {degree}")
     if schedule in V_SHAPED and num_stages != 2 * degree:
-        raise ValueError(
+        raise Refusal(
             f"parallelism: {cut}, but the schedule {schedule} has two stages a rank; cut it into {2 * degree}"
         )
     if num_stages % degree or (schedule not in _ONE_STAGE_A_RANK and num_stages < 2 * degree):
-        raise ValueError(
+        raise Refusal(
             f"parallelism: {cut}, but the schedule {schedule} has equally many on each rank, two or more; "
             f"cut it into {2 * degree} or {3 * degree}"
         )
@@ -232,9 +231,9 @@ def _read_csv(path: str, degree: int) -> tuple[list[int], int, bool]:
         with Path(path).open(newline="") as file:
             rows = list(csv.reader(file))
     except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+        raise Refusal(f"{name} cannot be read: {error.strerror}") from None
     if len(rows) != degree:
-        raise ValueError(f"{name} has {len(rows)} rows, one a rank; pipeline_parallel_degree = {degree} needs as many")
+        raise Refusal(f"{name} has {len(rows)} rows, one a rank; pipeline_parallel_degree = {degree} needs as many")
     holders: dict[int, int] = {}
     forwards: dict[int, set[int]] = {}
     in_two_parts = False
@@ -242,13 +241,13 @@ def _read_csv(path: str, degree: int) -> tuple[list[int], int, bool]:
         actions = [action for cell in row for action in re.findall(r"(\d+)(F|B|I|W)(\d+)", cell)]
         for stage, kind, microbatch in actions:
             if holders.setdefault(int(stage), rank) != rank:
-                raise ValueError(f"{name} has stage {stage} on rank {holders[int(stage)]} and on rank {rank}; use one")
+                raise Refusal(f"{name} has stage {stage} on rank {holders[int(stage)]} and on rank {rank}; use one")
             in_two_parts |= kind in "IW"
             if kind == "F":
                 forwards.setdefault(int(stage), set()).add(int(microbatch))
     counts = {len(done) for done in forwards.values()}
     if not forwards or sorted(forwards) != list(range(len(holders))) or len(counts) > 1:
-        raise ValueError(
+        raise Refusal(
             f"{name} does not take every microbatch forward on every stage; write actions as 0F0 (stage 0, forward, "
             f"microbatch 0), 0B0, or 0I0 and 0W0, for stages from 0 on"
         )

@@ -18,7 +18,7 @@ from typing import Any
 from torchtitan import hardware
 from torchtitan.config.load import flat
 from torchtitan.config.schema import Config
-from torchtitan.launch import network
+from torchtitan.preflight import network
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK_SECONDS = 5  # torchrun's c10d rendezvous takes a node for dead when its heartbeat, sent every 5 s, looks 15 s old

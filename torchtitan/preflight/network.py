@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.refusal import Refusal
+
 LONGEST_MESSAGE_BYTES = 2**22
 _SIOCGIFADDR = 0x8915
 _TRIES_SECONDS = 5  # of one attempt to connect
@@ -88,7 +90,7 @@ def gloo_address(env: Mapping[str, str], addresses: Mapping[str, str]) -> str:
         name = named.split(",")[0].strip()
         found = next((address for address, of in addresses.items() if of == name), None)
         if found is None:
-            raise ValueError(
+            raise Refusal(
                 f"GLOO_SOCKET_IFNAME = {named}, but this node has no such interface with an address; "
                 f"use one of {in_words(addresses)}"
             )
@@ -108,7 +110,7 @@ def nccl_interfaces(env: Mapping[str, str], addresses: Mapping[str, str]) -> Non
     exact = named.lstrip("^").startswith("=")
     fits = {n for n in addresses.values() for word in words if n == word or (not exact and n.startswith(word))}
     if named and not (set(addresses.values()) - fits if named.startswith("^") else fits):
-        raise ValueError(
+        raise Refusal(
             f"NCCL_SOCKET_IFNAME = {named} leaves no interface of this node; use one of {in_words(addresses)}"
         )
 

@@ -13,6 +13,7 @@ import torch
 from torchtitan.checkpoint.hf import copy_assets, refuse_existing, save_checkpoint
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
+from torchtitan.refusal import Refusal
 from torchtitan.training.weights import StoredModel, build_tokenizer_for, config_of, open_model, write_hf
 
 
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
         if source.place is not None:
             storage, manifest = source.place
             if faults := storage.faults(manifest, manifest.files):
-                raise ValueError(f"{source.weights.where} is damaged: {'; '.join(faults)}; convert another step")
+                raise Refusal(f"{source.weights.where} is damaged: {'; '.join(faults)}; convert another step")
         if (args.to or ("torchtitan" if source.config is None else "hf")) == "hf":
             write_hf(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
         else:

@@ -21,6 +21,7 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.models.llama.model import Transformer, attentions
 from torchtitan.models.llama.parallelize import split_tensors
 from torchtitan.parallel import collectives
+from torchtitan.refusal import Refusal
 from torchtitan.training.weights import StoredModel, build_tokenizer_for, open_model
 
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
@@ -55,7 +56,7 @@ def build_model(source: StoredModel, dtype: torch.dtype, place: hardware.Place) 
     """The whole model, or with several ranks this one's part of every tensor."""
     degree, args = place.world_size, source.args
     if args.n_kv_heads % degree or args.hidden_dim % degree:
-        raise ValueError(
+        raise Refusal(
             f"{degree} ranks do not divide the model's {args.n_kv_heads} KV heads and {args.hidden_dim} hidden units"
         )
     device = hardware.pick_device(place.local_rank)
@@ -82,7 +83,7 @@ def generate(
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     if not all(prompts) or longest + max_new_tokens > model.args.max_seq_len:
-        raise ValueError(
+        raise Refusal(
             f"prompts have {min(map(len, prompts))} to {longest} tokens, and {max_new_tokens} more are asked for; "
             f"each prompt needs 1 or more, the longest and the new ones {model.args.max_seq_len} or less together, "
             "which is all the model can see"
@@ -141,7 +142,7 @@ def stop_ids(assets: Path, tokenizer: Tokenizer) -> set[int]:
 def run(args: argparse.Namespace) -> None:
     place = hardware.read_place()
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
-        raise ValueError("--temperature and --top_k are 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
+        raise Refusal("--temperature and --top_k are 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
     source = open_model(args.checkpoint)
     tokenizer = build_tokenizer_for(source, args.tokenizer or source.assets)
     model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, place)

@@ -22,8 +22,9 @@ from torchtitan.config.layout import ParallelDims, plan_batch, plan_layout
 from torchtitan.config.load import flat, key_names, load_config
 from torchtitan.config.schema import Config, Parallelism
 from torchtitan.launch.node import environment_here, torchrun_here
+from torchtitan.refusal import Refusal
 
-_TRAIN = Path(__file__).parents[1] / "train.py"
+_TRAIN = Path(__file__).parents[2] / "train.py"
 _MOST_ROWS = 12
 _TAIL_LINES = 40
 
@@ -123,7 +124,7 @@ def compare_records(
     """Hold the runs' records against each other, step by step."""
     steps = [record["step"] for record in a]
     if steps != [record["step"] for record in b] or not steps:
-        raise ValueError(
+        raise Refusal(
             f"A has records of {_describe_steps(a)} and B of {_describe_steps(b)}, so they cannot be compared step by "
             f"step; see the end of both logs for why (the data ended, the disk was full)"
         )
@@ -213,7 +214,7 @@ def plan_runs(args: argparse.Namespace, options: Sequence[str]) -> tuple[Run, Ru
     """Both runs as they will be started; refuses what cannot be compared before anything is run."""
     for option in options:
         if option.partition("=")[0].replace("-", "_") in ("__job.config_file", "__job.dump_folder"):
-            raise ValueError(f"{option} after -- would name the same for both; name the two files first, and use --out")
+            raise Refusal(f"{option} after -- would name the same for both; name the two files first, and use --out")
     seed = load_config([*options, "--job.config_file", args.a]).debug.seed or 0
     a, b = (
         _plan_run(name, file, options, seed, args.steps, world_size, Path(args.out))
@@ -221,13 +222,13 @@ def plan_runs(args: argparse.Namespace, options: Sequence[str]) -> tuple[Run, Ru
     )
     if a.config.training.steps != b.config.training.steps:
         steps = a.config.training.steps, b.config.training.steps
-        raise ValueError(
+        raise Refusal(
             f"training.steps = {steps[0]} in A and {steps[1]} in B, but step is compared with step; use the same in "
             f"both, as with --steps {min(steps)}"
         )
     if a.global_batch_size != b.global_batch_size:
         common = math.lcm(a.global_batch_size, b.global_batch_size)
-        raise ValueError(
+        raise Refusal(
             f"training.global_batch_size comes to {a.global_batch_size} in A ({a.dims}) and {b.global_batch_size} in B "
             f"({b.dims}), so they would see different batches; use the same in both, as with "
             f"-- --training.global_batch_size {common} (its default grows with the data-parallel degree)"
@@ -253,7 +254,7 @@ def _plan_run(
     if world_size is None:
         world_size = infer_world_size(given.parallelism)
     elif world_size < 1:
-        raise ValueError(f"--world_size_{name.lower()} = {world_size} is no number of ranks; use 1 or more")
+        raise Refusal(f"--world_size_{name.lower()} = {world_size} is no number of ranks; use 1 or more")
     config = load_config(argv, world_size)
     dims = plan_layout(config.parallelism, world_size)
     return Run(name, file, argv, config, dims, world_size, plan_batch(config.training, dims.dp).global_batch_size)
@@ -276,7 +277,7 @@ def train(run: Run) -> list[dict[str, Any]]:
             raise
     if code:
         tail = run.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        raise ValueError(
+        raise Refusal(
             f"run {run.name} ended with exit code {code}; the end of {run.log}:\n" + "\n".join(f"  {x}" for x in tail)
         )
     print(f"   {time.perf_counter() - begin:.0f} s", flush=True)
@@ -289,7 +290,7 @@ def import_figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         python = shlex.quote(os.path.relpath(sys.executable))
-        raise ValueError(f"compare draws its curves with matplotlib; {python} -m pip install matplotlib") from None
+        raise Refusal(f"compare draws its curves with matplotlib; {python} -m pip install matplotlib") from None
     return Figure
 
 
@@ -328,9 +329,9 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--out = {args.out} cannot be made: {error.strerror}; name another folder") from None
+            raise Refusal(f"--out = {args.out} cannot be made: {error.strerror}; name another folder") from None
         comparison = compare_records(train(a), train(b), args.loss_bound, args.norm_bound)
-    except ValueError as error:
+    except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.schema import Config
-from torchtitan.launch import network
-from torchtitan.launch.facts import Facts, gather
-from torchtitan.launch.lead import ANSWER_SECONDS, Failed, Lead
-from torchtitan.launch.network import Channel, split_endpoint, what_failed
-from torchtitan.launch.report import print_report
+from torchtitan.preflight import network
+from torchtitan.preflight.facts import Facts, gather
+from torchtitan.preflight.lead import ANSWER_SECONDS, Failed, Lead
+from torchtitan.preflight.network import Channel, split_endpoint, what_failed
+from torchtitan.preflight.report import print_report
+from torchtitan.refusal import Refusal
 
 if TYPE_CHECKING:  # it imports this file
     from torchtitan.launch.node import Node
@@ -36,7 +37,7 @@ def run(node: "Node", config: Config, env: Mapping[str, str], gpus: int) -> bool
     """Whether training may begin; says so, or why not."""
     begin = time.monotonic()
     if node.num_nodes > 1 and node.rank is None:
-        raise ValueError("PET_RDZV_ENDPOINT leaves the ranks of nodes to torchrun; a preflight needs NODE_RANK on each")
+        raise Refusal("PET_RDZV_ENDPOINT leaves the ranks of nodes to torchrun; a preflight needs NODE_RANK on each")
     toward = network.address_toward(split_endpoint(node.head)[0]) if node.num_nodes > 1 else None
     told = {"NNODES": str(node.num_nodes), "NGPU": str(node.num_processes), "run": node.run_id}
     facts = gather(told, config, env, toward, gpus)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.observe.footprint import Event, Footprint
+from torchtitan.planner.footprint import Event, Footprint
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.load import load_config
 from torchtitan.launch.node import environment_here, torchrun_here
+from torchtitan.refusal import Refusal
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _POLL_SECONDS = 0.02
 _SMALL_DISK_BYTES = 4 << 30  # what may be filled without harm to others
 _LEFT_FOR_LOGS_BYTES = 4 << 20
@@ -62,7 +63,7 @@ class Run:
         try:
             while self.process.poll() is None:
                 if time.monotonic() > self.deadline:
-                    raise ValueError(f"the drill took longer than --minutes; see the end of {self.log.name}")
+                    raise Refusal(f"the drill took longer than --minutes; see the end of {self.log.name}")
                 if happened():
                     return True
                 time.sleep(_POLL_SECONDS)
@@ -229,7 +230,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     untouched = Run(out / "untouched", args.ranks, options, deadline)
     untouched.start()
     if untouched.end()[0]:
-        raise ValueError(f"the run fails without any fault; see {untouched.log.name}")
+        raise Refusal(f"the run fails without any fault; see {untouched.log.name}")
     broken = Run(out / "broken", args.ranks, options, deadline)
     print(f"{args.faults} faults to a run of {steps} steps on {args.ranks} ranks\n")
     print("| fault | at step | complete before | ended with | complete after |\n| --- | --- | --- | --- | --- |")

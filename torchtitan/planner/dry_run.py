@@ -29,14 +29,15 @@ from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place, gpu_memory_bytes
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, count_parameters
 from torchtitan.models.llama.stages import plan_stages
-from torchtitan.observe.footprint import COLLECTIVES, KINDS, Footprint
 from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import GlobalNorm, stop_process_group
 from torchtitan.parallel.mesh import build_mesh
+from torchtitan.planner.footprint import COLLECTIVES, KINDS, Footprint
+from torchtitan.planner.replay import Replay
+from torchtitan.refusal import Refusal
 from torchtitan.training import build
 from torchtitan.training.loss import build_loss
 from torchtitan.training.optimizer import apply_update, build_optimizer, make_states, update_in_backward
-from torchtitan.training.replay import Replay
 from torchtitan.training.step import ForwardBackward
 
 _DEVICE = torch.device("cpu")  # of the fake tensors; a torch without CUDA can have no others
@@ -92,7 +93,7 @@ def dry_run(config: Config, place: Place) -> list[Estimate]:
 def _check(config: Config, place: Place) -> None:
     """Refuse what a process without GPU, kernels and compiler cannot know."""
     if place.rank:
-        raise ValueError(
+        raise Refusal(
             f'comm.mode = "fake_backend" with RANK={place.rank}: one process plays all ranks; start it without '
             f"torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
         )
@@ -103,7 +104,7 @@ def _check(config: Config, place: Place) -> None:
         (mode == "memory_budget", f'activation_checkpoint.mode = "{mode}"', "what a compiler keeps", 'use "selective"'),
     ):
         if found:
-            raise ValueError(f'comm.mode = "fake_backend" does not know {reason}, which {name} is about; {fix}')
+            raise Refusal(f'comm.mode = "fake_backend" does not know {reason}, which {name} is about; {fix}')
 
 
 def estimate(
@@ -253,7 +254,7 @@ def verdict(estimates: list[Estimate], capacity: int | None) -> str:
     if capacity is None:
         return f"every pipeline rank passes; {need}, this machine has no GPU to compare with"
     if largest.peak_bytes > capacity:
-        raise ValueError(
+        raise Refusal(
             f"{need}, but this machine's GPU has {capacity / 2**30:.2f}; use more ranks, a smaller "
             f'training.local_batch_size, or activation_checkpoint.mode = "full"'
         )

@@ -19,6 +19,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from torchtitan.refusal import Refusal
+
 TOKENIZER = ("tokenizer*", "original/tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
              "generation_config.json")  # fmt: skip
 HUGGING_FACE = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
@@ -42,23 +44,23 @@ def choose(kind: str, repo: str, names: list[str], include: list[str] | None = N
             if form[0] in chosen and any(name.endswith(weights) for name in chosen):
                 return chosen + tokenizer
         neither = "neither config.json and model*.safetensors nor Meta's params.json and consolidated.*.pth"
-        raise ValueError(f"{repo} has {neither} ({has}); choose a repository or a --revision that has")
+        raise Refusal(f"{repo} has {neither} ({has}); choose a repository or a --revision that has")
     if kind == "tokenizer":
         if matching("tokenizer.json", "tokenizer.model", "original/tokenizer.model"):
             return tokenizer
-        raise ValueError(
+        raise Refusal(
             f"{repo} has no tokenizer.json or tokenizer.model ({has}); name a model's repository that has one"
         )
     if include:
         if chosen := matching(*include):
             return chosen
-        raise ValueError(f"--include {' '.join(include)} matches no file of {repo}; {has}")
+        raise Refusal(f"--include {' '.join(include)} matches no file of {repo}; {has}")
     kinds = {name: kind_by_name(Path(name)) for name in names if name not in matching(*ABOUT_DATA)}
     found = Counter(kind for kind in kinds.values() if kind is not None)
     if len(found) == 1:
         return [name for name, kind in kinds.items() if kind is not None]
     which = ", ".join(f"{count} {kind}" for kind, count in found.items()) or f"none of {READABLE} ({has})"
-    raise ValueError(f"{repo}: {which}, but text to train on is files of one kind; choose them: --include '*.jsonl'")
+    raise Refusal(f"{repo}: {which}, but text to train on is files of one kind; choose them: --include '*.jsonl'")
 
 
 def fetch(kind: str, repo: str, commit: str, sizes: dict[str, int], folder: Path) -> None:
@@ -69,7 +71,7 @@ def fetch(kind: str, repo: str, commit: str, sizes: dict[str, int], folder: Path
     missing = sum(size for name, size in sizes.items() if _size(folder / name) != size)
     if missing > (free := shutil.disk_usage(folder).free):
         room = f"{missing / 1e9:,.1f} GB more, but the disk of {folder} has {free / 1e9:,.1f} GB left"
-        raise ValueError(f"{repo} needs {room}; make room, or give a folder elsewhere by --to")
+        raise Refusal(f"{repo} needs {room}; make room, or give a folder elsewhere by --to")
     patterns = [escape(name) for name in sizes]
     snapshot_download(repo, repo_type=_type(kind), revision=commit, local_dir=folder, allow_patterns=patterns)
     # Where the hub fails half way, the library is content with older files of the same name, and only warns.
@@ -80,7 +82,7 @@ def fetch(kind: str, repo: str, commit: str, sizes: dict[str, int], folder: Path
             or not note.is_file()
             or note.read_text().partition("\n")[0] != commit
         ):
-            raise ValueError(f"{folder / name} is not yet that of {repo} at {commit[:12]}; run this again to go on")
+            raise Refusal(f"{folder / name} is not yet that of {repo} at {commit[:12]}; run this again to go on")
 
 
 def describe(kind: str, folder: Path, names: list[str]) -> tuple[str, str]:
@@ -169,7 +171,7 @@ def run(args: argparse.Namespace) -> None:
 
     kind, repo, begin = args.kind, args.repo, time.perf_counter()
     if args.include and kind != "dataset":
-        raise ValueError(f"--include chooses files of a dataset; which a {kind} needs is known, so leave it out")
+        raise Refusal(f"--include chooses files of a dataset; which a {kind} needs is known, so leave it out")
     try:
         info: Any = HfApi().repo_info(repo, repo_type=_type(kind), revision=args.revision, files_metadata=True)
         if info.gated:  # what it holds may be told to all; a mirror without gates may not know this question
@@ -187,7 +189,7 @@ def run(args: argparse.Namespace) -> None:
         fetch(kind, repo, info.sha, {name: sizes[name] for name in names}, folder)
     # What they are besides OSError: the HTTP library's, which changed with the versions, and those of hf_xet.
     except (OSError, errors.HTTPError, RuntimeError) as error:
-        raise ValueError(explain(error, kind, repo, args.revision)) from error
+        raise Refusal(explain(error, kind, repo, args.revision)) from error
     size, seconds = sum(sizes[name] for name in names), time.perf_counter() - begin
     what, command = describe(kind, folder, names)
     what = f"{kind} of {info.id} at {info.sha}, {len(names)} files, {size / 1e6:,.1f} MB, {what}"

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.schema import Config
-from torchtitan.launch.facts import CLOCK_SECONDS, Facts, differences, digest, gpu_notes, in_short, name_of
-from torchtitan.launch.network import Channel, interface_of, listen, split_endpoint
-from torchtitan.launch.report import slow_pairs
+from torchtitan.preflight.facts import CLOCK_SECONDS, Facts, differences, digest, gpu_notes, in_short, name_of
+from torchtitan.preflight.network import Channel, interface_of, listen, split_endpoint
+from torchtitan.preflight.report import slow_pairs
 
 if TYPE_CHECKING:
     from torchtitan.launch.node import Node
