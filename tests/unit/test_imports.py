@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("torchtitan/**/*.py"), *ROOT.glob("benchmarks/**/*.py"), ROOT / "train.py"])
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES}
 
-LEVEL_1 = ("torchtitan.refusal", "torchtitan.config", "torchtitan.hardware", "torchtitan.models.llama.args", "torchtitan.models.llama.stages")
+LEVEL_1 = ("torchtitan.refusal", "torchtitan.config", "torchtitan.hardware", "torchtitan.models.llama.args",)
 PURE_TRAINING = ("torchtitan.training.loss", "torchtitan.training.optimizer", "torchtitan.training.lr_schedule")
 ROOMS = ("torchtitan.parallel", "torchtitan.data", "torchtitan.checkpoint", "torchtitan.observe")
 LAUNCH = ("torchtitan.launch", "torchtitan.preflight")

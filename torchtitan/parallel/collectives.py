@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,29 +86,17 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-class Vote:
-    """One small all-reduce a step, from host to host: has everyone a batch, and does anyone ask for something else?"""
-
-    def __init__(self, *questions: Callable[[], bool]) -> None:
-        self.questions = questions
-        self.answers = [False] * len(questions)  # of the last vote: whether any rank says so
-
-    def __call__(self, has_batch: bool) -> bool:
-        votes = [not has_batch, *(question() for question in self.questions)]
-        if dist.get_world_size() > 1:
-            everyones = torch.tensor(votes, dtype=torch.int32)
-            dist.all_reduce(everyones, op=dist.ReduceOp.MAX)
-            votes = [bool(vote) for vote in everyones.tolist()]
-        self.answers = votes[1:]
-        return not votes[0]
+def agree(*mine: bool) -> list[bool]:
+    """Of each, whether at least one rank of the run says so: one small all-reduce over gloo, from host to host."""
+    if dist.get_world_size() == 1:
+        return list(mine)
+    everyones = torch.tensor(mine, dtype=torch.int32)
+    dist.all_reduce(everyones, op=dist.ReduceOp.MAX)
+    return [bool(said) for said in everyones.tolist()]
 
 
 def any_says_so(mine: bool) -> bool:
-    """True where at least one rank of the run says so; travels over gloo, from host to host."""
-    anyone = torch.tensor(int(mine))
-    if dist.get_world_size() > 1:
-        dist.all_reduce(anyone, op=dist.ReduceOp.MAX)
-    return bool(anyone)
+    return agree(mine)[0]
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

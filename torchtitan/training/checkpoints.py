@@ -10,13 +10,13 @@ from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.load import flat
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import Loader
-from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.spec import Blueprint
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.observe.log import logger
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.refusal import Refusal
 from torchtitan.training import state
-from torchtitan.training.weights import check_shape, find_checkpoints, load_weights, open_model, open_run, write_hf
+from torchtitan.weights.stored import check_shape, find_checkpoints, load_weights, open_model, open_run, write_hf
 
 
 class Checkpoints:
@@ -84,7 +84,7 @@ class Checkpoints:
         return self.found[1].config["debug"]["seed"] if self.found and self.resumes else None
 
     def restore(
-        self, config: Config, args: LlamaArgs, model: ModelParts, optimizer: torch.optim.Optimizer, loader: Loader
+        self, config: Config, blueprint: Blueprint, model: ModelParts, optimizer: torch.optim.Optimizer, loader: Loader
     ) -> int:
         """Fill the parts of the run with what was found; the step it was saved after."""
         self.model, self.optimizer, self.loader = model, optimizer, loader
@@ -93,8 +93,8 @@ class Checkpoints:
         self.manager.about["config"] = config.model_dump(mode="json")
         if self.found is None:
             if self.section.initial_load_in_hf:
-                source = open_model(self.section.initial_load_path or config.model.hf_assets_path)
-                check_shape(source, args)
+                source = open_model(self.section.initial_load_path or config.model.hf_assets_path, config.model.name)
+                check_shape(source, blueprint)
                 load_weights(source, model)
                 logger.info(f"begin with the weights of {source.weights.where}")
             return 0
@@ -130,7 +130,8 @@ class Checkpoints:
             own = [name for name in state.data_tensors(loader) if name in shapes]
             streams = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in own}
         self.manager.load(storage, manifest.step, tensors | streams)
-        state.copy_tied(model, optimizer)
+        if model.tied is not None:
+            model.tied.copy_first(optimizer.state)
         if "dataloader" not in anew:
             state.load_data(loader, manifest.run["data"], streams)
         if "train_state" in anew:

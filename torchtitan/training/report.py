@@ -1,24 +1,26 @@
 """From steps to logged records: numbers wait on the device until a logged step, then are read, judged and written."""
 
 import math
+import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from torchtitan.config.schema import Training
-from torchtitan.data.batch import Origin
+from torchtitan.data.batch import Batch, Origin
 from torchtitan.hardware import Peak, peak_memory_gib
 from torchtitan.observe.health import NotFiniteError, Verdict, describe_stop, judge_window
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
 from torchtitan.parallel.collectives import max_over, sum_over
 from torchtitan.refusal import Refusal
+from torchtitan.training.start import Run
 from torchtitan.training.step import StepLoss
 
 
@@ -26,23 +28,12 @@ class Reporter:
     """Collects the steps since the last logged one; `flush` is the only point where the host waits for the device."""
 
     def __init__(
-        self,
-        training: Training,
-        skips_on_device: bool,
-        writer: MetricsWriter | None,
-        loss_group: ProcessGroup,
-        world_size: int,
-        device: torch.device,
-        tokens_per_step: int,
-        flops_per_token: int,
-        peak: Peak,
-        tokens_offset: int = 0,
-        skips_in_a_row: int = 0,
+        self, run: Run, writer: MetricsWriter | None, peak: Peak, tokens_offset: int = 0, skips_in_a_row: int = 0
     ) -> None:
-        self.training, self.writer, self.loss_group = training, writer, loss_group
-        self.skips_on_device = skips_on_device  # an update whose gradient norm is not finite changes nothing
-        self.world_size, self.device = world_size, device
-        self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak
+        self.metrics, self.training, self.writer = run.config.metrics, run.config.training, writer
+        self.skips_on_device = run.config.optimizer.leaves_out_updates  # one without a finite norm changes nothing
+        self.loss_group, self.world_size, self.device = run.mesh.losses.get_group(), run.place.world_size, run.device
+        self.tokens_per_step, self.flops_per_token, self.peak = run.tokens_per_step, run.flops_per_token, peak
         self.clock = Clock()
         self.losses: list[float] = []  # of all logged windows, for the run's summary
         self.tokens_offset = tokens_offset  # to add to steps times tokens: the batch had another size before a resume
@@ -57,13 +48,23 @@ class Reporter:
         self._origins: list[Origin] = []
         self._data_seconds = 0.0
 
-    def add(self, origin: Origin, loss: StepLoss, gradient_norm: Tensor, data_seconds: float) -> None:
+    def wait_for(self, next_batch: Callable[[], Batch | None]) -> Batch | None:
+        """The next batch; the time it takes counts as waiting for data."""
+        asked = time.perf_counter()
+        batch = next_batch()
+        if batch is not None:
+            self._data_seconds += time.perf_counter() - asked
+        return batch
+
+    def add(self, origin: Origin, loss: StepLoss, gradient_norm: Tensor) -> None:
         """Note a step; nothing is read from the device."""
         self._shares.append(loss.share)
         self._own.append(loss.own)
         self._norms.append(gradient_norm)
         self._origins.append(origin)
-        self._data_seconds += data_seconds
+
+    def due(self, step: int) -> bool:
+        return step == 1 or step % self.metrics.log_freq == 0 or step == self.training.steps
 
     def data_ended(self, step: int) -> None:
         """Say where the data ended; data for less than one step is refused."""
@@ -112,6 +113,18 @@ class Reporter:
             return f"nothing left to train after step {step}"
         seconds = time.perf_counter() - self._begin
         return f"trained {step} steps in {seconds:.0f} s: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
+
+    def close(self, step: int, run_folder: Path) -> None:
+        """End the records, and log what the run came to and where to look at it."""
+        if self.writer is None:
+            return
+        self.writer.close()
+        logger.info(self.summary(step))
+        logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
+        if self.metrics.enable_tensorboard:
+            python = min(os.path.relpath(sys.executable), sys.executable, key=len)
+            tensorboard = f"{python} -m tensorboard.main --logdir {run_folder}"
+            logger.info(f"look at it: {tensorboard}, then open http://localhost:6006")
 
     def _read(self) -> list[list[float]]:
         """Reduce over ranks and wait for the device, once for all numbers."""
