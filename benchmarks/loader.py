@@ -77,7 +77,6 @@ def measure(path: str, tokenizer: Tokenizer, args: argparse.Namespace, block_cau
         epochs=-1,
         shuffle=True,
         block_causal=block_causal,
-        agree=lambda ready: ready,
     )
     for _ in range(5):  # what was read ahead before the clock starts does not count
         loader.next()

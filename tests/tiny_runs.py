@@ -11,6 +11,7 @@ from torchtitan.config.load import check
 from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
+from torchtitan.verbs.seed_checkpoint import save_seed_checkpoint
 
 BASE = {
     "model.name": "tests.tiny_models:LLAMA",
@@ -43,7 +44,8 @@ def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) 
 def train_here(config: Config, place: Place | None = None) -> list[dict[str, Any]]:
     """Run train.py's main in this process; the logged records."""
     place = place or Place(0, 0, 1)
-    train.main(config, plan_model(config), place)
+    main = save_seed_checkpoint if config.checkpoint.create_seed_checkpoint else train.main
+    main(config, plan_model(config), place)
     return read_records(Path(config.job.dump_folder)) if place.rank == 0 else []
 
 

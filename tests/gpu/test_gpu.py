@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.measured_peak import train_two_steps
+from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan import hardware
-from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.models.llama.model import CausalAttention
+from torchtitan.models.families import plan_model
+from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.collectives import start_process_group, stop_process_group
 from torchtitan.planner.dry_run import estimate
 from torchtitan.preflight.facts import check_gpus
-from torchtitan.training import build
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,9 +86,14 @@ def test_memory_snapshots_are_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
-    overrides = {"model__flavor": "debugmodel", "training__seq_len": 2048, "activation_checkpoint__mode": recompute}
+    overrides = {
+        "model__name": "llama3",
+        "model__flavor": "debugmodel",
+        "training__seq_len": 2048,
+        "activation_checkpoint__mode": recompute,
+    }
     config = tiny_config("unused", **overrides, training__mixed_precision_param="bfloat16")
-    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
+    blueprint = plan_model(config).with_vocabulary(VOCAB)
     device = torch.device("cuda", 0)
     start_process_group(device, 0, 1, 60)
     try:
@@ -101,7 +106,7 @@ def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
         measured = torch.cuda.max_memory_allocated() - before
     finally:
         stop_process_group()
-    assert estimate(config, args, rank=0, world_size=1).peak_bytes == pytest.approx(measured, rel=0.1)
+    assert estimate(config, blueprint, rank=0, world_size=1).peak_bytes == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("is_masked", [False, True])

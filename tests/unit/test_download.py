@@ -17,11 +17,11 @@ from tests.hub_stand_in import Hub, Repository
 from tests.stored_models import random_weights, store_run
 from tests.tiny_runs import TINY
 from torchtitan.__main__ import main
-from torchtitan.checkpoint.hf import open_hf
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.training import weights
 from torchtitan.verbs.download import choose
+from torchtitan.weights.hugging_face import open_hf
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "tests" / "assets" / "tokenizer"

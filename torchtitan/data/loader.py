@@ -64,7 +64,9 @@ class Loader:
             return self._next_padded(self._any_says_so)
         ahead = self._take()
         self._before = self._states
-        if ahead.batch is not None:
+        if ahead.batch is None:
+            self.close()
+        else:
             assert ahead.states is not None
             self._states = ahead.states
         return ahead.batch

@@ -133,8 +133,8 @@ def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
     config = Config.model_validate(manifest.config)
     blueprint = find_model(config.model)
     weights = open_checkpoint(storage, manifest.step)
-    if blueprint.shape.vocab_size is None:  # it was as large as the tokenizer
-        blueprint = blueprint.with_vocabulary(_rows_of_embedding(blueprint, weights))
+    rows = _rows_of_embedding(blueprint, weights)  # what a tokenizer may have decided
+    blueprint = replace(blueprint, shape=replace(blueprint.shape, vocab_size=rows))
     weights.check(outline_of(blueprint))
     dtype = getattr(torch, config.training.mixed_precision_param)
     assets = Path(config.model.hf_assets_path)
