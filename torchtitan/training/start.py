@@ -122,6 +122,12 @@ class Run:
         assert self.tokenizer is not None
         return data.build_validation_loader(self.config, self.batch, self.tokenizer, self.mesh, self.device)
 
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         """Part from the other ranks, and let others have the run folder."""
         collectives.stop_process_group()

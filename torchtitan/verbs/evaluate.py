@@ -59,14 +59,13 @@ def _under(config: Config, options: Sequence[str], world_size: int | None, rank:
 
 def evaluate(source: StoredModel, config: Config, blueprint: Blueprint, place: Place) -> tuple[float, int]:
     """Mean loss and number of tokens, on any layout."""
-    run = start_run(config, blueprint, place)
-    check_shape(source, run.blueprint)
-    model = run.build_empty_model()
-    with source.reading():
-        load_weights(source, model)
-    loader = run.build_validation_loader()
-    assert loader is not None
-    measured = Validator(run, run.build_forward_backward(model), loader).measure()
-    loader.close()
-    run.stop()
-    return measured
+    with start_run(config, blueprint, place) as run:
+        check_shape(source, run.blueprint)
+        model = run.build_empty_model()
+        with source.reading():
+            load_weights(source, model)
+        loader = run.build_validation_loader()
+        assert loader is not None
+        measured = Validator(run, run.build_forward_backward(model), loader).measure()
+        loader.close()
+        return measured

@@ -23,7 +23,7 @@ from torchtitan.models.rules import check_tensor_parallel
 from torchtitan.parallel.tied import tie
 from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import split_tensors
-from torchtitan.training.start import start_run
+from torchtitan.training.start import Run, start_run
 from torchtitan.weights.stored import StoredModel, open_model
 
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
@@ -150,33 +150,29 @@ def run(args: argparse.Namespace) -> None:
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise Refusal("--temperature and --top_k are 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
     source = open_model(args.checkpoint, args.model)
-    assets = args.tokenizer or source.assets
-    config = source.plain_config(args.checkpoint, assets, degree=place.world_size)
+    config = source.plain_config(args.checkpoint, args.tokenizer or source.assets, degree=place.world_size)
     check_tensor_parallel(source.blueprint, config)
-    run = start_run(config, source.blueprint, place)
-    tokenizer = run.tokenizer
+    with start_run(config, source.blueprint, place) as run:
+        write_texts(run, source, args)
+
+
+def write_texts(run: Run, source: StoredModel, args: argparse.Namespace) -> None:
+    """Rank 0 prints the texts: a single one as it grows, several when all have ended."""
+    tokenizer, axis = run.tokenizer, run.mesh.devices["tp"] if run.dims.tp > 1 else None
     assert tokenizer is not None
-    axis = run.mesh.devices["tp"] if place.world_size > 1 else None
     model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, run.device, axis)
     seed = secrets.randbits(31) if args.seed is None else args.seed
     sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
     prompts = [tokenizer.encode(text, bos=True, eos=False) for text in args.prompt]
     texts, shown = [list(prompt) for prompt in prompts], ""
-    for tokens in generate(
-        model,
-        source.blueprint.shape.max_seq_len,
-        prompts,
-        stop_ids(source.assets, tokenizer),
-        args.max_new_tokens,
-        sampling,
-    ):
+    stop, longest = stop_ids(source.assets, tokenizer), source.blueprint.shape.max_seq_len
+    for tokens in generate(model, longest, prompts, stop, args.max_new_tokens, sampling):
         for ids, token in zip(texts, tokens, strict=True):
             ids += [] if token is None else [token]
-        if place.rank == 0 and len(prompts) == 1:
+        if run.place.rank == 0 and len(prompts) == 1:
             text = tokenizer.decode(texts[0])
             if not text.endswith("\ufffd"):  # a character may take several tokens
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
-    if place.rank == 0:
+    if run.place.rank == 0:
         print("\n\n".join(map(tokenizer.decode, texts))[len(shown) :])
-    run.stop()
