@@ -121,7 +121,7 @@ def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> 
 def test_torchrun_brings_a_killed_rank_back_and_the_run_goes_on(tmp_path: Path) -> None:
     run = Run(tmp_path, "SIGKILL 1 4", 2, torchrun=True, restarts=1, checkpoint__interval=2)
     assert run.codes == [0], run.console
-    assert "go on from step 2 in " in run.console
+    assert "resuming from step 2 in " in run.console
     assert [record["step"] for record in read_records(run.folder)] == list(range(1, 11))
 
 

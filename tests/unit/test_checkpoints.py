@@ -1,4 +1,4 @@
-"""A run on one process and its checkpoints: what is saved, kept, passed over and refused."""
+"""The checkpoints of a run on one process: which are saved, kept, skipped and refused."""
 
 import errno
 import logging
@@ -30,7 +30,7 @@ def run(folder: Path, steps: int = 4, **overrides: Any) -> list[dict[str, Any]]:
     try:
         return train_here(tiny_config(folder, training__steps=steps, **(SAVING | overrides)))
     finally:
-        collectives.stop_process_group()  # of a run that was refused
+        collectives.stop_process_group()  # a refused run leaves it running
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -58,7 +58,7 @@ def test_a_run_goes_on_to_the_bit_and_its_records_go_on(tmp_path: Path, caplog: 
     run(tmp_path / "in two", 3, metrics__log_freq=4)
     with caplog.at_level(logging.INFO):
         run(tmp_path / "in two", 6, metrics__log_freq=4)
-    assert "go on from step 3" in caplog.text
+    assert "resuming from step 3" in caplog.text
     ours, theirs = tensors(tmp_path / "in two", 6), tensors(tmp_path / "through", 6)
     assert all(ours[name].equal(value) for name, value in theirs.items())
     assert [r["step"] for r in through] == [1, 2, 4, 6]
@@ -75,7 +75,7 @@ VALIDATING = {
 
 
 def test_what_is_saved_after_a_validation_is_whole_and_no_validation_is_lost_or_repeated(tmp_path: Path) -> None:
-    """A forward pass alone leaves parameters gathered, in another type; what is saved are those that are trained."""
+    """A forward pass alone leaves gathered parameters of another type; the save must hold the trained ones."""
     options = VALIDATING | {"validation__freq": 2, "training__mixed_precision_param": "bfloat16"}
     run(tmp_path / "through", 6, **options)
     for steps in (3, 4, 6, 6):
@@ -101,7 +101,7 @@ def test_what_is_saved_after_a_validation_is_whole_and_no_validation_is_lost_or_
 def test_the_groups_in_which_parameters_are_updated_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Only a large model has several; one that was saved with others goes on."""
+    """Only a large model has several groups; a run resumes from a checkpoint that was saved with other groups."""
     run(tmp_path / "one", 4, **options)
     run(tmp_path / "then more", 2, **options)
     monkeypatch.setattr("torchtitan.training.optimizer._MOST_IN_A_GROUP", 4)
@@ -114,18 +114,18 @@ def test_what_has_changed_is_said_and_used(tmp_path: Path, caplog: pytest.LogCap
     run(tmp_path, 2)
     with caplog.at_level(logging.INFO):
         records = run(tmp_path, 4, optimizer__lr=1e-3)
-    assert "changed since then: optimizer.lr = 0.001, was 0.01" in caplog.text
+    assert "changed since that checkpoint: optimizer.lr = 0.001, was 0.01" in caplog.text
     assert records[-1]["lr"] < 1e-3
 
 
 def test_another_model_is_refused_with_all_the_names_that_differ(tmp_path: Path) -> None:
     run(tmp_path, 1)
     with pytest.raises(
-        ValueError, match=r"another model, or not whole: model.layers.4.*and \d+ more; set model.flavor"
+        ValueError, match=r"another model, or a part of one: model.layers.4.*and \d+ more; set model.flavor"
     ):
         run(tmp_path, 2, model__flavor="tiny-deep")
     run(tmp_path / "deep", 1, model__flavor="tiny-deep")
-    with pytest.raises(ValueError, match=r"model.layers.4.\S+ is nowhere here; .*and \d+ more; set model.flavor"):
+    with pytest.raises(ValueError, match=r"model.layers.4.\S+ is in no rank's model; .*and \d+ more; set model.flavor"):
         run(tmp_path / "deep", 2)
 
 
@@ -148,10 +148,10 @@ def test_damaged_checkpoints_are_passed_over_and_it_is_said_why(
     file.write_bytes(content)
     (tmp_path / "checkpoint/step-4/manifest.json").unlink()
     run(tmp_path, 6)
-    assert "passed over the checkpoint of step 6: the checksum of __0_0.distcp differs" in caplog.text
-    assert "passed over the checkpoint of step 4: it has no manifest: it was never finished" in caplog.text
+    assert "skipped the checkpoint of step 6: the checksum of __0_0.distcp differs" in caplog.text
+    assert "skipped the checkpoint of step 4: it has no manifest, so its save never finished" in caplog.text
     assert steps_in(tmp_path) == [6, 4, 2]
-    with pytest.raises(ValueError, match="step 3 is not in .*, which has 6, 4, 2; use one it has"):
+    with pytest.raises(ValueError, match="step 3 is not in .*, which has 6, 4, 2; name one of those"):
         run(tmp_path, 8, checkpoint__load_step=3)
     file.write_bytes(content[:-1])
     with pytest.raises(ValueError, match="step 6 in .* cannot be loaded: __0_0.distcp has"):
@@ -173,7 +173,7 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytes
             train.Checkpoints.save = real
         assert "saving step 2 failed: " in caplog.text and "saving step 4 failed: " in caplog.text
         assert steps_in(folder) == [6]
-        assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-6"]  # nothing half written
+        assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-6"]  # no leftovers
 
 
 def test_a_disk_that_has_no_room_for_another_checkpoint_is_warned_of(
@@ -182,7 +182,7 @@ def test_a_disk_that_has_no_room_for_another_checkpoint_is_warned_of(
     monkeypatch.setattr(Storage, "free_bytes", lambda self: 5 << 20)
     run(tmp_path)
     room = rf"{tmp_path}/checkpoint has 5 MiB free, a checkpoint takes 5; make room, or lower checkpoint.keep_latest_k"
-    assert caplog.text.count(room) == 1  # before the second save: what one takes is known from the first
+    assert caplog.text.count(room) == 1  # before the second save: the first one gives the size
 
 
 def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_last(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_bad_loss_does_not_cost_what_is_being_written_behind_the_training(
 
 
 def blocked(save: Any, folder: Path, steps: tuple[int, ...]) -> Any:
-    """A file is where the folder of the save has to be."""
+    """Put a file where the save needs its folder."""
 
     def save_into_a_file(self: Any, step: int, *args: Any) -> None:
         if step in steps:
@@ -281,12 +281,14 @@ def test_another_run_begins_with_saved_weights_or_with_all_of_it(tmp_path: Path)
         checkpoint__initial_load_model_only=False,
         checkpoint__exclude_from_loading=["train_state", "dataloader"],
     )
-    assert [r["step"] for r in longer] == [1, 2, 3, 4, 5, 6]  # it goes on from its own, with all of it
+    assert [r["step"] for r in longer] == [1, 2, 3, 4, 5, 6]  # it resumes from its own checkpoint and takes all of it
     begun = {"checkpoint__initial_load_path": path, "optimizer__name": "Muon"}
     with pytest.raises(ValueError, match='exclude_from_loading = ."optimizer".'):
         run(tmp_path / "weights", 3, **begun)
     assert len(run(tmp_path / "weights", 3, **begun, checkpoint__exclude_from_loading=["optimizer"])) == 3
-    with pytest.raises(ValueError, match="begin this run again at step 0, over its own records; remove it to go on"):
+    with pytest.raises(
+        ValueError, match="start this run again at step 0 and overwrite its records; remove .* to resume"
+    ):
         run(tmp_path / "first", 6, checkpoint__exclude_from_loading=["train_state"])
     assert len(read_records(tmp_path / "first")) == 4
     (tmp_path / "nothing").mkdir()
@@ -301,10 +303,12 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
     assert all(name.startswith("model.") and value.dtype == torch.bfloat16 for name, value in saved.items())
     exported = load_file(tmp_path / "hf/model.safetensors")
     assert exported["model.embed_tokens.weight"].equal(saved["model.tok_embeddings.weight"])
-    with pytest.raises(ValueError, match="has only weights.*; begin another with checkpoint.initial_load_path"):
+    with pytest.raises(
+        ValueError, match="holds only weights.*; start another run, .* with checkpoint.initial_load_path"
+    ):
         run(tmp_path, 6, **end)
     begun = {"checkpoint__initial_load_path": str(tmp_path), "checkpoint__initial_load_model_only": False}
-    with pytest.raises(ValueError, match="has only weights.*; set checkpoint.initial_load_model_only = true"):
+    with pytest.raises(ValueError, match="holds only weights.*; set checkpoint.initial_load_model_only = true"):
         run(tmp_path / "begun", 6, **begun)
     from_run, from_hf = (
         run(tmp_path / name, 1, checkpoint__initial_load_path=str(path), checkpoint__initial_load_in_hf=name == "b")
@@ -349,10 +353,10 @@ def test_weights_for_others_that_cannot_be_written_are_said_to_be_missing(
         raise ValueError("no")
 
     monkeypatch.setattr(checkpoints, "write_hf", refuse)
-    with pytest.raises(SaveError, match="step 1 is saved, but .*hf is not written: rank 0: no"):
+    with pytest.raises(SaveError, match="step 1 is saved, but .*hf could not be written: rank 0: no"):
         run(tmp_path, 1, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
     monkeypatch.undo()
-    for _ in range(2):  # the same command again writes them; once more, it has nothing left to do
+    for _ in range(2):  # the same command writes them; a second time nothing is left to do
         run(tmp_path, 1, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
         assert (tmp_path / "hf/model.safetensors").is_file()
 
@@ -373,13 +377,16 @@ def test_what_was_saved_after_a_step_that_a_run_goes_back_to_is_kept_aside(tmp_p
 
 
 def test_a_seed_checkpoint_is_the_initial_weights(tmp_path: Path) -> None:
-    whatever = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}  # is for the end
+    whatever = {
+        "checkpoint__last_save_model_only": True,
+        "checkpoint__last_save_in_hf": True,
+    }  # these keys are for the end of a run
     run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)
     assert not (tmp_path / "seed/hf").exists() and steps_in(tmp_path / "seed") == [0]
-    run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)  # is there already
+    run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)  # the seed checkpoint exists already
     runs = [run(tmp_path / name, 2) for name in ("seed", "plain")]
     assert [r["loss"] for r in runs[0]] == [r["loss"] for r in runs[1]]
-    with pytest.raises(ValueError, match="create_seed_checkpoint = true saves where a run begins, but .* at step 2"):
+    with pytest.raises(ValueError, match="create_seed_checkpoint = true saves the initial weights, but .* at step 2"):
         run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True)
 
 
