@@ -79,4 +79,5 @@ def test_what_one_ranks_disk_does_is_known_to_all(ranks: Ranks, tmp_path: Path) 
     assert run("slow", 4) == ["", ""] and checkpoints.steps() == [4]  # the save takes longer than a collective may
     first, second = run("away", 6)
     assert first == second and first.startswith(f"step 4 in {tmp_path}/checkpoint is complete where rank 0 runs, but ")
-    assert "not where rank 1 does: " in first and first.endswith(" is missing; put checkpoint.folder where all nodes share it")
+    assert "not where rank 1 does: " in first
+    assert first.endswith(" is missing; put checkpoint.folder where all nodes share it")

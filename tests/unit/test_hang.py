@@ -1,4 +1,4 @@
-"""Who lags: read off stacks, decided from them, and said in one message; and what NCCL is told to write down."""
+"""Which rank lags: read from stacks, decided, and reported in one message; and the settings of NCCL's recorder."""
 
 import gc
 import sys
@@ -46,7 +46,7 @@ def test_the_message_names_the_laggard_first_and_ranks_in_the_same_place_once() 
         "no progress for 70 s at step 7: rank 3 lags (no answer), others wait in all_reduce",
         "  rank 3 is process 3 on node",
         "  ranks 0-2, 4-999: step 7, in all_reduce, called from train.py:1 (main): Connection closed by peer 0",
-        "  a process that gives no answer is gone, stopped, or in a call that keeps Python's lock",
+        "  a process without an answer has ended, is stopped, or is in a call that holds Python's lock",
         "  each rank's stacks: out/hang/rank_N.txt; what to do: docs/debugging.md",
     ]
     late = {0: at(7, error="Timed out"), 1: at(7, ""), 2: at(7, error="Timed out")}
@@ -54,7 +54,7 @@ def test_the_message_names_the_laggard_first_and_ranks_in_the_same_place_once() 
     many = describe(
         {0: at(7)} | {rank: at(7, "") for rank in range(1, 9)}, dict.fromkeys(range(9), "p"), 9, Path("hang")
     )
-    assert "ranks 1-8 lags" in many and "  rank 4 is" in many and "  rank 5 is" not in many
+    assert "ranks 1-8 lag (in no collective)" in many and "  rank 4 is" in many and "  rank 5 is" not in many
     assert "no rank lags, all wait for each other in all_reduce" in describe({0: at(7)}, {0: "p"}, 9, Path("hang"))
 
 
@@ -96,7 +96,7 @@ def test_nccl_is_told_to_write_its_last_collectives_to_the_run_folder(tmp_path: 
 
 
 def test_looking_at_a_step_keeps_nothing_of_it() -> None:
-    """Collections are off in a run: what only they would free stays, and grows with every look."""
+    """A run switches garbage collection off, so a reference cycle would keep more memory with every look."""
 
     class Activation:
         pass
@@ -123,8 +123,8 @@ def test_looking_at_a_step_keeps_nothing_of_it() -> None:
     [
         (False, 5, at(5), True),
         (False, 5, at(5, ""), False),
-        (True, 5, at(5, ""), True),  # it takes no more work until its collective is done
-        (True, 1, at(1, ""), False),  # it compiles
+        (True, 5, at(5, ""), True),  # a GPU takes no more work until its collective ends
+        (True, 1, at(1, ""), False),  # the first step compiles
         (True, 5, at(5, "", "torchtitan/checkpoint/manager.py:1 (save)"), False),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is seen of a run: verdicts on numbers, records and curves that continue, the device table."""
+"""What a run shows: verdicts on numbers, records and curves across a resume, messages, the table of devices."""
 
 import json
 import logging
@@ -59,7 +59,7 @@ def test_a_stop_names_step_ranks_and_data() -> None:
     many = {rank: f"{rank}.jsonl" for rank in range(9)}
     text = describe_stop(7, "gradient norm is inf", False, False, dict.fromkeys(many, 1.0), many)
     assert "every rank's own loss is finite" in text and "was applied" in text and "or lower optimizer.lr.\n" in text
-    assert "3.jsonl" in text and "4.jsonl" not in text  # a thousand ranks' lines would hide the message
+    assert "3.jsonl" in text and "4.jsonl" not in text  # the lines of a thousand ranks would hide the message
 
 
 def record(step: int) -> StepRecord:
@@ -258,7 +258,7 @@ def test_a_measured_peak_is_that_of_a_real_product() -> None:
     [
         (2, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, [2, 3]),
         (8, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, None),  # fewer cores than ranks
-        (2, {2, 3}, {0, 1, 2, 3}, None),  # pinned by somebody
+        (2, {2, 3}, {0, 1, 2, 3}, None),  # something else has pinned the process
         (1, {0, 1}, {0, 1}, None),
     ],
 )
@@ -364,7 +364,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("saves", "words"),
-    [(True, "is saved after this step and ends; a second signal"), (False, "ends after this step, unsaved")],
+    [(True, "saves and ends after this step; a second signal"), (False, "ends after this step, unsaved")],
 )
 def test_a_warning_says_what_becomes_of_the_run(saves: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with interrupt.Interrupt(saves):

@@ -75,7 +75,7 @@ class Checkpointer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.monotonic() - self._began
-        logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s; a thread writes it meanwhile")
+        logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s; writing it asynchronously")
         self._writing = Future()
         # A daemon thread: it may wait for a rank that is gone, and must not keep this process alive.
         threading.Thread(target=self._write_behind, args=(self._writing, step, copied, run), daemon=True).start()

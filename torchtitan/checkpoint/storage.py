@@ -137,20 +137,16 @@ class Storage:
             self.fs.rm(folder, recursive=True)
 
     def remove_unread(self, step: int) -> bool:
-        """Remove a checkpoint unless a process reads it; an object store does not show its readers, so there always."""
+        """Remove a checkpoint unless a process is reading it, which an object store cannot tell; True if removed."""
         if not self.is_local:
             self.remove(self.folder(step))
             return True
-        with open(
-            f"{self.folder(step)}/{_MANIFEST}", "r+b"
-        ) as file:  # NFS grants an exclusive lock only on a writable file
+        with open(f"{self.folder(step)}/{_MANIFEST}", "r+b") as file:  # NFS locks only what is open for writing
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            aside = Path(self.folder(step)).rename(
-                f"{self.folder(step)}.writing"
-            )  # `sweep` removes it if this is interrupted
+            aside = Path(self.folder(step)).rename(f"{self.folder(step)}.writing")  # `sweep` finds it there
         self.remove(str(aside))  # after closing the manifest: NFS cannot remove an open file
         return True
 
