@@ -167,7 +167,7 @@ def test_fewer_steps_are_the_first_of_the_same_learning_rate_curve(tmp_path: Pat
         (
             BATCH,
             ["--", "--job.config-file=c.toml"],
-            "--job.config-file=c.toml after -- would be the same for both runs",
+            "--job.config-file=c.toml after -- would be the same for both",
         ),
         (BATCH, ["--", "--job.dump_folder", "x"], "--job.dump_folder after -- would be the same for both runs"),
         (BATCH, ["--world_size_b", "0"], "--world_size_b = 0, but a run has at least one rank; use 1 or more"),

@@ -143,7 +143,7 @@ def describe(a: Run, b: Run, comparison: Comparison) -> str:
 
 
 def _table(comparison: Comparison) -> list[str]:
-    """One row per step. A long run shows evenly spaced steps, the largest differences and the first ones over a bound."""
+    """One row per step; of a long run only some steps, the largest differences and the first ones over a bound."""
     width = max(4, len(str(comparison.loss.steps[-1])))
     rows = [f"{'step':>{width}}  {'loss A':>10}  {'loss B':>10}  {'difference':>10}  {'in gradient norm':>16}"]
     for i in _shown(comparison):
@@ -169,9 +169,7 @@ def import_figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         python = shlex.quote(os.path.relpath(sys.executable))
-        raise Refusal(
-            f"compare draws with matplotlib, which is not installed; {python} -m pip install matplotlib"
-        ) from None
+        raise Refusal(f"compare needs matplotlib, which is not installed; {python} -m pip install matplotlib") from None
     return Figure
 
 
