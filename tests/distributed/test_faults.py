@@ -98,7 +98,7 @@ def test_the_error_of_one_rank_is_the_only_one_that_is_shown(tmp_path: Path, tor
     assert "onnection" not in run.console, run.console
 
 
-def test_an_error_is_told_as_it_is_also_after_a_pause_that_was_told(tmp_path: Path) -> None:
+def test_an_error_after_a_reported_pause_is_reported_as_it_is(tmp_path: Path) -> None:
     run = Run(tmp_path, "pause 1 6", 2, torchrun=False, comm__train_timeout_seconds=9)
     assert run.seconds < 25 and all(run.codes)
     assert run.console.count("no progress for") == 1, run.console
@@ -118,14 +118,14 @@ def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> 
     assert [path.name for path in (run.folder / "hang").iterdir()] == ["rank_0.txt"]
 
 
-def test_torchrun_brings_a_killed_rank_back_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_rank_and_the_run_resumes(tmp_path: Path) -> None:
     run = Run(tmp_path, "SIGKILL 1 4", 2, torchrun=True, restarts=1, checkpoint__interval=2)
     assert run.codes == [0], run.console
     assert "resuming from step 2 in " in run.console
     assert [record["step"] for record in read_records(run.folder)] == list(range(1, 11))
 
 
-def test_a_warning_that_comes_to_torchrun_and_to_the_rank_is_one_and_the_run_is_saved(tmp_path: Path) -> None:
+def test_a_signal_to_torchrun_and_to_the_rank_counts_once_and_the_run_is_saved(tmp_path: Path) -> None:
     run = Run(tmp_path, "preemption 1 3", 2, torchrun=True)
     assert "the run saves and ends after this step" in run.console, run.console
     (step,) = (int(path.name[5:]) for path in (run.folder / "checkpoint").glob("step-*"))

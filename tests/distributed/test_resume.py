@@ -68,7 +68,7 @@ def test_on_the_same_layout_it_is_the_same_to_the_bit(
     assert exact[0] == exact[1] and len(exact[0]) == 4
 
 
-def test_what_one_ranks_disk_does_is_known_to_all(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_fault_of_one_ranks_disk_is_raised_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     def run(fault: str, steps: int) -> list[str]:
         overrides = saving(layout(4), steps, checkpoint__interval=2, checkpoint__keep_latest_k=1)
         overrides["comm__train_timeout_seconds"] = 2

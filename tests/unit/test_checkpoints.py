@@ -53,7 +53,9 @@ def test_names_in_a_checkpoint_do_not_know_how_blocks_are_wrapped(tmp_path: Path
     assert tensors(tmp_path / "plain", 1).keys() == tensors(tmp_path / "wrapped", 1).keys()
 
 
-def test_a_run_goes_on_to_the_bit_and_its_records_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_is_the_same_to_the_bit_and_continues_its_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     through = run(tmp_path / "through", 6, metrics__log_freq=4)
     run(tmp_path / "in two", 3, metrics__log_freq=4)
     with caplog.at_level(logging.INFO):
@@ -74,7 +76,7 @@ VALIDATING = {
 }
 
 
-def test_what_is_saved_after_a_validation_is_whole_and_no_validation_is_lost_or_repeated(tmp_path: Path) -> None:
+def test_a_save_after_a_validation_is_whole_and_no_validation_is_lost_or_repeated(tmp_path: Path) -> None:
     """A forward pass alone leaves gathered parameters of another type; the save must hold the trained ones."""
     options = VALIDATING | {"validation__freq": 2, "training__mixed_precision_param": "bfloat16"}
     run(tmp_path / "through", 6, **options)
@@ -110,7 +112,7 @@ def test_the_groups_in_which_parameters_are_updated_do_not_matter(
     assert ours.keys() == theirs.keys() and all(ours[name].equal(value) for name, value in theirs.items())
 
 
-def test_what_has_changed_is_said_and_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_keys_are_logged_and_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 2)
     with caplog.at_level(logging.INFO):
         records = run(tmp_path, 4, optimizer__lr=1e-3)
@@ -129,7 +131,7 @@ def test_another_model_is_refused_with_all_the_names_that_differ(tmp_path: Path)
         run(tmp_path / "deep", 2)
 
 
-def test_another_optimizer_begins_anew_only_where_that_is_said(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused_unless_it_is_excluded_from_loading(tmp_path: Path) -> None:
     run(tmp_path, 1)
     with pytest.raises(ValueError, match=r'optimizer.name = "Muon", but step 1 in .* was saved with "AdamW"'):
         run(tmp_path, 2, optimizer__name="Muon")
@@ -137,9 +139,7 @@ def test_another_optimizer_begins_anew_only_where_that_is_said(tmp_path: Path) -
     assert [record["step"] for record in records] == [1, 2]
 
 
-def test_damaged_checkpoints_are_passed_over_and_it_is_said_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_checkpoints_are_skipped_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 6)
     assert steps_in(tmp_path) == [6, 4, 2]
     file = tmp_path / "checkpoint/step-6/__0_0.distcp"
@@ -163,7 +163,7 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [8, 6]
 
 
-def test_a_save_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_save_is_logged_and_the_next_one_succeeds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for mode in ("disabled", "async"):
         folder = tmp_path / mode
         real, train.Checkpoints.save = train.Checkpoints.save, blocked(train.Checkpoints.save, folder, (2, 4))
@@ -176,7 +176,7 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytes
         assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-6"]  # no leftovers
 
 
-def test_a_disk_that_has_no_room_for_another_checkpoint_is_warned_of(
+def test_the_log_warns_when_the_disk_has_no_room_for_another_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Storage, "free_bytes", lambda self: 5 << 20)
@@ -185,7 +185,7 @@ def test_a_disk_that_has_no_room_for_another_checkpoint_is_warned_of(
     assert caplog.text.count(room) == 1  # before the second save: the first one gives the size
 
 
-def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_last(tmp_path: Path) -> None:
+def test_a_failed_save_ends_the_run_if_it_is_the_last_or_on_failure_is_stop(tmp_path: Path) -> None:
     real = train.Checkpoints.save
     for folder, step, asked, message in (
         ("asked", 2, {"checkpoint__on_failure": "stop"}, 'saving step 2 failed: .*checkpoint.on_failure = "stop"'),
@@ -199,7 +199,7 @@ def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_las
             train.Checkpoints.save = real
 
 
-def test_a_failed_write_behind_the_training_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
+def test_a_failed_asynchronous_write_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
     real, train.Checkpoints.save = train.Checkpoints.save, blocked(train.Checkpoints.save, tmp_path, (50,))
     try:
         with pytest.raises(SaveError, match="saving step 50 failed"):
@@ -210,9 +210,7 @@ def test_a_failed_write_behind_the_training_ends_the_run_before_the_next_save(tm
     assert 50 <= read_records(tmp_path)[-1]["step"] < 100
 
 
-def test_a_bad_loss_does_not_cost_what_is_being_written_behind_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_loss_does_not_lose_an_asynchronous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*args: Any) -> None:
         time.sleep(1)
         write(*args)
@@ -315,7 +313,7 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
         run(tmp_path / "c", 1, checkpoint__last_save_in_hf=True)
 
 
-def test_weights_for_others_are_written_where_the_data_end_at_a_saved_step(tmp_path: Path) -> None:
+def test_hugging_face_weights_are_written_if_the_data_ends_at_a_saved_step(tmp_path: Path) -> None:
     corpus = tmp_path / "short.jsonl"
     corpus.write_text("".join(f'{{"text": "{"word " * 200}"}}\n' for _ in range(8)))
     end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
@@ -325,7 +323,7 @@ def test_weights_for_others_are_written_where_the_data_end_at_a_saved_step(tmp_p
     assert {name.partition(".")[0] for name in tensors(tmp_path, last)} == {"model", "optimizer", "data"}
 
 
-def test_a_run_whose_data_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
+def test_a_run_whose_data_ended_resumes_with_more_epochs(tmp_path: Path) -> None:
     corpus = tmp_path / "short.jsonl"
     corpus.write_text("".join(f'{{"text": "{"word " * 200}"}}\n' for _ in range(8)))
     once = {"training__dataset_path": str(corpus), "checkpoint__last_save_model_only": True}
@@ -334,7 +332,7 @@ def test_a_run_whose_data_ended_goes_on_with_more_epochs(tmp_path: Path) -> None
     assert {name.partition(".")[0] for name in tensors(tmp_path, 6)} == {"model"}
 
 
-def test_weights_for_others_of_an_earlier_end_are_kept_aside_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_moves_the_hugging_face_weights_of_an_earlier_end_aside(tmp_path: Path) -> None:
     end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True, "checkpoint__interval": 2}
     run(tmp_path, 3, **end)
     run(tmp_path, 4, checkpoint__load_step=2, **end)  # step 3 has only weights
@@ -342,7 +340,7 @@ def test_weights_for_others_of_an_earlier_end_are_kept_aside_when_the_run_goes_o
     assert files[0].read_bytes() != files[1].read_bytes()
 
 
-def test_weights_for_others_that_cannot_be_written_are_said_to_be_missing(
+def test_an_error_says_that_hugging_face_weights_could_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -357,7 +355,7 @@ def test_weights_for_others_that_cannot_be_written_are_said_to_be_missing(
         assert (tmp_path / "hf/model.safetensors").is_file()
 
 
-def test_what_was_saved_after_a_step_that_a_run_goes_back_to_is_kept_aside(tmp_path: Path) -> None:
+def test_going_back_to_a_step_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     validating = VALIDATING | {"validation__freq": 2}
     run(tmp_path, 8, **validating)
     run(tmp_path, 5, checkpoint__load_step=2, optimizer__lr=1e-3)
@@ -387,7 +385,7 @@ def test_a_seed_checkpoint_is_the_initial_weights(tmp_path: Path) -> None:
         run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True)
 
 
-def test_nothing_is_saved_where_only_loading_is_asked_for(tmp_path: Path) -> None:
+def test_load_only_saves_nothing(tmp_path: Path) -> None:
     run(tmp_path, 2)
     before = {path: path.read_bytes() for path in (tmp_path / "metrics.jsonl", tmp_path / "config.toml")}
     for number in (1, 2):
@@ -403,7 +401,7 @@ def test_time_alone_or_being_the_first_step_can_make_a_save_due(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_run_after_its_step_saved_and_to_be_started_again(tmp_path: Path, number: int) -> None:
+def test_a_signal_saves_and_ends_the_run_after_its_step(tmp_path: Path, number: int) -> None:
     def send() -> None:
         deadline = time.monotonic() + 30
         while not (tmp_path / "metrics.jsonl").exists() or len(read_records(tmp_path)) < 3:

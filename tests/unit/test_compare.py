@@ -45,7 +45,7 @@ def test_a_difference_is_relative_to_the_larger_of_both() -> None:
     assert comparison.loss.values == [0.0, 0.5, 0.0] and comparison.norm.values == [0.0, 0.5, 1.0]
 
 
-def test_what_was_not_finite_is_like_nothing_but_another_such() -> None:
+def test_a_value_that_is_not_finite_equals_only_another_such() -> None:
     comparison = compared(records([None, None, 1.0]), records([None, 1.0, None]))
     assert comparison.loss.values == [0.0, math.inf, math.inf]
 
@@ -177,7 +177,7 @@ def test_fewer_steps_are_the_first_of_the_same_learning_rate_curve(tmp_path: Pat
     ],
     ids=["steps", "batch", "file", "folder", "no ranks", "ranks", "mistake", "out"],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_is_run(
+def test_pairs_that_cannot_be_compared_are_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], b: str, words: list[str], message: str
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -32,7 +32,7 @@ def at(step: int, collective: str = "all_reduce", place: str = "train.py:1 (main
         ({0: at(5), 1: at(5)}, 2, [], ""),
     ],
 )
-def test_who_lags_is_told_by_the_surest_sign(
+def test_the_surest_sign_decides_who_lags(
     known: dict[int, Whereabouts], world_size: int, laggards: list[int], sign: str
 ) -> None:
     assert find_laggards(known, world_size) == (laggards, sign)
@@ -82,7 +82,7 @@ def test_a_stack_is_read_from_the_inside_up_to_the_first_line_of_this_project() 
     assert locate(3, []).place == "code outside this project"
 
 
-def test_nccl_is_told_to_write_its_last_collectives_to_the_run_folder(tmp_path: Path) -> None:
+def test_nccl_writes_its_last_collectives_to_the_run_folder(tmp_path: Path) -> None:
     comm = Comm(trace_buf_size=99, save_traces_folder="nccl", save_traces_file_prefix="r")
     assert flight_recorder(comm, tmp_path) == {
         "TORCH_FR_BUFFER_SIZE": "99",
@@ -95,7 +95,7 @@ def test_nccl_is_told_to_write_its_last_collectives_to_the_run_folder(tmp_path: 
     assert flight_recorder(Comm(trace_buf_size=0), tmp_path)["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
-def test_looking_at_a_step_keeps_nothing_of_it() -> None:
+def test_looking_at_a_step_keeps_none_of_its_tensors() -> None:
     """A run switches garbage collection off, so a reference cycle would keep more memory with every look."""
 
     class Activation:

@@ -238,7 +238,7 @@ def test_an_unknown_devices_peak_is_measured_and_says_so(name: str, monkeypatch:
         ("cuda", "float32", 9.0, ""),
     ],
 )
-def test_a_cpu_that_multiplies_another_type_faster_is_told_of(
+def test_advice_names_a_type_that_this_cpu_multiplies_faster(
     device: str, used: str, other_tflops: float, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {getattr(torch, used): 1e12}
@@ -296,7 +296,7 @@ def test_ranks_of_one_cpu_keep_to_cores_of_their_own(
         ),
     ],
 )
-def test_attention_is_by_the_fastest_kernel_that_a_gpu_can_run(
+def test_attention_uses_the_fastest_kernel_that_the_gpu_can_run(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     cudnn: int,
@@ -343,7 +343,7 @@ def test_restarts_that_torchrun_could_not_carry_out_are_refused(monkeypatch: pyt
     hardware.check_restarts(2)
 
 
-def test_a_gpu_that_torch_cannot_use_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(hardware, "_DEVICE_FILES", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -366,7 +366,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ("saves", "words"),
     [(True, "saves and ends after this step; a second signal"), (False, "ends after this step, unsaved")],
 )
-def test_a_warning_says_what_becomes_of_the_run(saves: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_signal_logs_whether_the_run_will_be_saved(
+    saves: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with interrupt.Interrupt(saves):
         start_logging(0, color=False)
         os.kill(os.getpid(), signal.SIGTERM)

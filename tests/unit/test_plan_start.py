@@ -76,11 +76,11 @@ def plan(keys: dict[str, Any], step: int | None, optimizer: str = "AdamW", **fou
         ),
         (
             ELSEWHERE | {"initial_load_in_hf": True}, None, {}, 0, ("weights",),
-            "starting at step 0 with the Hugging Face weights in elsewhere",
+            "starting at step 0 with the weights in elsewhere (checkpoint.initial_load_in_hf = true)",
         ),
         (
             {"initial_load_in_hf": True}, None, {}, 0, ("weights",),
-            "starting at step 0 with the Hugging Face weights in model.hf_assets_path",
+            "starting at step 0 with the weights in model.hf_assets_path (checkpoint.initial_load_in_hf = true)",
         ),
         (ELSEWHERE | {"initial_load_in_hf": True}, 4, {}, 4, EVERYTHING, "resuming from step 4 in runs/a"),
     ],
@@ -128,12 +128,12 @@ def test_a_run_starts_where_its_checkpoints_say(
         (
             {}, 4, {"optimizer": "Muon"},
             'optimizer.name = "Muon", but step 4 in runs/a was saved with "AdamW", whose states are different; set it '
-            'to "AdamW", or start the optimizer anew with checkpoint.exclude_from_loading = ["optimizer"]',
+            'to "AdamW", or start with new optimizer states: checkpoint.exclude_from_loading = ["optimizer"]',
         ),
         (
             ALL_OF_ELSEWHERE, 4, {"optimizer": "Muon", "is_own": False},
             'optimizer.name = "Muon", but step 4 in runs/a was saved with "AdamW", whose states are different; set it '
-            'to "AdamW", or start the optimizer anew with checkpoint.exclude_from_loading = ["optimizer"]',
+            'to "AdamW", or start with new optimizer states: checkpoint.exclude_from_loading = ["optimizer"]',
         ),
     ],
 )  # fmt: skip

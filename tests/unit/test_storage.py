@@ -29,7 +29,7 @@ def save(storage: Storage, step: int) -> Manifest:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("scheme", ["", "memory://"])
-def test_what_is_saved_is_read_back_and_listed_newest_first(tmp_path: Path, scheme: str) -> None:
+def test_saved_tensors_are_read_back_and_steps_listed_newest_first(tmp_path: Path, scheme: str) -> None:
     storage = Storage(f"{scheme}{tmp_path}/checkpoint")
     assert storage.steps() == []
     for step in (9, 10):
@@ -86,7 +86,7 @@ def test_a_checkpoint_whose_files_are_on_another_node_is_not_complete(tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_was_not_finished_is_no_checkpoint_and_is_swept_away(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_no_checkpoint_and_is_swept_away(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     dcp.save(STATE, storage_writer=storage.writer(7), no_dist=True)
     assert storage.steps() == []
@@ -109,7 +109,7 @@ def unlink_as_nfs(unlink: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_somebody_reads_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_being_read_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(str(tmp_path))
     save(storage, 1)
     with storage.reading(1):
@@ -125,7 +125,7 @@ class Harmful:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_reading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_checkpoint_runs_no_code_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     storage = Storage(str(tmp_path))
     save(storage, 1)
@@ -140,7 +140,7 @@ def test_reading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "harm was done").exists()
 
 
-def test_what_one_python_has_written_another_reads() -> None:
+def test_an_index_that_another_python_wrote_is_readable() -> None:
     for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
         assert _IndexUnpickler(io.BytesIO()).find_class(module, "PosixPath") is PosixPath
 

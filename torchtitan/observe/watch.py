@@ -108,20 +108,20 @@ class Watch:
             self._answered.set()
 
     def _look_until_left(self) -> None:
-        mark, since, alarm, told = self._progress(), time.monotonic(), 0, False
+        mark, since, alarm, reported = self._progress(), time.monotonic(), 0, False
         while not self._left.is_set():
             self._wake.wait(self._interval)
             self._wake.clear()
             if mark != (now := self._progress()):
-                mark, since, alarm, told = now, time.monotonic(), alarm + told, False
+                mark, since, alarm, reported = now, time.monotonic(), alarm + reported, False
             seconds = time.monotonic() - since
             if self._board.check(["end"]):
-                self._follow(told)
-            elif not told:
+                self._follow(reported)
+            elif not reported:
                 if self._thrown or self._waits_long(seconds):
                     self._board.set(f"{alarm}/alarm", "")
                 if self._board.check([f"{alarm}/alarm"]):
-                    self._verdict, self._stood, told = self._answer(f"{alarm}/", seconds), mark, True
+                    self._verdict, self._stood, reported = self._answer(f"{alarm}/", seconds), mark, True
                     self._answered.set()
 
     def _progress(self) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class Watch:
         while not self._board.check(keys) and time.monotonic() < end:
             time.sleep(0.05)
 
-    def _follow(self, told: bool) -> None:
+    def _follow(self, reported: bool) -> None:
         """Another rank has ended: wait until this rank's collective fails because of that, or end the process."""
         message = self._board.get("end").decode()
         end = time.monotonic() + 2 * self._grace
@@ -180,7 +180,7 @@ class Watch:
             time.sleep(0.05)
         if self._left.is_set():
             return
-        if self._rank == 0 and not told:
+        if self._rank == 0 and not reported:
             logger.error(message)
         if not self._thrown:
             os._exit(1)

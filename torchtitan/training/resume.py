@@ -43,35 +43,37 @@ def plan_start(
         _check_own(section, manifest.step, url)
     saved = manifest.config["optimizer"]["name"]
     has_ended = is_own and manifest.step == last_step
-    anew: set[str] = set(section.exclude_from_loading)
+    excluded: set[str] = set(section.exclude_from_loading)
     if has_ended and only_weights:
-        anew = {"optimizer", "dataloader"}  # no step will need them: only `Checkpoints.finish` is left to do
+        excluded = {"optimizer", "dataloader"}  # no step will need them: only `Checkpoints.finish` is left to do
     elif is_own and section.initial_load_path is not None:
         # The user wrote the list for the checkpoint of `initial_load_path`. Here only a changed optimizer counts.
-        anew &= {"optimizer"} if saved != optimizer else set()
+        excluded &= {"optimizer"} if saved != optimizer else set()
     elif not is_own and section.initial_load_model_only:
-        anew = {"optimizer", "dataloader", "train_state"}
+        excluded = {"optimizer", "dataloader", "train_state"}
     place = f"step {manifest.step} in {url}"
-    if only_weights and not {"optimizer", "dataloader"} <= anew:
+    if only_weights and not {"optimizer", "dataloader"} <= excluded:
         fix = f'start another run, in another job.dump_folder, with checkpoint.initial_load_path = "{url}"'
         raise Refusal(
             f"{place} holds only weights, and a run needs optimizer states and a place in the data to resume; "
             f"{fix if is_own else 'set checkpoint.initial_load_model_only = true'}"
         )
-    if "optimizer" not in anew and saved != optimizer:
+    if "optimizer" not in excluded and saved != optimizer:
         raise Refusal(
             f'optimizer.name = "{optimizer}", but {place} was saved with "{saved}", whose states are different; set it '
-            f'to "{saved}", or start the optimizer anew with checkpoint.exclude_from_loading = ["optimizer"]'
+            f'to "{saved}", or start with new optimizer states: checkpoint.exclude_from_loading = ["optimizer"]'
         )
-    step = 0 if "train_state" in anew else manifest.step
-    taken, left = ([name for key, name in _PARTS.items() if (key in anew) is skips] for skips in (False, True))
+    step = 0 if "train_state" in excluded else manifest.step
+    taken, left = ([name for key, name in _PARTS.items() if (key in excluded) is skips] for skips in (False, True))
     if has_ended:
         why = f"{place} is this run's last: nothing is left to train"
     elif is_own:
         why = f"resuming from {place}" + (f", without its {_join(left)}" if left else "")
     else:
         why = f"starting at step {step} with the {_join(taken)} of {place}"
-    return Start(step, why, True, "optimizer" not in anew, "dataloader" not in anew, "train_state" not in anew)
+    return Start(
+        step, why, True, "optimizer" not in excluded, "dataloader" not in excluded, "train_state" not in excluded
+    )
 
 
 _PARTS = {
@@ -85,7 +87,9 @@ _PARTS = {
 def _start_without_checkpoint(section: Checkpoint, url: str) -> Start:
     if section.initial_load_in_hf:
         path = section.initial_load_path or "model.hf_assets_path"
-        return Start(0, f"starting at step 0 with the Hugging Face weights in {path}", weights=True)
+        return Start(
+            0, f"starting at step 0 with the weights in {path} (checkpoint.initial_load_in_hf = true)", weights=True
+        )
     if section.initial_load_path is not None:
         raise Refusal(
             f'checkpoint.initial_load_path = "{section.initial_load_path}" has no complete checkpoint; '
@@ -96,10 +100,10 @@ def _start_without_checkpoint(section: Checkpoint, url: str) -> Start:
 
 def _check_own(section: Checkpoint, step: int, url: str) -> None:
     """Refuse keys that would start a run again in the folder where it has saved."""
-    excluded = section.exclude_from_loading
-    if "train_state" in excluded and section.initial_load_path is None:
+    keys = section.exclude_from_loading
+    if "train_state" in keys and section.initial_load_path is None:
         raise Refusal(
-            f"checkpoint.exclude_from_loading = {json.dumps(excluded)} would start this run again at step 0 and "
+            f"checkpoint.exclude_from_loading = {json.dumps(keys)} would start this run again at step 0 and "
             f'overwrite its records; remove "train_state" to resume from step {step}, or start another run, in another '
             f'job.dump_folder, with checkpoint.initial_load_path = "{url}"'
         )
