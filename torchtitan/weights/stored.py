@@ -3,7 +3,6 @@
 All three are opened alike, and their weights are read when they are asked for.
 """
 
-import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.storage import Manifest, Storage
+from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import Config, Job, Parallelism
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.families import FAMILIES, as_section, families_of, find_model, find_spec
@@ -67,16 +66,6 @@ def open_model(path: str, family: str | None = None) -> StoredModel:
         passed_over.append(f"step-{number}: {manifest}")
     why = "; ".join(passed_over) or "no checkpoint/step-N, config.json (Hugging Face) or params.json (Meta) in it"
     raise Refusal(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
-
-
-def find_checkpoints(path: str) -> tuple[Storage, int]:
-    """Storage of a run folder's checkpoints, or of a folder of checkpoints; and N if the path ends in step-N, or -1."""
-    path = path.rstrip("/")
-    above, _, name = path.rpartition("/")
-    if step := re.fullmatch(r"step-(\d+)", name):
-        return Storage(above or "."), int(step[1])
-    of_run = Storage(f"{path}/checkpoint")
-    return (of_run if of_run.steps() else Storage(path)), -1
 
 
 def build_tokenizer_for(source: StoredModel, path: str | Path) -> Tokenizer:
