@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=12, help="in each layout; the first two are not timed")
     options = parser.parse_args()
-    print("| layout | seconds a step | of FSDP 8 |\n| --- | --- | --- |")
+    print("| layout | seconds a step | relative to FSDP 8 |\n| --- | --- | --- |")
     reference = None
     for name, keys in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:
