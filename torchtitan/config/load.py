@@ -20,7 +20,7 @@ from torchtitan.config.rules import find_conflicts
 from torchtitan.config.schema import Config, DataSource, Section
 from torchtitan.refusal import Refusal
 
-IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part"}  # too deep for a command line
+IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part", "rope_scaling"}  # too deep for a command line
 _HELP = "Train a Llama. Every key of the TOML file is an option here and overrides it."
 
 
