@@ -32,8 +32,8 @@ class Checkpoint(Section):
     """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
 
     load_step: Annotated[int, Field(ge=-1)] = -1
-    """Step to resume from; -1: the newest complete checkpoint. Later checkpoints, and a copy of the records so far,
-    are set aside."""
+    """Step to resume from; -1: the newest complete checkpoint. The run sets later checkpoints aside, and a copy of its
+    records."""
 
     initial_load_path: str | None = None
     """Checkpoint to start from as long as the run has none of its own: a folder step-N, or a folder of several, of
@@ -71,5 +71,5 @@ class Checkpoint(Section):
     """With `last_save_model_only`: type of the weights that are saved."""
 
     on_failure: Literal["continue", "stop"] = "continue"
-    """What a failed save does: `continue` trains on and saves again at the next interval, `stop` ends the run. Not in
-    torchtitan."""
+    """What happens when a save fails: `continue` trains on and saves again at the next interval, `stop` ends the run.
+    Not in torchtitan."""

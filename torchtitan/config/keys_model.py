@@ -40,7 +40,7 @@ class Model(Section):
 
     dim: PositiveInt | None = None
     """Width of the model, the size of the vector that stands for a token between layers. None: the flavor's. A
-    complete set (`dim`, `n_layers`, `n_heads`, `n_kv_heads`, `hidden_dim`, and `head_dim` where the family has it)
+    complete set (`dim`, `n_layers`, `n_heads`, `n_kv_heads`, `hidden_dim`, and `head_dim` where the family needs it)
     replaces the flavor altogether, including its `rope_scaling`. Not in torchtitan."""
 
     n_layers: PositiveInt | None = None
@@ -104,8 +104,8 @@ class ActivationCheckpoint(Section):
     """Ends the recomputation of a block as soon as all that backward needs is there. The result is the same."""
 
     memory_budget: Fraction = 0.5
-    """With `mode = "memory_budget"`: how much activation memory the compiler may use, from 0 (as with full
-    recomputation) to 1 (as with none). It needs `compile.enable`."""
+    """With `mode = "memory_budget"`: how much activation memory the compiler may use, from 0 (as with `full`) to
+    1 (as with `none`). It needs `compile.enable`."""
 
     preserve_rng_state: bool = True
     """Recomputes with the random state of the first pass. Set it to false only if the model draws no random

@@ -48,7 +48,7 @@ class Profiling(Section):
 
     enable_memory_snapshot: bool = False
     """Every rank writes a snapshot of CUDA memory every `profile_freq` steps, and one when memory runs out. Switch it
-    on to see what fills a GPU; a run on a CPU is refused."""
+    on to see what fills a GPU; on a CPU the key is refused."""
 
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Name of the folder for the memory snapshots, inside the run folder."""
@@ -91,8 +91,8 @@ class Comm(Section):
     longer between two collectives."""
 
     trace_buf_size: Annotated[int, Field(ge=0)] = 20000
-    """Number of collectives for which NCCL keeps a record on each rank. When a collective times out, NCCL writes these
-    records to a file. 0 switches this off; a CPU run has no such records."""
+    """Number of latest collectives that NCCL records on each rank, and writes to a file when one times out. 0 switches
+    this off; on a CPU the key does nothing."""
 
     save_traces_folder: str = "comm_traces"
     """Name of the folder for NCCL's records, inside the run folder."""

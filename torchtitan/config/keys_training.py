@@ -23,7 +23,7 @@ class Optimizer(Section):
     0.95, and AdamW the rest, with the values below."""
 
     lr: PositiveFloat = 8e-4
-    """Peak learning rate, which the warmup ends with."""
+    """Peak learning rate, reached at the end of the warmup."""
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW's decay rate for the running mean of the gradient."""
@@ -117,8 +117,8 @@ class Training(Section):
     in the TOML file only. Not in torchtitan."""
 
     epochs: AllOrCount = 1
-    """How many times the data may be read, in a new order each time; the run ends with the data. -1 repeats the data
-    without end, as torchtitan does. Not in torchtitan."""
+    """How many times the data may be read, in a new order each time; the run ends when the data ends. -1 repeats the
+    data without end, as torchtitan does. Not in torchtitan."""
 
     shuffle: bool = True
     """Reads the documents in an order drawn from `debug.seed`, a new one in each epoch. false reads them in the order
@@ -139,7 +139,7 @@ class Training(Section):
     """Number of tokens in a sequence."""
 
     max_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Scales gradients down if their global norm is larger than this number. inf switches clipping off."""
+    """Scales gradients down if their global norm is larger than this number. `inf` switches clipping off."""
 
     steps: PositiveInt = 10000
     """Number of optimizer steps to train."""
@@ -164,8 +164,8 @@ class Training(Section):
     while the others wait."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient norm that is not finite does: `stop` ends the run. `skip` leaves out the update if the
-    norm is not finite, and ends the run if only the loss is not. Not in torchtitan."""
+    """What happens when the loss or the gradient norm is not finite: `stop` ends the run; `skip` leaves out the update
+    if the norm is not finite, and ends the run if only the loss is not. Not in torchtitan."""
 
     max_consecutive_skips: PositiveInt = 10
     """With `on_nonfinite = "skip"`, more updates left out in a row than this number end the run. Not in torchtitan."""

@@ -38,4 +38,4 @@ class Section(BaseModel):
         cls.__doc__ = _one_line(cls.__doc__)
         for field in cls.model_fields.values():
             field.description = _one_line(field.description)
-        return super().__get_pydantic_core_schema__(source, handler)
+        return handler(source)
