@@ -12,7 +12,8 @@ from torchtitan.config.schema import Config, DataSource, RopeScaling, Section
 SCHEMA_FILE = Path("train_configs/schema.json")
 DOC_FILE = Path("docs/configuration.md")
 _BEGIN, _END = "<!-- keys: written by `python -m torchtitan schema` -->", "<!-- end of keys -->"
-_TABLES_IN_FILES = {"[training.sources]": DataSource, "model.rope_scaling": RopeScaling}  # no run has them by default
+# Tables that a file may have; Config() has none of them, so sections() does not list them.
+_TABLES_IN_FILES: dict[str, type[Section]] = {"[training.sources]": DataSource, "model.rope_scaling": RopeScaling}
 
 
 def to_json_schema() -> str:

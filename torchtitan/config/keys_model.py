@@ -81,7 +81,7 @@ class Model(Section):
     torchtitan."""
 
     attn_mask_type: Literal["causal", "block_causal"] = "causal"
-    """Which tokens a token attends to: with `causal` all earlier ones of its sequence, with `block_causal` only
+    """Which tokens a token attends to, besides itself: `causal` all earlier ones of its sequence, `block_causal` only
     the earlier ones of its own document. Not in torchtitan."""
 
     converters: list[Literal["quantize.linear.float8"]] = []
