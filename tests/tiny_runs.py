@@ -46,7 +46,8 @@ def train_here(config: Config, place: Place | None = None) -> list[dict[str, Any
     place = place or Place(0, 0, 1)
     main = save_seed_checkpoint if config.checkpoint.create_seed_checkpoint else train.main
     main(config, plan_model(config), place)
-    return read_records(Path(config.job.dump_folder)) if place.rank == 0 else []
+    file = Path(config.job.dump_folder) / "metrics.jsonl"
+    return read_records(file.parent) if place.rank == 0 and file.exists() else []
 
 
 def read_records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import ConfigError
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.parallel import collectives
-from torchtitan.training import checkpoints
 
 SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2, "lr_scheduler__total_steps": 10}
 
@@ -346,7 +345,7 @@ def test_an_error_says_that_hugging_face_weights_could_not_be_written(
     def refuse(*_: object) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(checkpoints, "write_hf", refuse)
+    monkeypatch.setattr("torchtitan.weights.stored.write_hf", refuse)
     with pytest.raises(SaveError, match="step 1 is saved, but .*hf could not be written: rank 0: no"):
         run(tmp_path, 1, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
     monkeypatch.undo()

@@ -16,11 +16,11 @@ from torchtitan.config.load import (
     ConfigError,
     key_names,
     load_config,
-    load_config_or_exit,
     sections,
     to_toml,
 )
 from torchtitan.config.schema import Config, Float8, Model, Parallelism, RopeScaling, Training
+from torchtitan.models.families import load_run, load_run_or_exit
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -108,7 +108,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 def mistakes_of(tmp_path: Path, text: str, *argv: str, world_size: int | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_config(["--job.config_file", written(tmp_path, text), *argv], world_size)
+        load_run(["--job.config_file", written(tmp_path, text), *argv], world_size)
     return caught.value.mistakes
 
 
@@ -254,7 +254,7 @@ components = ["model", "los"]
         ("[optimizer]\nlr = nan", "optimizer.lr = NaN: input should be a finite number"),
         ("[training]\nsteps = 0", "training.steps = 0: input should be greater than 0"),
         ("training = 3", "training = 3: this is a section; write [training] and its keys below"),
-        ('[model]\nname = "gpt"', 'model.name = "gpt" is not a model this recipe has; use llama3 or llama2'),
+        ('[model]\nname = "gpt"', 'model.name = "gpt" is no family of this recipe; use one of llama3, llama2'),
         ('[model]\nflavor = "9B"', 'model.flavor = "9B" is no flavor of llama3; use one of debugmodel, 60M, 100M, 1B'),
         ('[model]\nname = "llama2"\nflavor = "7B"\n[training]\nseq_len = 8192',
          "training.seq_len = 8192 is longer than llama2 7B can be: use 4096 or less"),
@@ -454,7 +454,7 @@ def test_only_rank_0_shows_the_mistakes_and_all_leave_with_2(
 ) -> None:
     for rank in (0, 1):
         with pytest.raises(SystemExit) as caught:
-            load_config_or_exit(argv, 2, rank)
+            load_run_or_exit(argv, 2, rank)
         printed = capsys.readouterr()
         assert caught.value.code == 2
         assert bool(printed.out + printed.err) == (rank == 0)

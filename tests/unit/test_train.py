@@ -302,6 +302,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Memory snapshots need a GPU: what is read of them here is that they are off.
     read.add("profiling.save_memory_snapshot_folder")
     read.add("checkpoint.on_failure")  # none fails here
+    read.add("comm.mode")  # read at the head of train.py, before there is a run
     with monkeypatch.context() as watching:
         watching.setattr(Section, "__getattribute__", watched)
         for config in runs:

@@ -207,10 +207,12 @@ def _options(section: Section) -> Any:
     fields: list[tuple[str, Any, Any]] = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
+        if name in IN_THE_FILE_ONLY:
+            continue
         if isinstance(value, Section):
             options = _options(value)
             fields.append((name, options, dataclasses.field(default_factory=options)))
-        elif name not in IN_THE_FILE_ONLY:
+        else:
             kind: Any = Annotated[field.annotation, tyro.conf.arg(help=field.description)]
             fields.append((name, kind, dataclasses.field(default_factory=functools.partial(copy.copy, value))))
     options = dataclasses.make_dataclass(type(section).__name__, fields)

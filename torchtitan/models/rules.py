@@ -11,8 +11,10 @@ from torchtitan.refusal import Refusal
 
 def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
     """The mistakes of a configuration that only its model shows, all at once."""
-    yield from _tensor_parallel(blueprint, config)
-    yield from _lengths(blueprint, config)
+    refused = list(_tensor_parallel(blueprint, config))
+    yield from refused
+    # A refused degree says nothing about lengths.
+    yield from _lengths(blueprint, config, tp=1 if refused else config.parallelism.tensor_parallel_degree)
     if config.parallelism.pipeline_parallel_degree > 1:
         yield from _pipeline(blueprint, config)
     yield from _float8(blueprint, config)
@@ -24,9 +26,9 @@ def check_tensor_parallel(blueprint: Blueprint, config: Config) -> None:
         raise Refusal("; ".join(refusals))
 
 
-def _lengths(blueprint: Blueprint, config: Config) -> Iterator[str]:
+def _lengths(blueprint: Blueprint, config: Config, tp: int) -> Iterator[str]:
     """How long a sequence can be, and into what it can be split."""
-    tp, cp = config.parallelism.tensor_parallel_degree, config.parallelism.context_parallel_degree
+    cp = config.parallelism.context_parallel_degree
     pieces = 2 * cp if cp > 1 else 1  # a head and a tail piece each, see parallel/context.py
     unit = math.lcm(pieces, cp * tp)
     lengths = {"training.seq_len": config.training.seq_len}
@@ -100,6 +102,6 @@ def _float8(blueprint: Blueprint, config: Config) -> Iterator[str]:
     module = blueprint.tied[1].rpartition(".")[0]
     if not any(part in module for part in float8.filter_fqns):
         yield (
-            f"quantize.linear.float8.enable_fsdp_float8_all_gather = true would part {blueprint.name}'s {module} from "
+            f"quantize.linear.float8.enable_fsdp_float8_all_gather = true would part {blueprint.name}'s {module} layer from "
             f'the embedding that it shares its weight with; set filter_fqns = ["{module}"]'
         )

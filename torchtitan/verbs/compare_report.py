@@ -104,6 +104,13 @@ def _describe_steps(records: list[dict[str, Any]]) -> str:
     return f"{len(records)} steps up to {records[-1]['step']}" if records else "no step"
 
 
+def _value(dotted: dict[str, Any], name: str) -> Any:
+    """The value of a key; a key that is a table has its values below it."""
+    if name in dotted:
+        return dotted[name]
+    return {key: value for key, value in dotted.items() if key.startswith(f"{name}.")}
+
+
 def differing_keys(a: Run, b: Run) -> tuple[list[str], list[str]]:
     """A line for each key that differs, in two lists: keys that set how to compute, and keys that set what to train."""
     how: list[str] = []
@@ -115,7 +122,7 @@ def differing_keys(a: Run, b: Run) -> tuple[list[str], list[str]]:
             dotted["training.num_streams"] = run.global_batch_size
     for name in key_names():
         section = name.partition(".")[0]
-        x, y = (dotted[name] for dotted in values)
+        x, y = (_value(dotted, name) for dotted in values)
         if x != y and name not in ("job.config_file", "job.dump_folder"):
             line = f"{name}: A {json.dumps(x)}, B {json.dumps(y)}"
             is_how = section in _HOW_SECTIONS and not name.startswith(("checkpoint.initial_load", "checkpoint.exclude"))

@@ -39,6 +39,13 @@ class LlamaArgs:
                 "equal groups; use a divisor"
             )
 
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+            raise Refusal(
+                f"model.rope_scaling.low_freq_factor = {scaling.low_freq_factor} is not below high_freq_factor = "
+                f"{scaling.high_freq_factor}, between which frequencies are blended; use a smaller one"
+            )
+
     @property
     def head_size(self) -> int:
         return self.head_dim or self.dim // self.n_heads
