@@ -5,13 +5,24 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.hf import SHARD_BYTES, Weights, copy_part, open_checkpoint, open_hf, read_json, save_hf
+from torchtitan.checkpoint.hf import (
+    SHARD_BYTES,
+    Weights,
+    copy_assets,
+    copy_part,
+    open_checkpoint,
+    open_hf,
+    read_json,
+    save_hf,
+)
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.schema import Config, Job, Model
+from torchtitan.data.prompts import follow_training
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.llama.args import FLAVORS, LlamaArgs, resolve_vocab_size
 from torchtitan.models.llama.hf import from_hf_config, from_meta_params, from_meta_parts, to_hf_config, to_hf_name
@@ -30,6 +41,11 @@ class StoredModel:
     dtype: torch.dtype  # what to compute in
     config: Config | None = None  # the run's
     place: tuple[Storage, Manifest] | None = None
+
+    @property
+    def trained_here(self) -> bool:
+        """Whether this recipe has trained the model. Step 0 is a new model, or one that was only converted."""
+        return self.place is not None and self.place[1].step > 0
 
     def reading(self) -> AbstractContextManager:
         """Inside, a run that goes on does not remove the checkpoint."""
@@ -101,7 +117,16 @@ def write_hf(
     tokenizer = build_tokenizer_for(source, assets)
     stored = dtype or source.weights.outline["norm.weight"].dtype
     config = to_hf_config(source.args, stored, tokenizer.bos_id, tokenizer.eos_id)
-    save_hf(source.weights, folder, to_hf_name, config, assets, dtype, shard_bytes)
+    with TemporaryDirectory() as copy:
+        copy_tokenizer(source, assets, Path(copy))
+        save_hf(source.weights, folder, to_hf_name, config, copy, dtype, shard_bytes)
+
+
+def copy_tokenizer(source: StoredModel, assets: Path, target: Path) -> None:
+    """Copy the tokenizer's files. For a model that was trained here, make them begin a text as training did."""
+    copy_assets(assets, target)
+    if source.trained_here:
+        follow_training(target)
 
 
 def config_of(args: LlamaArgs, folder: str, assets: Path) -> Config:

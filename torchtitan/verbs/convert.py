@@ -10,11 +10,18 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.checkpoint.hf import copy_assets, refuse_existing, save_checkpoint
+from torchtitan.checkpoint.hf import refuse_existing, save_checkpoint
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
 from torchtitan.refusal import Refusal
-from torchtitan.training.weights import StoredModel, build_tokenizer_for, config_of, open_model, write_hf
+from torchtitan.training.weights import (
+    StoredModel,
+    build_tokenizer_for,
+    config_of,
+    copy_tokenizer,
+    open_model,
+    write_hf,
+)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -44,5 +51,5 @@ def write_checkpoint(source: StoredModel, folder: str, assets: Path, dtype: torc
     build_tokenizer_for(source, assets)
     own_assets = Path(folder) / "tokenizer"
     config = config_of(source.args, folder, own_assets)
-    copy_assets(assets, own_assets)
+    copy_tokenizer(source, assets, own_assets)
     save_checkpoint(source.weights, Storage(f"{folder}/checkpoint"), config.model_dump(mode="json"), dtype)

@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
     model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, place)
     seed = secrets.randbits(31) if args.seed is None else args.seed
     sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
-    prompts = [tokenizer.encode(text, bos=True, eos=False) for text in args.prompt]
+    prompts = [tokenizer.encode_prompt(text, as_trained=source.trained_here) for text in args.prompt]
     texts, shown = [list(prompt) for prompt in prompts], ""
     for tokens in generate(model, prompts, stop_ids(source.assets, tokenizer), args.max_new_tokens, sampling):
         for ids, token in zip(texts, tokens, strict=True):
