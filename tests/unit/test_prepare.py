@@ -85,7 +85,7 @@ def test_a_finished_preparation_is_not_done_again_and_other_text_is_refused(prep
         patch.setattr(chunks, "CHUNK_BYTES", 20_000)
         prepare("x", text, TOKENIZER, str(out))
     assert (out / "meta.json").stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match="begun from other text, text_key or tokenizer"):
+    with pytest.raises(ValueError, match="begun with another text, text_key or tokenizer"):
         prepare("x", text, TOKENIZER, str(out), text_key="body")
     (tmp_path / "mine").write_text("something else")
     with pytest.raises(ValueError, match="exists and holds something else; give a new folder"):
@@ -117,7 +117,7 @@ def test_a_killed_preparation_is_refused_goes_on_and_ends_the_same(prepared, tok
     assert left == {path: path.stat().st_mtime_ns for path in out.iterdir()}, "a worker outlived its parent"
     finished = {path: path.stat().st_mtime_ns for path in out.glob("*.lengths")}
     assert finished and not (out / "meta.json").is_file()
-    with pytest.raises(ValueError, match=r"prepared only in part \(meta.json is missing\)"):
+    with pytest.raises(ValueError, match=r"only partly prepared \(meta.json is missing\)"):
         PreparedTokens(out, tokenizer)
 
     # One chunk cut short, as by a full disk: it alone is made again.
@@ -159,7 +159,7 @@ def test_a_second_preparation_of_the_same_folder_is_refused_until_the_first_ends
     out.mkdir()
     with (out / prepare_module.LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="out: another `prepare` is writing there; wait for it or stop it"):
+        with pytest.raises(ValueError, match="out: another `prepare` is writing there; wait for it, stop it"):
             prepare("x", text, TOKENIZER, str(out))
     prepare("x", text, TOKENIZER, str(out), workers=1)  # a lock file alone, as a killed one leaves it
     assert (out / "tokens.bin").read_bytes() == (reference / "tokens.bin").read_bytes()
@@ -201,13 +201,13 @@ def test_ctrl_c_stops_without_a_traceback_and_the_same_command_goes_on(tmp_path)
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it, to the workers too
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and errors == "stopped; the same command goes on\n"
+    assert process.returncode == 130 and errors == "stopped; run the same command again to resume\n"
     assert list(out.glob("*.lengths")) and not (out / "meta.json").exists()
 
 
 def test_what_cannot_be_asked_of_a_preparation_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS[:3])
-    with pytest.raises(ValueError, match="--workers 0: at least one process has to work; leave it out"):
+    with pytest.raises(ValueError, match="--workers 0 is less than one process; give 1 or more"):
         prepare("x", path, TOKENIZER, str(tmp_path.parent / "out"), workers=0)
     with pytest.raises(ValueError, match="tokens lies inside dataset_path = .*; give a folder outside of it"):
         prepare("x", str(tmp_path), TOKENIZER, str(tmp_path / "tokens"))
@@ -221,7 +221,7 @@ def test_a_few_hundred_documents_are_a_chunk_and_a_saved_dataset_that_changed_is
     assert len(plan_chunks(locate_text("x", str(folder)), "text")) == -(-len(TEXTS) // 256)
     prepare("x", str(folder), TOKENIZER, str(tmp_path / "out"), workers=1)
     datasets.Dataset.from_dict({"text": TEXTS[::-1]}).save_to_disk(str(folder))
-    with pytest.raises(ValueError, match=r"begun from other text.* \(or a file has changed since\)"):
+    with pytest.raises(ValueError, match=r"begun with another text.*, or a file has changed since"):
         prepare("x", str(folder), TOKENIZER, str(tmp_path / "out"), workers=1)
 
 
@@ -270,7 +270,7 @@ def test_text_without_a_document_is_refused(tmp_path):
 
 
 def test_another_tokenizer_is_refused(prepared):
-    with pytest.raises(ValueError, match="was prepared with another tokenizer .* here 258"):
+    with pytest.raises(ValueError, match="was prepared with another tokenizer .* this one has 258"):
         PreparedTokens(prepared[1], ByteTokenizer())
 
 
@@ -285,7 +285,7 @@ def test_damaged_or_newer_folders_are_refused(prepared, tokenizer, tmp_path):
     for path in prepared[1].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "tokens.bin").write_bytes((tmp_path / "tokens.bin").read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"tokens\.bin has [\d,]+ bytes, expected [\d,]+; the copy is damaged"):
+    with pytest.raises(ValueError, match=r"tokens\.bin has [\d,]+ bytes, expected [\d,]+; the folder is damaged"):
         PreparedTokens(tmp_path, tokenizer)
     (tmp_path / "documents.bin").unlink()
     with pytest.raises(ValueError, match=r"documents\.bin is missing"):
@@ -311,7 +311,7 @@ def test_damaged_or_newer_folders_are_refused(prepared, tokenizer, tmp_path):
 def test_a_damaged_description_is_named_with_the_fix(prepared, tokenizer, tmp_path, change, message):
     meta = json.loads((prepared[1] / "meta.json").read_text())
     (tmp_path / "meta.json").write_text(change(meta))
-    with pytest.raises(ValueError, match=rf"meta\.json.*{message}.*; the copy is damaged: copy or prepare it again"):
+    with pytest.raises(ValueError, match=rf"meta\.json.*{message}.*; the folder is damaged: copy it again or"):
         PreparedTokens(tmp_path, tokenizer)
 
 
@@ -323,7 +323,7 @@ def test_offsets_and_ids_that_cannot_be_are_refused(prepared, tokenizer, tmp_pat
         damaged = offsets.copy()
         damaged[place] = value
         (tmp_path / "documents.bin").write_bytes(damaged.tobytes())
-        with pytest.raises(ValueError, match=r"documents\.bin does not rise from 0 to [\d,]+; the copy is damaged"):
+        with pytest.raises(ValueError, match=r"documents\.bin does not rise from 0 to [\d,]+; the folder is damaged"):
             PreparedTokens(tmp_path, tokenizer)
     meta = json.loads((tmp_path / "meta.json").read_text())
     tokens = np.fromfile(tmp_path / "tokens.bin", "<u2")

@@ -98,14 +98,14 @@ class HuggingFaceTokenizer(Tokenizer):
             if "eos_token" in config:
                 found = "names null as eos_token"
             raise Refusal(
-                f'{path}: no end-of-text token: {config_path} {found}; write {{"eos_token": "..."}} to {config_path}'
+                f'{path} has no end-of-text token: {config_path} {found}; write {{"eos_token": "..."}} to {config_path}'
             )
         for token in content.get("added_tokens") or []:
             token["special"] = token.get("special", False) or token["content"] in (bos, eos)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # tokenizers raises bare Exception
-            message = f"{path}: tokenizers {tokenizers.__version__} cannot read it ({error}); expected {EXPECTED}"
+            message = f"{path}: tokenizers {tokenizers.__version__} cannot read it ({error}); give {EXPECTED}"
             raise Refusal(message) from error
         # The file may ask for at most 512 tokens, or for padding. Training would lose text or learn from padding.
         self._tokenizer.no_truncation()
@@ -119,8 +119,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 )
             if vocab[token] in self._encode(token):
                 raise Refusal(
-                    f"{path}: the text {token!r} is encoded as the control token, so a document could end itself; "
-                    "use a byte-level BPE tokenizer"
+                    f"{path} encodes the text {token!r} as the control token, so a document could end itself; use a "
+                    "byte-level BPE tokenizer"
                 )
         self.vocab_size = max(vocab.values()) + 1
         self.bos_token, self.bos_id = bos, vocab[bos] if bos is not None else None
@@ -167,11 +167,13 @@ class TiktokenTokenizer(Tokenizer):
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except ValueError as error:
-                raise Refusal(f"{path}, line {number}: {line[:60]!r} is not a base64 token and its rank") from error
+                raise Refusal(
+                    f"{path}, line {number}: {line[:60]!r} is not a base64 token and its rank; download the file again"
+                ) from error
         if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
             raise Refusal(
-                f"{path}: {len(ranks)} ranks, which should be 0, 1, 2 ... without a gap and include every single byte; "
-                "the file is damaged, get it again"
+                f"{path} has {len(ranks)} ranks, which should be 0, 1, 2 ... without a gap and include every single "
+                "byte; the file is damaged: download it again"
             )
         self._num_text_ids = len(ranks)
         special = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
@@ -208,10 +210,10 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:
-            raise Refusal(f"{path}: a damaged SentencePiece model ({error}); get the file again") from error
+            raise Refusal(f"{path} is a damaged SentencePiece model ({error}); download it again") from error
         bos_id, eos_id = self._processor.bos_id(), self._processor.eos_id()
         if eos_id < 0:
-            raise Refusal(f"{path}: the SentencePiece model has no EOS piece; train it with one (--eos_id)")
+            raise Refusal(f"{path} is a SentencePiece model without an EOS piece; train it with one (--eos_id)")
         self.vocab_size = self._processor.get_piece_size()
         self.bos_token, self.bos_id = (self._processor.id_to_piece(bos_id), bos_id) if bos_id >= 0 else (None, None)
         self.eos_token, self.eos_id = self._processor.id_to_piece(eos_id), eos_id
