@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_tokenizer import SHIPPED, read_documents, shipped_json, train_sentencepiece, write_huggingface
-from test_tokenizer import tiktoken_file as tiktoken_file
+from small_tokenizers import SHIPPED, read_documents, shipped_json, train_sentencepiece, write_huggingface
+from small_tokenizers import tiktoken_file as tiktoken_file
 
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan.__main__ import main
@@ -115,7 +115,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def theirs(folder: Path, text: str) -> list[int]:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     ids: list[int] = transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids
     return ids
 

@@ -81,7 +81,7 @@ class Loader:
             self._stop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of this rank's streams after the last batch that `next()` returned. A run saves all ranks' places."""
+        """The place of this rank's streams after the last batch that `next()` returned. A run saves those of all."""
         states = self._states or {s: Packer(self._stream(s), 1, 0).state() for s in self._layout.own_streams}
         return {
             "num_streams": self._layout.num_streams,

@@ -41,7 +41,8 @@ def _follows_training(tokenizer: Tokenizer, config: dict[str, Any]) -> bool:
     if config.get("add_eos_token"):
         return False
     if tokenizer.kind != "huggingface":  # transformers adds no BOS by itself here
-        return tokenizer.bos_id is None or bool(config.get("add_bos_token") and config.get("bos_token"))
+        named = all(config.get(key) for key in ("add_bos_token", "bos_token", "tokenizer_class"))
+        return tokenizer.bos_id is None or named
     if tokenizer.bos_id is not None and config.get("add_bos_token") is False:
         return False
     return tokenizer.encode_prompt("a") == tokenizer.encode_prompt("a", as_trained=True)

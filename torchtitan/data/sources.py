@@ -73,7 +73,7 @@ def locate_text(dataset: str, dataset_path: str | None) -> Location:
     nearest = difflib.get_close_matches(dataset, known, n=1)
     hint = f"did you mean {nearest[0]!r}? Otherwise " if nearest else ""
     raise Refusal(
-        f"dataset = {dataset!r} is not a known name; {hint}use one of {', '.join(known)}, "
+        f"dataset = {dataset!r} is not a name known here; {hint}use one of {', '.join(known)}, "
         "a Hugging Face dataset 'owner/name', or set dataset_path to local data"
     )
 
@@ -143,7 +143,7 @@ def _locate_path(dataset_path: str) -> Location:
             )
         if not files:
             raise Refusal(
-                f"dataset_path = {dataset_path!r} matches no file (relative paths begin at {Path.cwd()}); "
+                f"dataset_path = {dataset_path!r}: no file matches (relative paths begin at {Path.cwd()}); "
                 "give a file, a folder or a glob such as 'corpus/*.jsonl'"
             )
     return Location(_one_kind(dataset_path, files), tuple(files))

@@ -110,7 +110,7 @@ class HuggingFaceTokenizer(Tokenizer):
         # The file may ask for at most 512 tokens, or for padding. Training would lose text or learn from padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # as ordinary text, the library means
+        self._tokenizer.encode_special_tokens = True  # that is, as ordinary text
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         for token in filter(None, (bos, eos)):
             if token not in vocab:
