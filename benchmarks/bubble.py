@@ -1,9 +1,10 @@
-"""Idle time of each pipeline schedule, measured and by its closed form, on stages of equal work.
+"""Measures the idle time of each pipeline schedule on stages of equal work, beside its closed form.
 
     python -m benchmarks.bubble
 
-The work is sleep, so that more ranks than cores run side by side: each microbatch takes a rank two units of time
-forward, two for the gradient of the input and two for that of the weight, divided among its stages.
+The stages sleep instead of computing, so more ranks than cores can run side by side. For each microbatch a rank sleeps
+two units of time in forward, two for the gradient of the input and two for the gradient of the weight, divided among
+the rank's stages.
 """
 
 import argparse
@@ -17,17 +18,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.models.llama.stages import plan_stages
 
 from torchtitan.config.schema import Parallelism
 from torchtitan.models.llama.args import FLAVORS
-from torchtitan.models.llama.stages import plan_stages
 from torchtitan.parallel.pipeline import ModelParts, Pipeline
 
-# schedule -> idle units on p ranks; forward, input gradient and weight gradient of one of two stages take one each.
-# GPipe and 1F1B: arXiv:2104.04473, 2.2; zero bubble: arXiv:2401.10241, ZB-H1; ZBV: arXiv:2405.15362; DualPipeV: as
-# DualPipe (arXiv:2412.19437, table 2) on twice the ranks, forward and backward not overlapped.
+# schedule -> idle units on p ranks. With two stages a rank, each stage takes one unit for forward, one for the input
+# gradient and one for the weight gradient. Sources: arXiv:2104.04473, section 2.2 (GPipe, 1F1B); arXiv:2401.10241,
+# ZB-H1 (InterleavedZeroBubble); arXiv:2405.15362 (ZBV). DualPipeV is DualPipe (arXiv:2412.19437, table 2) on twice the
+# ranks, without overlap of forward and backward.
 IDLE = {
-    "GPipe": lambda p: 6 * (p - 1),  # one stage of twice the work
+    "GPipe": lambda p: 6 * (p - 1),  # one stage a rank, of twice the work
     "1F1B": lambda p: 6 * (p - 1),
     "LoopedBFS": lambda p: 3 * (p - 1),
     "Interleaved1F1B": lambda p: 3 * (p - 1),
@@ -38,7 +40,7 @@ IDLE = {
 
 
 class Work(torch.autograd.Function):
-    """The identity, which takes its time forward and backward."""
+    """The identity, which sleeps for a given time in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
@@ -53,7 +55,7 @@ class Work(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Its weight's gradient hangs on a branch of its own, as that of a matrix product does."""
+    """A stage whose weight gradient is computed apart from its input gradient, as in a matrix product."""
 
     def __init__(self, seconds: float, is_first: bool) -> None:
         super().__init__()
@@ -99,9 +101,9 @@ def measure(rank: int, world_size: int, port: int, num_microbatches: int, second
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", type=float, default=40, help="time of one unit of work")
+    parser.add_argument("--ranks", type=int, default=4, help="number of ranks, each one process (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a batch (default: %(default)s)")
+    parser.add_argument("--milliseconds", type=float, default=40, help="one unit of work (default: %(default)s)")
     options = parser.parse_args()
     with socket.socket() as s:
         s.bind(("localhost", 0))

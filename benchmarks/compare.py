@@ -1,9 +1,9 @@
-"""How fast this tree is beside another commit: both train the same preset in turn, and what counts is the ratio.
+"""Compares the speed of this tree with another commit: both train the same preset in turn, and the ratio counts.
 
     python -m benchmarks.compare HEAD~1 --preset cpu-60m --repeats 3
 
-Absolute times drift on a shared machine; two runs one after the other see the same drift. The other commit is checked
-out beside this tree for as long as it takes, and both run with this Python and this tree's preset.
+Absolute times drift on a shared machine, but two runs one after the other see the same drift. A temporary git worktree
+holds the other commit while the benchmark runs. Both trees run with this Python and this tree's preset.
 """
 
 import argparse
@@ -22,7 +22,7 @@ FIGURES = {"tokens_per_second": "tokens/s", "memory_gib": "memory, GiB", "first_
 
 @contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
-    """A folder with the revision's files."""
+    """Yield a temporary folder with the revision's files."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         done = subprocess.run(
@@ -33,7 +33,7 @@ def checked_out(revision: str) -> Iterator[Path]:
             check=False,
         )
         if done.returncode:
-            raise SystemExit(f"{revision} cannot be checked out: {done.stderr.strip()}")
+            raise SystemExit(f"{revision} cannot be checked out ({done.stderr.strip()}); name a commit, branch or tag")
         try:
             yield tree
         finally:
@@ -42,10 +42,10 @@ def checked_out(revision: str) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", help="a commit, branch or tag")
-    parser.add_argument("--preset", choices=PRESETS, default="cpu-60m")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=5, help="first steps that do not count (default: %(default)s)")
+    parser.add_argument("revision", help="the commit, branch or tag to compare this tree with")
+    parser.add_argument("--preset", choices=PRESETS, default="cpu-60m", help="what both train (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each tree (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="how many first steps to ignore (default: %(default)s)")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     pairs = []

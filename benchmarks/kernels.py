@@ -1,8 +1,9 @@
-"""This recipe's loss and, on a CPU, attention, beside torch's own; forward and backward, in ms.
+"""Times this recipe's loss, and on a CPU its attention, beside torch's own: forward and backward, in ms.
 
     python -m benchmarks.kernels
 
-Each is timed once a turn, and its best turn counts, on the first GPU or else the CPU, in bfloat16.
+All run in bfloat16 on the first GPU, or on the CPU if there is none. Each is timed once a turn, and its best turn
+counts.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from torchtitan.parallel.cpu_attention import causal_attention
 from torchtitan.training.loss import build_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LENGTHS = ((512, 4), (1024, 2), (2048, 1), (4096, 1), (8192, 1))  # and how many sequences
+LENGTHS = ((512, 4), (1024, 2), (2048, 1), (4096, 1), (8192, 1))  # sequence length, and number of sequences
 
 
 def drawn(*size: int) -> Tensor:
@@ -27,7 +28,7 @@ def drawn(*size: int) -> Tensor:
 
 
 def milliseconds(compute: Callable[[], Tensor]) -> float:
-    """Of the computation and its backward."""
+    """Return how long the computation and its backward take."""
     torch.accelerator.synchronize() if DEVICE.type == "cuda" else None
     begin = time.perf_counter()
     out = compute()
@@ -46,7 +47,7 @@ def show(title: str, ways: dict[str, Callable[[], Tensor]], turns: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=8, help="how often each is timed (default: %(default)s)")
     args = parser.parse_args()
     if DEVICE.type == "cpu":
         print("| attention, 8 heads, 4 KV heads | torch's | by products | compiled |\n| --- | --- | --- | --- |")
@@ -64,7 +65,7 @@ def main() -> None:
     logits, labels = drawn(1, 2048, 32000), torch.randint(32000, (1, 2048), device=DEVICE)
     ours, compiled_loss = build_loss(Compile()), build_loss(Compile(enable=True))
     ways = {
-        # A copy each time, for backward writes over it; all three make it.
+        # All three copy the logits each time, because backward overwrites them.
         "torch": lambda: F.cross_entropy(logits.clone()[0].float(), labels[0], reduction="sum"),
         "ours": lambda: ours(logits.clone(), labels),
         "compiled": lambda: compiled_loss(logits.clone(), labels),

@@ -1,9 +1,9 @@
-"""Time of a step under each layout of 8 ranks on this machine's CPU, relative to FSDP over all of them.
+"""Times a step under each layout of 8 ranks on this machine's CPU, relative to FSDP over all 8.
 
     python -m benchmarks.layouts
 
-For orientation only: ranks share the cores and the memory through which they talk, so the total of their work is timed,
-not what a cluster's links would make of it.
+The times are for orientation only. The ranks share this machine's cores and memory, so a time is the sum of their work
+and tells nothing about a cluster's network.
 """
 
 import argparse
@@ -62,9 +62,9 @@ def seconds_a_step(keys: dict[str, int | str], folder: str, steps: int) -> float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12, help="of each; the first two are not timed")
+    parser.add_argument("--steps", type=int, default=12, help="in each layout; the first two are not timed")
     options = parser.parse_args()
-    print("| layout | seconds a step | of FSDP 8 |\n| --- | --- | --- |")
+    print("| layout | seconds a step | relative to FSDP 8 |\n| --- | --- | --- |")
     reference = None
     for name, keys in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
-"""How many tokens a second one process reads: `python -m benchmarks.loader`.
+"""Measures how many tokens a second one process reads: `python -m benchmarks.loader`.
 
-Prepared tokens and JSONL through the whole loader (background thread included), and `prepare` with 1 and 2 workers.
+It times the whole loader, background thread included, on prepared tokens and on JSONL, and `prepare` with 1 and 2
+workers.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokenizer", default="tests/assets/tokenizer")
-    parser.add_argument("--seq_len", type=int, default=2048)
-    parser.add_argument("--global_batch_size", type=int, default=32)
-    parser.add_argument("--document_chars", type=int, default=1600, help="about 500 tokens of the shipped tokenizer")
-    parser.add_argument("--num_documents", type=int, default=20_000)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--tokenizer", default="tests/assets/tokenizer", help="folder of the tokenizer")
+    parser.add_argument("--seq_len", type=int, default=2048, help="tokens in a sequence (default: %(default)s)")
+    parser.add_argument("--global_batch_size", type=int, default=32, help="sequences in a batch (default: %(default)s)")
+    parser.add_argument("--document_chars", type=int, default=1600, help="mean length; the default is about 500 tokens")
+    parser.add_argument("--num_documents", type=int, default=20_000, help="documents to write (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long to time the loader (default: %(default)s)")
     args = parser.parse_args()
     tokenizer = build_tokenizer(args.tokenizer)
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def write_documents(path: Path, count: int, chars: int) -> str:
-    """Pieces of the shipped text, of lengths spread around the mean."""
+    """Write documents cut from the shipped text, with lengths spread around the mean. Return the file's path."""
     shipped = JsonLines(locate_text("pydocs", None).files, "text")
     text = "\n".join(shipped.text(index) for index in range(len(shipped)))
     random = np.random.default_rng(0)
@@ -77,9 +78,8 @@ def measure(path: str, tokenizer: Tokenizer, args: argparse.Namespace, block_cau
         epochs=-1,
         shuffle=True,
         block_causal=block_causal,
-        agree=lambda ready: ready,
     )
-    for _ in range(5):  # what was read ahead before the clock starts does not count
+    for _ in range(5):  # do not count what the loader has read ahead before the clock starts
         loader.next()
     start, num_tokens = time.perf_counter(), 0
     while time.perf_counter() - start < args.seconds:

@@ -1,8 +1,8 @@
-"""From starting a run that was killed to the first step it makes again: which part takes how long.
+"""Measures a restart: how long each part takes from starting a killed run again to its next step.
 
     python -m benchmarks.restart --ranks 2 -- --job.config_file train_configs/debug_model.toml
 
-Times are of the slowest rank, in seconds after the command.
+Times are those of the slowest rank, in seconds after the command. Options after `--` are train.py's.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _MARK = "marks of a rank: "
 
 
 def run_as_rank() -> None:
-    """train.py, which notes when its parts are done and ends after the first step."""
+    """Run train.py, note the time at which each part is done, and end the process after the first step."""
     marks = {"the launcher has started it": time.time()}
 
     def note(owner: Any, name: str, after: str, last: bool = False) -> None:
@@ -33,7 +33,7 @@ def run_as_rank() -> None:
             result = function(*args, **kwargs)
             marks.setdefault(after, time.time())
             if last:
-                os.write(1, f"{_MARK}{json.dumps(marks)}\n".encode())  # in one piece, whatever other ranks write
+                os.write(1, f"{_MARK}{json.dumps(marks)}\n".encode())  # one write: other ranks cannot split it
                 os._exit(0)
             return result
 
@@ -57,11 +57,11 @@ def run_as_rank() -> None:
 
 
 def main() -> None:
-    from torchtitan.verbs.drill import Run  # with torch, whose import is timed in the ranks
+    from torchtitan.verbs.drill import Run  # imports torch, which only the ranks should time
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/restart"))
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks on this machine (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/restart"), help="where the run is kept")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args = parser.parse_args(sys.argv[1:end])
     launcher = torchrun_here(args.ranks)

@@ -1,9 +1,9 @@
-"""How fast train.py is on this machine: one table, and the same as JSON in benchmarks/results.
+"""Measures how fast train.py is on this machine. Prints a table, and writes it as JSON to benchmarks/results.
 
     python -m benchmarks.run cpu-60m
 
-A preset is a TOML file in benchmarks/presets; what is timed is ./run_llama_train.sh with it, as a user starts it. After
-`--` come options of train.py that the preset is to be tried with.
+A preset is a TOML file in benchmarks/presets. The benchmark starts ./run_llama_train.sh with it, as a user would.
+Options after `--` are train.py's and override the preset.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
-WATCHED = 5  # steps of a profile
+WATCHED = 5  # steps that a profile records
 PRESETS = {path.stem: path for path in sorted((ROOT / "benchmarks/presets").glob("*.toml"))}
 
 
 def measure(preset: str, options: list[str], warmup: int, root: Path = ROOT, profile: bool = False) -> dict[str, Any]:
-    """What a run's steps after the first ones were like, with the code of a folder; perhaps where their time goes."""
+    """Run the preset with the code in `root`. Return the figures of its steps after warm-up, and a profile if asked."""
     config = load_config(["--job.config_file", str(PRESETS[preset]), *options])
     with tempfile.TemporaryDirectory() as folder:
         watching = watch_further_steps(config) if profile else []
@@ -44,9 +44,9 @@ def measure(preset: str, options: list[str], warmup: int, root: Path = ROOT, pro
 
 
 def watch_further_steps(config: Config) -> list[str]:
-    """Options by which a run goes on after its last step and has five steps watched, see `shares`.
+    """Return options that make a run continue past its last step and profile five more steps, for `shares`.
 
-    The one before the last of them is logged, so that nothing is still running on a GPU when the last begins.
+    The step before the last one is logged. Logging waits for the GPU, so nothing else runs on it when the last begins.
     """
     log_freq, profiling = config.metrics.log_freq, config.profiling
     before = config.training.steps + profiling.profiler_warmup + WATCHED - 1
@@ -56,7 +56,7 @@ def watch_further_steps(config: Config) -> list[str]:
 
 
 def train(preset: str, options: list[str], folder: Path, root: Path = ROOT) -> float:
-    """Run the preset in this folder; the seconds from the command to the first step's end."""
+    """Run the preset in this folder. Return the seconds from the command to the end of the first step."""
     begin, first = time.monotonic(), 0.0
     written, log = folder / "metrics.jsonl", folder / "log"
     with log.open("w") as output:
@@ -77,12 +77,12 @@ def train(preset: str, options: list[str], folder: Path, root: Path = ROOT) -> f
 
 
 def summarize(records: list[dict[str, Any]], first_step_seconds: float, warmup: int) -> dict[str, Any]:
-    """The median step after the first ones; a record has the mean of the steps since the one before."""
+    """Return the figures of the median step after warm-up. A record holds the mean of the steps since the last."""
     steps = [record for before, record in pairwise(records) if before["step"] >= warmup]
     if len(steps) < 2:
         raise SystemExit(
-            f"{len(steps)} logged after the first {warmup} steps, a spread needs 2: raise --training.steps or lower "
-            "--metrics.log_freq"
+            f"after the first {warmup} steps the run logged {len(steps)}, but quartiles need at least 2; raise "
+            "--training.steps or lower --metrics.log_freq"
         )
     seconds = statistics.median(record["step_seconds"] for record in steps)
     below, _, above = statistics.quantiles((record["step_seconds"] for record in steps), n=4)
@@ -101,7 +101,7 @@ def summarize(records: list[dict[str, Any]], first_step_seconds: float, warmup: 
 
 
 def describe_machine() -> dict[str, str]:
-    """What a figure depends on besides the code."""
+    """Return what a figure depends on besides the code: device, its matrix product's rate, versions, commit."""
     import torch
 
     from torchtitan import hardware
@@ -126,25 +126,25 @@ def show(title: str, machine: dict[str, str], figures: dict[str, Any]) -> None:
         "tokens/s a device": f"{figures['tokens_per_second']:,.0f}",
         "TFLOP/s a device": f"{figures['tflops']:.3f}",
         "MFU": f"{figures['mfu']:.1%}",
-        "of the measured bf16 matrix product": f"{figures['tflops'] / float(machine['product_tflops']):.1%}",
+        "share of the measured bf16 matrix product": f"{figures['tflops'] / float(machine['product_tflops']):.1%}",
         "peak memory": f"{figures['memory_gib']:.2f} GiB",
         "time to the first step": f"{figures['first_step_seconds']:.1f} s",
         "step": f"{figures['step_seconds']:.3f} s (quartiles {low:.3f}, {high:.3f})",
-        "of it waiting for data": f"{figures['data_share']:.2%}",
+        "share of a step waiting for data": f"{figures['data_share']:.2%}",
     }.items():
         print(f"| {name} | {value} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", choices=PRESETS)
-    parser.add_argument("--warmup", type=int, default=5, help="first steps that do not count (default: %(default)s)")
-    parser.add_argument("--profile", action="store_true", help="also say where a step's time goes")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("preset", choices=PRESETS, help="the TOML file in benchmarks/presets to train")
+    parser.add_argument("--warmup", type=int, default=5, help="how many first steps to ignore (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="also show where the time goes in five further steps")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     figures = measure(args.preset, options, args.warmup, profile=args.profile)
-    machine = describe_machine()  # last: on a GPU it takes memory that this process keeps
+    machine = describe_machine()  # after the run: on a GPU this takes memory that the process keeps
     show(" ".join([args.preset, *options]), machine, figures)
     if args.profile:
         print("\n| where a step's time goes | |\n| --- | --- |")

@@ -1,8 +1,8 @@
-"""How long a step is held by a save, written at once and behind the training, and how long the write takes.
+"""Measures how long a save holds up a step in each async_mode, and how long the write takes.
 
     python -m benchmarks.saves --folder outputs/saves
 
-Trains a model of about 100M parameters in this process and saves after every other step.
+It trains a model of about 100M parameters in this process and saves after every second step.
 """
 
 import argparse
@@ -22,7 +22,7 @@ MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
 def timed(function: Callable[..., Any], spans: list[tuple[float, float]]) -> Callable[..., Any]:
-    """Keeps when each call began and ended."""
+    """Wrap the function so that `spans` gets the begin and the end of each call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         begin = time.monotonic()
@@ -35,7 +35,7 @@ def timed(function: Callable[..., Any], spans: list[tuple[float, float]]) -> Cal
 
 
 def measure(mode: str, folder: str, saves: int) -> tuple[float, float, str]:
-    """Train with this mode: how long a step is held and a write takes, and how much slower a step is beside a write."""
+    """Train with this mode. Return how long a save holds up a step, how long a write takes, and a step's slow-down."""
     held, writes, steps = [], [], []
     originals = Checkpoints.save, Checkpointer._write, ForwardBackward.__call__
     Checkpoints.save = timed(originals[0], held)
@@ -49,7 +49,7 @@ def measure(mode: str, folder: str, saves: int) -> tuple[float, float, str]:
     sys.argv = ["train.py", *options.split()]
     runpy.run_path("train.py", run_name="__main__")
     Checkpoints.save, Checkpointer._write, ForwardBackward.__call__ = originals
-    held, writes = held[1:-1], writes[1:-1]  # the first makes room, the last is waited for
+    held, writes = held[1:-1], writes[1:-1]  # the first save allocates memory; training waits for the last
     during = [end - begin for begin, end in steps[1:] if any(b < end and begin < e for b, e in writes)]
     alone = [end - begin for begin, end in steps[1:] if not any(b < end and begin < e for b, e in writes)]
     slower = f"{median(during) / median(alone):.2f}" if during else "-"
@@ -58,12 +58,10 @@ def measure(mode: str, folder: str, saves: int) -> tuple[float, float, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="outputs/saves", help="on the disk that is measured; emptied first")
-    parser.add_argument("--saves", type=int, default=6, help="of each mode (default: %(default)s)")
+    parser.add_argument("--folder", default="outputs/saves", help="on the disk to measure; is emptied and removed")
+    parser.add_argument("--saves", type=int, default=6, help="saves in each mode (default: %(default)s)")
     args = parser.parse_args()
-    print(
-        "| async_mode | a step is held | of `disabled` | the write takes | forward and backward beside it, to alone |"
-    )
+    print("| async_mode | a step is held | of `disabled` | the write takes | forward and backward beside it / alone |")
     print("| --- | --- | --- | --- | --- |")
     longest = 0.0
     for mode in MODES:

@@ -1,4 +1,4 @@
-"""Where a step's time goes, from a trace by torch's profiler: on a GPU of its kernels, on a CPU of its operations."""
+"""Sorts a step's time from a trace of torch's profiler: the kernels on a GPU, the operations on a CPU."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# A kernel or operation counts for the first sort that matches its name or that of an operation around it.
+# A kernel or operation belongs to the first sort that matches its own name or the name of an operation around it.
 SORTS = {
     "optimizer": r"Optimizer\.step|adam",
     "attention": r"scaled_dot_product|flash|fmha|attention|cudnn::fusion|dot_do_o|convert_dq",
@@ -20,10 +20,10 @@ Event = dict[str, Any]
 
 
 def shares(trace: Path) -> dict[str, float]:
-    """Each sort's part of a step: on a GPU of the last that the trace has, on a CPU of one as fast as any of them.
+    """Return each sort's share of a step: on a GPU of the last step in the trace, on a CPU of the fastest possible one.
 
-    A CPU's operation counts with the least time it took, for in some steps new memory is waited for, as the profiler's
-    records take the place of tensors; a step that is not watched waits for none.
+    On a CPU each operation counts with the least time it took in any step. The profiler's own records take the place
+    of tensors in memory, so in some steps an operation waits for new memory; an unprofiled step does not.
     """
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
     host = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
@@ -52,13 +52,13 @@ def _sort(names: list[str]) -> str:
 
 
 def _kernels(kernels: list[Event], launched_by: dict[int, list[str]]) -> Iterator[tuple[str, float]]:
-    """Each kernel's sort and time; of two that overlap, the later counts only for what it runs beyond the earlier.
+    """Yield each kernel's sort and time. Where two kernels overlap, the later one counts only after the earlier ends.
 
-    Communication's is what it runs with nothing beside it.
+    Communication counts only while no other kernel runs.
     """
     of_sort: dict[bool, list[tuple[str, Event]]] = defaultdict(list)
     for kernel in sorted(kernels, key=lambda kernel: kernel["ts"]):
-        # The compiler names a kernel after all that is in it, and so perhaps after a product beside it.
+        # The compiler names a fused kernel after its operations, which may include a product that it does not compute.
         names = [] if kernel["name"].startswith("triton_") else [kernel["name"]]
         sort = _sort(names + launched_by.get(kernel.get("args", {}).get("correlation"), []))
         of_sort[sort == "communication"].append((sort, kernel))
@@ -76,7 +76,7 @@ def _kernels(kernels: list[Event], launched_by: dict[int, list[str]]) -> Iterato
 
 
 def _launched_by(host: list[Event], launches: list[Event]) -> dict[int, list[str]]:
-    """The operations around each launch, by the number that it shares with its kernel."""
+    """Return the operations around each launch, keyed by the correlation number that launch and kernel share."""
     return {
         event["args"]["correlation"]: [outer["name"] for outer in around]
         for event, around in _nested([*host, *launches])
@@ -85,7 +85,7 @@ def _launched_by(host: list[Event], launches: list[Event]) -> dict[int, list[str
 
 
 def _operations(host: list[Event], step: Event) -> dict[tuple[str, int], tuple[str, float]]:
-    """Of each operation of a step, by its name and how many such came before: its sort, and the time it took itself."""
+    """Return the sort and the own time of each operation in a step, keyed by name and count of earlier ones."""
     inside = [e for e in host if e["tid"] == step["tid"] and step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
     before: Counter[str] = Counter()
     times: dict[tuple[str, int], tuple[str, float]] = {}
@@ -101,7 +101,7 @@ def _operations(host: list[Event], step: Event) -> dict[tuple[str, int], tuple[s
 
 
 def _nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
-    """Each event with those around it in its thread."""
+    """Yield each event with the events that enclose it in its thread."""
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         around = threads[event["tid"]]

@@ -6,34 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config
-from torchtitan.config.layout import plan_layout
 from torchtitan.config.schema import Config
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.hardware import Place
+from torchtitan.models.families import plan_model
 from torchtitan.parallel import collectives
-from torchtitan.parallel.mesh import build_mesh
 from torchtitan.planner.dry_run import blank_batch
-from torchtitan.training import build
-from torchtitan.training.loss import build_loss
+from torchtitan.training.machine import check_machine
 from torchtitan.training.optimizer import apply_update, build_optimizer
-from torchtitan.training.step import ForwardBackward
+from torchtitan.training.start import lay_out_ranks
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def train_two_steps(config: Config, world_size: int, device: torch.device) -> None:
     """On nothing but padding; the second has the optimizer's states. The process group must be up."""
-    dims = plan_layout(config.parallelism, world_size)
-    mesh = build_mesh(dims, device.type)
-    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
-    model = build.build_model(config, args, mesh, device, seed=0)
-    forward_backward = ForwardBackward(
-        model, build_loss(config.compile), mesh, config.training, config.parallelism, device
-    )
+    place = Place(dist.get_rank(), 0, world_size)
+    run = lay_out_ranks(config, plan_model(config).with_vocabulary(VOCAB), place, device)
+    model = run.build_model(seed=0)
+    forward_backward = run.build_forward_backward(model)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    norm = collectives.GlobalNorm(mesh.stage_group)
-    batch = blank_batch(config, dims.dp).to(device)
+    norm = collectives.GlobalNorm(run.mesh.stage_group)
+    batch = blank_batch(config, run.dims.dp).to(device)
     for _ in range(2):
         forward_backward(batch)
         norm.add(*model.own_gradients())
@@ -45,9 +42,9 @@ def peak_on_cpu(rank: int, world_size: int, overrides: dict[str, Any]) -> int:
     libc, device = ctypes.CDLL("libc.so.6"), torch.device("cpu")
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # so that a tensor's memory goes back when it does
     libc.mallopt(_M_TRIM_THRESHOLD, 0)
-    build.check_environment(tiny_config("unused", world_size, **overrides), device)
+    check_machine(tiny_config("unused", world_size, **overrides), device)
     collectives.start_process_group(device, rank, world_size, 60)
-    small = overrides | {"model__flavor": "tiny", "training__seq_len": 64}
+    small = overrides | {"model__name": "tests.tiny_models:LLAMA", "model__flavor": "tiny", "training__seq_len": 64}
     train_two_steps(tiny_config("unused", world_size, **small), world_size, device)  # loads what kernels need
     gc.collect()
     libc.malloc_trim(0)

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tiny_runs import TINY, TINY_TIED, tiny_config
-from torchtitan.checkpoint.hf import Weights, save_checkpoint
+from tests.tiny_models import LLAMA, SCALED, TINY  # noqa: F401
+from tests.tiny_runs import tiny_config
 from torchtitan.checkpoint.storage import Storage
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs, RopeScaling
+from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Transformer
+from torchtitan.weights.checkpoint import save_checkpoint
+from torchtitan.weights.tensors import Weights
 
 VOCAB = 2048  # the tokenizer's of the tests
-# Within a test's few positions, stretched frequencies differ from plain ones only if the original length is short.
-SCALED = RopeScaling(factor=8.0, original_max_seq_len=32)
-SHAPES = {"tiny": TINY, "tiny-tied": TINY_TIED, "tiny-scaled": replace(TINY, rope_scaling=SCALED)}
+SHAPES = {flavor: LLAMA.flavors[flavor] for flavor in ("tiny", "tiny-tied", "tiny-scaled")}
 
 
 def random_weights(args: LlamaArgs) -> dict[str, Tensor]:
@@ -36,8 +36,7 @@ def hold(weights: dict[str, Tensor]) -> Weights:
 
 def store_run(folder: Path, flavor: str = "tiny", weights: dict[str, Tensor] | None = None, **keys: Any) -> Path:
     """A run folder whose checkpoint of step 0 holds them, or random ones."""
-    FLAVORS["llama3"]["tiny-scaled"] = SHAPES["tiny-scaled"]
     config = tiny_config(folder, model__flavor=flavor, **keys)
-    weights = random_weights(SHAPES[flavor]) if weights is None else weights
+    weights = random_weights(LLAMA.flavors[flavor]) if weights is None else weights
     save_checkpoint(hold(weights), Storage(f"{folder}/checkpoint"), config.model_dump(mode="json"), None)
     return folder

@@ -2,22 +2,19 @@
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import train
+from tests.tiny_models import TINY, TINY_TIED  # noqa: F401  (for the tests)
 from torchtitan.config.load import check
 from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs
-
-TINY = LlamaArgs(dim=64, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=None, rope_theta=10000.0)
-TINY_TIED = LlamaArgs(
-    dim=64, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=None, tied_embeddings=True
-)
+from torchtitan.models.families import plan_model
+from torchtitan.verbs.seed_checkpoint import save_seed_checkpoint
 
 BASE = {
+    "model.name": "tests.tiny_models:LLAMA",
     "model.flavor": "tiny",
     "training.dataset": "pydocs",
     "training.seq_len": 64,
@@ -35,8 +32,6 @@ BASE = {
 
 def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) -> Config:
     """The base run with some keys changed; `__` stands for the dot."""
-    FLAVORS["llama3"] |= {"tiny": TINY, "tiny-tied": TINY_TIED, "tiny-deep": replace(TINY, n_layers=8)}
-    FLAVORS["llama3"]["tiny-deep-tied"] = replace(TINY_TIED, n_layers=8)
     values = BASE | {"job.dump_folder": str(dump_folder)} | {k.replace("__", "."): v for k, v in overrides.items()}
     data: dict[str, Any] = {}
     for name, value in values.items():
@@ -49,7 +44,8 @@ def tiny_config(dump_folder: Path | str, world_size: int = 1, **overrides: Any) 
 def train_here(config: Config, place: Place | None = None) -> list[dict[str, Any]]:
     """Run train.py's main in this process; the logged records."""
     place = place or Place(0, 0, 1)
-    train.main(config, place)
+    main = save_seed_checkpoint if config.checkpoint.create_seed_checkpoint else train.main
+    main(config, plan_model(config), place)
     return read_records(Path(config.job.dump_folder)) if place.rank == 0 else []
 
 

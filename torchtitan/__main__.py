@@ -19,6 +19,13 @@ def main(argv: list[str]) -> None:
 
     verbs.add_parser("schema", help="bring train_configs/schema.json and docs/configuration.md up to date")
 
+    dry = verbs.add_parser("dry_run", help="what each rank would hold and move, on machines that are not there")
+    seed = verbs.add_parser("seed_checkpoint", help="save the initial weights as step 0 and train nothing")
+    for verb in (dry, seed):
+        verb.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
+        verb.epilog = "After --: options of train.py."
+    dry.add_argument("--world_size", type=int, help="ranks of the run (default: WORLD_SIZE)")
+
     compare = verbs.add_parser("compare", help="train two configurations from one seed and compare their losses")
     compare.add_argument("a", metavar="A.toml", help="a configuration")
     compare.add_argument("b", metavar="B.toml", help="another, which should train alike")
@@ -33,6 +40,7 @@ def main(argv: list[str]) -> None:
 
     checkpoint = "a run folder (its newest checkpoint), a folder step-N, or a download from Hugging Face or Meta"
     dtypes = ("float32", "bfloat16", "float16")
+    family = "family of a downloaded model that its config.json does not tell, as model.name: path/to/file.py:SPEC"
     convert = verbs.add_parser("convert", help="weights from and to Hugging Face, and from Meta's files")
     convert.add_argument("source", metavar="FROM", help=checkpoint)
     convert.add_argument("target", metavar="TO", help="the folder to write, new or empty")
@@ -55,8 +63,12 @@ def main(argv: list[str]) -> None:
     generate.add_argument("--dtype", choices=dtypes, help="what to compute in (default: as trained, or as downloaded)")
     generate.add_argument("--tokenizer", help=tokenizer)
 
+    for verb in (convert, generate):
+        verb.add_argument("--model", help=family)
+
     evaluate = verbs.add_parser("eval", help="loss and perplexity of stored weights on the data of [validation]")
     evaluate.add_argument("--checkpoint", required=True, help=checkpoint)
+    evaluate.add_argument("--model", help=family)
     evaluate.epilog = "After --: options of train.py, over the configuration that the checkpoint was trained with."
 
     drill = verbs.add_parser("drill", help="break a run in many ways; it must end as if nothing had happened")
@@ -85,7 +97,9 @@ def main(argv: list[str]) -> None:
     download.add_arguments(verbs.add_parser("download", help="a tokenizer, model or dataset of the Hugging Face hub"))
 
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
-    takes_options = argv[:1] in (["check"], ["compare"], ["drill"], ["eval"], ["launch"], ["preflight"])
+    takes_options = argv[:1] in (
+        *(["check"], ["compare"], ["drill"], ["dry_run"], ["eval"], ["launch"], ["preflight"], ["seed_checkpoint"]),
+    )
     end = argv.index("--") if takes_options and "--" in argv else len(argv)
     try:
         _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
@@ -95,11 +109,19 @@ def main(argv: list[str]) -> None:
 
 def _run(args: argparse.Namespace, options: list[str]) -> None:
     if args.verb == "check":
-        from torchtitan.config.load import load_config_or_exit
+        from torchtitan.models.families import load_run_or_exit
 
         file = ["--job.config_file", args.file] if args.file else []
-        config = load_config_or_exit([*file, *options], args.world_size, rank=0)
+        config, _ = load_run_or_exit([*file, *options], args.world_size, rank=0)
         print(f"{config.job.config_file or 'command line'}: no mistake")
+    elif args.verb == "dry_run":
+        from torchtitan.verbs import dry_run
+
+        dry_run.run(args, options)
+    elif args.verb == "seed_checkpoint":
+        from torchtitan.verbs import seed_checkpoint
+
+        seed_checkpoint.run(args, options)
     elif args.verb == "schema":
         from torchtitan.config import export
 

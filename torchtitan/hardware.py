@@ -1,6 +1,6 @@
-"""What machine this is: the process's place among others, its device, and how fast that can be; torch only inside.
+"""Describes the machine: this process's rank, its device, and the device's peak speed. Only functions import torch.
 
-Peaks are the vendors' dense bf16 figures in TFLOP/s. A device that is not in the table is measured, never guessed.
+Peaks are the vendors' figures for dense bf16, in TFLOP/s. A device that is not in the table is measured, never guessed.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torchtitan.refusal import Refusal
 if TYPE_CHECKING:
     import torch
 
-# Whole words of the device's name; the first match wins, so longer names of a series stand before shorter.
+# The key must occur in the device's name as whole words. The first match wins, so "H100 NVL" stands before "H100".
 PEAK_BF16_TFLOPS: dict[str, float] = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -35,7 +35,7 @@ PEAK_BF16_TFLOPS: dict[str, float] = {
     "MI355X": 2500.0,
     "MI325X": 1307.0,
     "MI300X": 1307.0,
-    "MI250X": 191.5,  # one of its two dies, which is what torch sees as a device
+    "MI250X": 191.5,  # one of its two dies: torch lists each die as a device
 }
 
 
@@ -44,7 +44,7 @@ _DEVICE_FILES = Path("/dev")
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those of the run, as torchrun says it; a process started alone is rank 0 of 1."""
+    """This process's rank in the run, from torchrun's variables. A process started alone is rank 0 of 1."""
 
     rank: int
     local_rank: int
@@ -60,33 +60,34 @@ def read_place() -> Place:
 
 
 def check_restarts(world_size: int) -> None:
-    """Refuse restarts that torchrun was told to make and could not."""
+    """Refuse `--max_restarts` if torchrun's settings would make every restart fail."""
     restarts, is_shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("MAX_RESTARTS", "USE_AGENT_STORE"))
-    # A shared store keeps the addresses of the dead: https://github.com/pytorch/pytorch/issues/135712
+    # A shared store keeps the addresses of dead ranks: https://github.com/pytorch/pytorch/issues/135712
     if world_size > 1 and int(restarts or 0) > 0 and is_shared == "True":
         raise Refusal(
-            f"torchrun's --max_restarts = {restarts} could not bring this run back: the store in which ranks find each "
-            f"other would still have the addresses of those who are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-            f"and --rdzv_backend=c10d, as MAX_RESTARTS={restarts} ./run_llama_train.sh does"
+            f"torchrun's --max_restarts = {restarts} could not bring this run back: after a restart the store in which "
+            f"ranks find each other would still hold the addresses of dead ranks; set "
+            f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv_backend=c10d, or start the run with "
+            f"MAX_RESTARTS={restarts} ./run_llama_train.sh, which sets both"
         )
 
 
 def pick_device(local_rank: int) -> "torch.device":
-    """This rank's GPU, or the CPU where there is none; a GPU that torch cannot use is not passed over."""
+    """Return this rank's GPU, or the CPU if the machine has none. Refuse a GPU that torch cannot use."""
     import torch
 
     if not torch.cuda.is_available():
-        names_one = re.match(" *[0-9GM]", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # not: empty, -1, NoDevFiles
+        names_one = re.match(" *[0-9GM]", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))  # not empty, -1 or NoDevFiles
         if list(_DEVICE_FILES.glob("nvidia[0-9]*")) and names_one:
             raise Refusal(
                 f"this machine has NVIDIA GPUs, but torch {torch.__version__} cannot use them; install a CUDA build of "
-                f"torch that fits the driver, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+                f"torch that fits the driver, or set CUDA_VISIBLE_DEVICES to an empty value to train on the CPU"
             )
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise Refusal(
             f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; "
-            f"start at most that many ranks on it (NGPU={torch.cuda.device_count()})"
+            f"start at most that many ranks on this machine (NGPU={torch.cuda.device_count()})"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -94,12 +95,12 @@ def pick_device(local_rank: int) -> "torch.device":
 
 
 def num_cores() -> int:
-    """Of those that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_to_own_cores(place: Place, device: "torch.device") -> None:
-    """Where ranks share a CPU, each computes on cores of its own; what somebody else has pinned stays as it is."""
+    """Pin each rank to its own cores if ranks share a CPU. A process that somebody else has pinned stays as it is."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type != "cpu" or ranks == 1 or not hasattr(os, "sched_setaffinity"):
         return
@@ -111,20 +112,20 @@ def keep_to_own_cores(place: Place, device: "torch.device") -> None:
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s that MFU is counted against, and where the figure is from."""
+    """The FLOP/s that MFU divides by, and where the figure comes from."""
 
     flops: float
     origin: str  # "data sheet" or "measured"
 
 
 def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
-    """The device table's figure for bf16, else the best of a large matrix product on this device in this dtype."""
+    """Return the table's figure for bf16 on a known GPU. Measure a large matrix product on anything else."""
     import torch
 
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device).replace("-", " ")
         for known, tflops in PEAK_BF16_TFLOPS.items():
-            if re.search(rf"\b{known}\b", name) and " MIG " not in name:  # a slice of a GPU is measured
+            if re.search(rf"\b{known}\b", name) and " MIG " not in name:  # a MIG slice of a GPU is measured
                 return Peak(tflops * 1e12, "data sheet")
     return Peak(measure_matmul_flops(device, dtype), "measured")
 
@@ -133,7 +134,7 @@ def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
 def measure_matmul_flops(
     device: "torch.device", dtype: "torch.dtype", seconds: float = 0.3, size: int | None = None
 ) -> float:
-    """FLOP/s of the fastest of several square matrix products, tried for about this long."""
+    """Multiply square matrices for about `seconds`, and return the FLOP/s of the fastest product."""
     import torch
 
     n = size or (8192 if device.type == "cuda" else 1024)
@@ -155,9 +156,10 @@ def measure_matmul_flops(
 
 
 def advise_type(device: "torch.device", used: str) -> str:
-    """On a CPU, what to set if the other type multiplies at least 1.5 times as fast: CPUs differ tenfold in that.
+    """Return advice for a CPU on which the other dtype multiplies at least 1.5 times as fast, or "".
 
-    By small products: without instructions for bfloat16 one of 1024 rows takes over a second.
+    The ratio of the two speeds differs tenfold between CPUs. The measurement uses small products, because on a CPU
+    without bfloat16 instructions one product of 1024 rows takes over a second.
     """
     import torch
 
@@ -178,11 +180,12 @@ def pick_attention(
     seq_len: int,
     is_masked: bool,
 ) -> tuple[str, AbstractContextManager]:
-    """On a GPU the kernel that attention will be computed by, and the context that has torch try the fastest first.
+    """Return the name of the kernel that computes attention on this GPU, and a context in which torch tries it first.
 
-    On Hopper and data-centre Blackwell that is cuDNN's from 9.15.1 on: 631 against FlashAttention-2's 329 TFLOP/s on an
-    H100 (https://github.com/pytorch/pytorch/issues/142132). With a mask and lengths that 128 does not divide its
-    gradients may be NaN (https://github.com/pytorch/pytorch/issues/196678).
+    On Hopper and data-centre Blackwell the fastest kernel is cuDNN's, from version 9.15.1 on: 631 TFLOP/s on an H100,
+    where FlashAttention-2 reaches 329 (https://github.com/pytorch/pytorch/issues/142132). With a mask and a length that
+    128 does not divide, cuDNN's gradients may be NaN (https://github.com/pytorch/pytorch/issues/196678), so it is tried
+    last there. On a CPU the name is "".
     """
     if device.type != "cuda":
         return "", nullcontext()
@@ -196,7 +199,8 @@ def pick_attention(
     is_new = torch.cuda.get_device_capability(device)[0] in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
     order = [cudnn, flash, others] if is_new and not (is_masked and seq_len % 128) else [flash, others, cudnn]
 
-    kv_heads = heads if is_masked or dtype == torch.float32 else kv_heads  # as CausalAttention repeats them
+    # CausalAttention repeats KV heads in these two cases
+    kv_heads = heads if is_masked or dtype == torch.float32 else kv_heads
     q, k = (torch.empty(1, n, 128, head_dim, device=device, dtype=dtype, requires_grad=True) for n in (heads, kv_heads))
     mask = torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool) if is_masked else None
     taken = cuda.SDPAParams(q, k, k, mask, 0.0, mask is None, kv_heads < heads)
@@ -205,14 +209,14 @@ def pick_attention(
 
 
 def print_device_checks() -> None:
-    """For a preflight, as JSON: whether each GPU here multiplies matrices right, and how fast."""
+    """Print for the preflight, as JSON, whether each GPU here multiplies matrices correctly, and how fast."""
     import torch
 
     checks = []
     for i in range(torch.cuda.device_count()):
         device = torch.device("cuda", i)
         torch.cuda.set_device(device)
-        # Whole numbers up to 256 are exact in bf16, and so are these sums of 256 products, in whatever order.
+        # bf16 holds whole numbers up to 256 exactly, so these sums of 256 products are exact in any order.
         a, b = (torch.randint(-1, 2, shape, device=device).bfloat16() for shape in ((8192, 256), (256, 8192)))
         by_product = (a @ b).double().sum(dim=1)
         exact = torch.equal(by_product, (a.double() @ b.double().sum(dim=1, keepdim=True)).squeeze(1))
@@ -232,24 +236,24 @@ def describe_device(device: "torch.device") -> str:
 
 
 def peak_memory_gib(device: "torch.device") -> float:
-    """Most memory held so far: what the allocator reserved on a GPU, the process's resident size on a CPU."""
+    """Return the most memory held so far: reserved by the allocator on a GPU, resident in the process on a CPU."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS gives ru_maxrss in bytes, other systems in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def gpu_memory_bytes() -> int | None:
-    """Memory of this machine's first GPU, if it has one."""
+    """Return the memory of this machine's first GPU, or None without one."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def use_deterministic_kernels(warn_only: bool) -> None:
-    """Refuse (or warn of) kernels whose result depends on timing; before the first matrix product."""
+    """Have torch refuse (or warn of) kernels whose result depends on timing. Call before the first matrix product."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace

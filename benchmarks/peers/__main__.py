@@ -1,10 +1,10 @@
-"""Other trainers beside this one: the same shape, batch, precision and optimizer, in turn, on this machine.
+"""Compares this recipe with other trainers on this machine: the same shape, batch, precision and optimizer, in turn.
 
     python -m benchmarks.peers --preset cpu-60m --repeats 3
 
-Each peer has its own documented fast settings, and an environment of its own under outputs/peers, which the first
-run makes (with WHEELS set, as benchmarks/on_gpu.sh has it, they run in this one's). Printed are medians over the
-repeats, and for each peer the median of this recipe's figure over the peer's; who could not run, and why, stands below.
+Each peer runs with its own documented fast settings, in an environment under outputs/peers that the first run creates.
+With WHEELS set, as benchmarks/on_gpu.sh sets it, the peers run in this environment. The table shows medians over the
+repeats, and the median ratio of this recipe's figure to the peer's. Peers that could not run stand below, with reasons.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WARMUP = 5
 
 
 def why_not(name: str, config: Config, has_gpu: bool) -> str:
-    """Why a peer cannot train this preset here; empty if it can."""
+    """Return why a peer cannot train this preset here, or "" if it can."""
     is_titan = PEERS[name][0] == "titan.py"
     if is_titan and not has_gpu:
         return "trains on GPUs only"
@@ -41,7 +41,7 @@ def why_not(name: str, config: Config, has_gpu: bool) -> str:
 
 
 def set_up(program: str, packages: list[str]) -> Path:
-    """The Python of a peer's environment, made if need be."""
+    """Return the Python of a peer's environment. Create the environment if it does not exist."""
     if os.environ.get("WHEELS"):
         return Path(sys.executable)
     folder = ROOT / "outputs/peers" / Path(program).stem
@@ -57,7 +57,7 @@ def set_up(program: str, packages: list[str]) -> Path:
 
 
 def run_peer(name: str, config: Config) -> dict[str, Any]:
-    """A peer's median step after the first ones, as benchmarks.run has it, or why there is none."""
+    """Run a peer. Return the figures of its median step after warm-up, as benchmarks.run does, or why it failed."""
     program, packages, options = PEERS[name]
     flavor = FLAVORS[config.model.name][config.model.flavor]
     args = replace(flavor, vocab_size=config.model.vocab_size or flavor.vocab_size)
@@ -90,9 +90,9 @@ def main() -> None:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="cpu-60m")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["trainer", "lit", "titan"], nargs="+", help="these peers, not all")
+    parser.add_argument("--preset", choices=PRESETS, default="cpu-60m", help="what all train (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each trainer (default: %(default)s)")
+    parser.add_argument("--only", choices=["trainer", "lit", "titan"], nargs="+", help="which peers (default: all)")
     args = parser.parse_args()
     config = load_config(["--job.config_file", str(PRESETS[args.preset])], 1)
     asked = [name for name, (program, *_) in PEERS.items() if not args.only or Path(program).stem in args.only]
@@ -125,12 +125,12 @@ def main() -> None:
 
 
 def describe(run: dict[str, Any]) -> str:
-    """One run, told when it ends: whoever stops what is left of them keeps this."""
+    """Describe one run. The line is printed when the run ends, so it is kept if the user stops the others."""
     return run.get("failed") or f"{run['tokens_per_second']:,.0f} tokens/s, {run['memory_gib']:.2f} GiB"
 
 
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
-    """The cells of a row: medians, and medians of the ratios of runs that were beside each other."""
+    """Return the cells of a row: medians, and median ratios of runs that took place one after the other."""
     cells = []
     for key, form in (("tokens_per_second", "{:,.0f}"), ("memory_gib", "{:.2f} GiB")):
         cells.append(form.format(statistics.median(run[key] for run in theirs)))

@@ -1,6 +1,6 @@
-"""LitGPT's model, loss and optimizer in its pretraining loop, on random tokens: `lit.py JSON`; its last line is JSON.
+"""Trains LitGPT's model with its loss and optimizer on random tokens: `lit.py JSON`. The last line printed is JSON.
 
-Runs in the peer's environment. Of the loop only what takes time in a step is here: no data module, no checkpoints.
+It runs in the peer's environment. The loop is LitGPT's pretraining loop without data module and checkpoints.
 """
 
 import json
@@ -57,7 +57,7 @@ def main() -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()  # as it is logged
+        loss.item()  # as LitGPT's loop reads it for the log
         ends.append(time.perf_counter())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if torch.cuda.is_available():

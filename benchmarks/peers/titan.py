@@ -1,7 +1,8 @@
-"""torchtitan 0.2.2's Trainer on random tokens: `titan.py JSON`; its last line is JSON. Runs in the peer's environment.
+"""Runs torchtitan 0.2.2's Trainer on random tokens: `titan.py JSON`. The last line printed is JSON.
 
-It has no option for moments in bfloat16: where its float32 states would fill the GPU it trains in bfloat16 throughout,
-and where it does not fit without recomputation it recomputes as little as fits. What was taken is in the answer.
+It runs in the peer's environment. torchtitan has no option for moments in bfloat16. If its float32 states would fill
+the GPU, it trains in bfloat16 throughout. If it does not fit without recomputation, it recomputes as little as it can.
+The JSON says which settings it took.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 RECOMPUTE = ("none", "selective", "full")  # fastest first
-STATE_BYTES = 16  # of a parameter in float32: itself, its gradient and AdamW's two moments
+STATE_BYTES = 16  # a parameter in float32, its gradient and AdamW's two moments
 
 
 def main() -> None:
@@ -26,9 +27,9 @@ def main() -> None:
     if "recompute" in asked:
         print(json.dumps(train(asked)))
         return
-    for recompute in RECOMPUTE:  # in a process of its own, for what did not fit is not given back whole
+    for recompute in RECOMPUTE:  # each in its own process: after a failure not all memory is returned
         command = [sys.executable, __file__, json.dumps(asked | {"recompute": recompute})]
-        env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ  # as torchtitan's run_train.sh has it
+        env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ  # as in torchtitan's run_train.sh
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         if "OutOfMemoryError" not in done.stderr:
             break
@@ -38,7 +39,10 @@ def main() -> None:
 
 
 def train(asked: dict[str, Any]) -> dict[str, Any]:
-    """The seconds of each step but the first, alike from one logged to the next; the memory; what was chosen."""
+    """Train. Return the seconds of each step but the first, the memory, and the settings.
+
+    Steps between two logged ones share their mean.
+    """
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
     from torchtitan.protocols.train_spec import register_train_spec
     from torchtitan.train import Trainer
@@ -60,7 +64,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     class Timed(Trainer):
         def train_step(self, data_iterator: Iterator[Any]) -> None:
             super().train_step(data_iterator)
-            if self.metrics_processor.should_log(self.step):  # and so has waited for the GPU
+            if self.metrics_processor.should_log(self.step):  # logging has waited for the GPU
                 ends.append((self.step, time.perf_counter()))
 
     class Tokens:
@@ -80,7 +84,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
         n_kv_heads=shape["n_kv_heads"],
         vocab_size=shape["vocab_size"],
         rope_theta=shape["rope_theta"],
-        ffn_dim_multiplier=0.1,  # rounded up to the multiple below, which is the size itself
+        ffn_dim_multiplier=0.1,  # rounded up to the multiple below, which is the hidden size itself
         multiple_of=shape["hidden_dim"],
     )
     spec = dataclasses.replace(

@@ -1,4 +1,7 @@
-"""Hugging Face's Trainer on random tokens: `trainer.py JSON`; its last line is JSON. Runs in the peer's environment."""
+"""Runs Hugging Face's Trainer on random tokens: `trainer.py JSON`. The last line printed is JSON.
+
+It runs in the peer's environment.
+"""
 
 import json
 import resource
@@ -11,7 +14,7 @@ import torch
 
 
 class Tokens(torch.utils.data.Dataset):
-    """As many sequences as the run takes."""
+    """As many random sequences as the run needs."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self.asked = asked

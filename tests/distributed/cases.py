@@ -20,21 +20,20 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from tests.tiny_runs import TINY, tiny_config, train_here
 from torchtitan.checkpoint.storage import Storage
-from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Float8
-from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
-from torchtitan.models.llama.model import TransformerBlock, rope_table
+from torchtitan.models.families import plan_model
+from torchtitan.models.layers import rope_table
+from torchtitan.models.llama.model import TransformerBlock
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.parallel import collectives
 from torchtitan.parallel.float8 import apply_float8, float8_plan, update_float8_scales
-from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.parallel.tensor import overlap_communication
-from torchtitan.training import build
-from torchtitan.training.loss import build_loss, cross_entropy_sum
+from torchtitan.training import model, start
+from torchtitan.training.loss import cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer
-from torchtitan.training.step import ForwardBackward
+from torchtitan.training.start import start_run
 
 
 def train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,19 +51,18 @@ def train_and_keep(
     rank: int, world_size: int, folder: str, overrides: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Piece]]:
     """Trains; the records, and this rank's pieces of the trained parameters."""
-    import train as recipe
 
     def build_and_keep(*args: Any) -> ModelParts:
         kept.append(build_model(*args))
         return kept[-1]
 
     kept: list[ModelParts] = []
-    build_model = recipe.build.build_model
-    recipe.build.build_model = build_and_keep
+    build_model = model.build_model
+    model.build_model = build_and_keep  # type: ignore[assignment]
     try:
         records = train(rank, world_size, folder, overrides)
     finally:
-        recipe.build.build_model = build_model
+        model.build_model = build_model  # type: ignore[assignment]
     pieces = {}
     for name, parameter in kept[0].named_parameters():
         (chunk,) = parameter.__create_chunk_list__()
@@ -77,11 +75,7 @@ def precomputed_scales(rank: int, world_size: int, folder: str, overrides: dict[
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
     config = tiny_config(folder, world_size, **overrides)
-    device = torch.device("cpu")
-    collectives.start_process_group(device, rank, world_size, 60)
-    mesh = build_mesh(plan_layout(config.parallelism, world_size), "cpu")
-    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
-    model = build.build_model(config, args, mesh, device, 0)
+    model = start_run(config, plan_model(config), Place(rank, rank, world_size)).build_model(0)
     update_float8_scales(model.stages.values(), config.float8)
     carried, expected = [], []
     for parameter in model.parameters():
@@ -119,7 +113,7 @@ def float8_block(rank: int, world_size: int) -> tuple[list[str], torch.Size, lis
     }
     plan = float8_plan(block, plan)
     parallelize_module(block, axis, plan)
-    out = block(torch.randn(2, 8, args.dim), *rope_table(torch.arange(16), args), None)
+    out = block(torch.randn(2, 8, args.dim), *rope_table(torch.arange(16), args.head_size, args.rope_theta), None)
     out.sum().backward()
     without = [name for name, p in block.named_parameters() if p.grad is None]
     return [type(style).__name__ for style in plan.values()], out.shape, without
@@ -153,7 +147,6 @@ def train_with_a_bad_batch(
     rank: int, world_size: int, folder: str, overrides: dict[str, Any], bad_calls: list[int]
 ) -> str:
     """Trains with a loss of NaN at some calls of rank 1's loss; the message the run ends with, if it fails."""
-    import train as recipe
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         nonlocal calls
@@ -162,14 +155,14 @@ def train_with_a_bad_batch(
         return summed * math.nan if rank == 1 and calls in bad_calls else summed
 
     calls = 0
-    build_plain_loss = recipe.build_loss
-    recipe.build_loss = lambda compile_: loss  # type: ignore[assignment]
+    build_plain_loss = start.build_loss
+    start.build_loss = lambda compile_: loss  # type: ignore[assignment]
     try:
         train(rank, world_size, folder, overrides)
     except NotFiniteError as error:
         return str(error)
     finally:
-        recipe.build_loss = build_plain_loss
+        start.build_loss = build_plain_loss
     return ""
 
 
@@ -211,22 +204,15 @@ def parameters_after(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """All parameters, whole, after some steps, and this rank's shards of them."""
     config = tiny_config(folder, world_size, **overrides)
-    dims = plan_layout(config.parallelism, world_size)
-    plan = plan_batch(config.training, dims.dp)
-    device = torch.device("cpu")
-    build.check_environment(config, device)
-    collectives.start_process_group(device, rank, world_size, 60)
-    mesh = build_mesh(dims, "cpu")
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
-    loader = build.build_training_loader(config, plan, tokenizer, mesh, 0, device, collectives.Vote())
-    model = build.build_model(config, build.build_model_args(config, tokenizer), mesh, device, 0)
-    step = ForwardBackward(model, build_loss(config.compile), mesh, config.training, config.parallelism, device)
+    run = start_run(config, plan_model(config), Place(rank, rank, world_size))
+    loader, model = run.build_training_loader(0), run.build_model(0)
+    forward_backward = run.build_forward_backward(model)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    norm = collectives.GlobalNorm(mesh.stage_group)
+    norm = collectives.GlobalNorm(run.mesh.stage_group)
     for _ in range(steps):
         batch = loader.next()
         assert batch is not None
-        step(batch)
+        forward_backward(batch)
         norm.add(*model.own_gradients())
         apply_update(optimizer, 3e-3, norm.total(), 1.0)
     loader.close()

@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_runs import TINY
-from torchtitan.models.llama.args import FLAVORS
 from torchtitan.training.step import ForwardBackward
 
 kind, faulty_rank, faulty_step = os.environ["FAULT"].split()
@@ -42,7 +40,6 @@ def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
     return healthy_step(self, batch)
 
 
-FLAVORS["llama3"]["tiny"] = TINY
 ForwardBackward.__call__ = step_with_a_fault  # type: ignore[method-assign]
 sys.argv[0] = str(Path(__file__).parents[2] / "train.py")
 runpy.run_path(sys.argv[0], run_name="__main__")

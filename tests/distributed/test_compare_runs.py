@@ -18,7 +18,7 @@ SHORT = ["--training.seq_len", "64", "--training.global_batch_size", "8", "--val
 
 
 def start(folder: Path, b: str, *words: str) -> "subprocess.Popen[str]":
-    """Compare the debug model with a changed one."""
+    """Start a comparison of the debug model with a changed one."""
     (folder / "a.toml").write_text(DEBUG_MODEL)
     (folder / "b.toml").write_text(b)
     files = [str(folder / name) for name in ("a.toml", "b.toml")]
@@ -32,7 +32,7 @@ def compare(folder: Path, b: str, *words: str) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=100)
     finally:
-        process.send_signal(signal.SIGINT)  # if it is still there
+        process.send_signal(signal.SIGINT)  # in case it still runs
     return process.returncode, out, err
 
 
@@ -45,7 +45,7 @@ def test_two_layouts_of_one_training_are_alike_and_shown_in_text_and_curves(tmp_
     text = (folder / "compare.txt").read_text()
     assert text in out
     assert f"B  {tmp_path}/b.toml: dp_shard 2\n4 steps, global batch 8 x 64 tokens, seed 0 for both\n" in text
-    assert "say what to train" not in text and "parallelism.data_parallel_shard_degree: A -1, B 2\n" in text
+    assert "set what to train" not in text and "parallelism.data_parallel_shard_degree: A -1, B 2\n" in text
     assert text.endswith("ALIKE: loss within 1.0e-05 at every step; gradient norm within 1.0e-04 at every step\n")
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
     a, b = read_records(folder / "a"), read_records(folder / "b")
@@ -58,7 +58,7 @@ def test_two_layouts_of_one_training_are_alike_and_shown_in_text_and_curves(tmp_
 def test_another_learning_rate_is_found_from_its_first_update_on(tmp_path: Path) -> None:
     code, out, err = compare(tmp_path, DEBUG_MODEL.replace("lr = 3e-3", "lr = 1e-3"), "--steps", "3", "--", *SHORT)
     assert code == 1, out + err
-    assert "say what to train, so that other losses are to be expected:\n  optimizer.lr: A 0.003, B 0.001\n" in out
+    assert "set what to train, so the losses are expected to differ:\n  optimizer.lr: A 0.003, B 0.001\n" in out
     assert "DIFFERENT: loss over 1.0e-05, first at step 2; gradient norm over 1.0e-04, first at step 2\n" in out
 
 

@@ -10,12 +10,17 @@ import pytest
 
 from tests.distributed.conftest import Ranks
 from tests.measured_peak import peak_on_cpu
+from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.models.families import plan_model
 from torchtitan.planner.dry_run import estimate
-from torchtitan.training import build
 
-BASE: dict[str, Any] = {"model__flavor": "debugmodel", "training__seq_len": 512, "training__local_batch_size": 4}
+BASE: dict[str, Any] = {
+    "model__name": "llama3",
+    "model__flavor": "debugmodel",
+    "training__seq_len": 512,
+    "training__local_batch_size": 4,
+}
 PP: dict[str, Any] = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 8}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, accumulating": (1, {}),
@@ -33,9 +38,9 @@ def test_the_estimate_is_within_a_tenth_of_what_ranks_hold(name: str, ranks: Ran
     world_size, overrides = CASES[name]
     overrides = BASE | overrides
     config = tiny_config("unused", world_size, **overrides)
-    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
+    blueprint = plan_model(config).with_vocabulary(VOCAB)
     measured = ranks(peak_on_cpu, world_size, overrides)
     for rank in range(world_size):
-        estimated = estimate(config, args, rank, world_size, gpu=False).peak_bytes
+        estimated = estimate(config, blueprint, rank, world_size, gpu=False).peak_bytes
         print(f"{name}, rank {rank}: estimated {estimated / 2**20:.1f} MiB, measured {measured[rank] / 2**20:.1f} MiB")
         assert estimated == pytest.approx(measured[rank], rel=0.1)

@@ -1,4 +1,4 @@
-"""One rank raises, dies, stops or sleeps: the console says so once, each rank leaves its stacks, and all end soon."""
+"""One rank raises, dies, stops or sleeps: the console reports it once, each rank writes its stacks, and all end."""
 
 import os
 import re
@@ -18,7 +18,7 @@ MODULE = ["-m", "tests.distributed.faulty_train"]
 
 
 class Run:
-    """A run with a fault, to its end."""
+    """Starts a run with a fault and waits for its end."""
 
     def __init__(
         self, folder: Path, fault: str, num_ranks: int, torchrun: bool, restarts: int = 0, **overrides: object
@@ -85,7 +85,7 @@ def test_a_rank_that_sleeps_is_named_and_all_leave_their_stacks_and_end(tmp_path
     stacks = [(run.folder / "hang" / f"rank_{rank}.txt").read_text() for rank in range(3)]
     assert "time.sleep(1000)" in stacks[1] and "thread loader" in stacks[1]
     assert "dist.all_reduce(tensor, group=group)" in stacks[0] and "dist.all_reduce" in stacks[2]
-    assert "Timed out" not in run.console  # the other ranks' own errors say nothing more
+    assert "Timed out" not in run.console  # the errors of the other ranks would add nothing
 
 
 @pytest.mark.parametrize(("torchrun", "faulty_rank"), [(True, 1), (False, 0)], ids=["torchrun", "bare processes"])
@@ -98,7 +98,7 @@ def test_the_error_of_one_rank_is_the_only_one_that_is_shown(tmp_path: Path, tor
     assert "onnection" not in run.console, run.console
 
 
-def test_an_error_is_told_as_it_is_also_after_a_pause_that_was_told(tmp_path: Path) -> None:
+def test_an_error_after_a_reported_pause_is_reported_as_it_is(tmp_path: Path) -> None:
     run = Run(tmp_path, "pause 1 6", 2, torchrun=False, comm__train_timeout_seconds=9)
     assert run.seconds < 25 and all(run.codes)
     assert run.console.count("no progress for") == 1, run.console
@@ -118,15 +118,15 @@ def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> 
     assert [path.name for path in (run.folder / "hang").iterdir()] == ["rank_0.txt"]
 
 
-def test_torchrun_brings_a_killed_rank_back_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_killed_rank_and_the_run_resumes(tmp_path: Path) -> None:
     run = Run(tmp_path, "SIGKILL 1 4", 2, torchrun=True, restarts=1, checkpoint__interval=2)
     assert run.codes == [0], run.console
-    assert "go on from step 2 in " in run.console
+    assert "resuming from step 2 in " in run.console
     assert [record["step"] for record in read_records(run.folder)] == list(range(1, 11))
 
 
-def test_a_warning_that_comes_to_torchrun_and_to_the_rank_is_one_and_the_run_is_saved(tmp_path: Path) -> None:
+def test_a_signal_to_torchrun_and_to_the_rank_counts_once_and_the_run_is_saved(tmp_path: Path) -> None:
     run = Run(tmp_path, "preemption 1 3", 2, torchrun=True)
-    assert "the run is saved after this step and ends" in run.console, run.console
+    assert "the run saves and ends after this step" in run.console, run.console
     (step,) = (int(path.name[5:]) for path in (run.folder / "checkpoint").glob("step-*"))
     assert step in (3, 4), run.console

@@ -11,8 +11,8 @@ from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import differences
 from tests.tiny_runs import read_records, tiny_config, train_here
-from torchtitan.checkpoint.hf import open_checkpoint
 from torchtitan.checkpoint.storage import Storage
+from torchtitan.weights.checkpoint import open_checkpoint
 
 Records = list[dict[str, Any]]
 TWO: dict[str, Any] = {"training__local_batch_size": 4}

@@ -285,7 +285,7 @@ def test_a_preflight_says_on_each_node_what_is_wrong(ended: dict[str, dict[int, 
 def test_a_rank_that_others_do_not_reach_by_gloo_ends_and_says_so(ended: dict[str, dict[int, Any]]) -> None:
     """gloo itself would have the first rank wait five times as long as it is told."""
     (first, first_code), (second, second_code) = ended["gloo"].values()
-    assert first_code == 1 and "another rank has not connected to this one by gloo within 8 s; gloo uses" in first
+    assert first_code == 1 and "another rank has not connected to this rank over gloo within 8 s; gloo uses" in first
     # It says what it has heard from gloo, or, on a busy machine, that it has heard nothing in time.
-    heard = "ValueError: this rank cannot connect to another by gloo ("
-    assert second_code == 1 and (heard in second or "has not connected to this one by gloo" in second), second
+    heard = "this rank cannot connect to another rank over gloo ("
+    assert second_code == 1 and (heard in second or "has not connected to this rank over gloo" in second), second

@@ -7,21 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import layout
 from tests.stored_models import SHAPES, random_weights, store_run
 from tests.tiny_runs import TINY, tiny_config
-from torchtitan.config.layout import plan_layout
 from torchtitan.hardware import Place
 from torchtitan.parallel import collectives
-from torchtitan.parallel.mesh import build_mesh
-from torchtitan.training import build
-from torchtitan.training.weights import load_weights, open_model
+from torchtitan.training.start import start_run
 from torchtitan.verbs import generate as generating
 from torchtitan.verbs.convert import run as convert
 from torchtitan.verbs.evaluate import evaluate, resolve
+from torchtitan.weights.stored import load_weights, open_model
 
 VALIDATION = {"validation__dataset_path": "tests/assets/pydocs/validation.jsonl", "validation__seq_len": 64,
               "validation__steps": 3}  # fmt: skip
@@ -32,12 +31,7 @@ def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str,
     """This rank's parameters, filled: name, where its part begins, and the part."""
     config = tiny_config("unused", world_size, model__flavor=flavor, **keys)
     store = open_model(source)
-    device = torch.device("cpu")
-    collectives.start_process_group(device, rank, world_size, 60)
-    mesh = build_mesh(plan_layout(config.parallelism, world_size), "cpu")
-    model = build.lay_out_model(config, store.args, mesh)
-    for stage in model.stages.values():
-        stage.to_empty(device=device)
+    model = start_run(config, store.blueprint, Place(rank, rank, world_size)).build_empty_model()
     load_weights(store, model)
     pieces: list[tuple[str, tuple[int, ...], Tensor]] = []
     for name, parameter in model.named_parameters():
@@ -49,7 +43,9 @@ def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str,
 
 def stored(folder: Path, flavor: str) -> tuple[Path, Path]:
     run, hf = store_run(folder / "run", flavor), folder / "hf"
-    convert(Namespace(source=str(run), target=str(hf), to=None, dtype=None, shard_gb=0.0003, tokenizer=None))
+    convert(
+        Namespace(source=str(run), target=str(hf), to=None, dtype=None, shard_gb=0.0003, tokenizer=None, model=None)
+    )
     return run, hf
 
 
@@ -92,11 +88,14 @@ def test_each_rank_gets_its_part(flavor: str, name: str, origin: str, ranks: Ran
 
 
 def generated(rank: int, world_size: int, source: str) -> list[list[int | None]]:
-    place = Place(rank, rank, world_size)
-    model = generating.build_model(open_model(source), torch.float32, place)
+    axis, device = None, torch.device("cpu")
+    if world_size > 1:
+        collectives.start_process_group(device, rank, world_size, 60)
+        axis = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    model = generating.build_model(open_model(source, "tests.tiny_models:LLAMA"), torch.float32, device, axis)
     sampling = generating.Sampling(temperature=0.7, top_k=200, top_p=0.95, seed=3)
-    greedy = list(generating.generate(model, PROMPTS, {1}, 30, generating.Sampling()))
-    return greedy + list(generating.generate(model, PROMPTS, {1}, 30, sampling))
+    greedy = list(generating.generate(model, 1000, PROMPTS, {1}, 30, generating.Sampling()))
+    return greedy + list(generating.generate(model, 1000, PROMPTS, {1}, 30, sampling))
 
 
 @pytest.mark.parametrize("flavor", SHAPES)
@@ -109,10 +108,9 @@ def test_split_tensors_write_the_same_text(flavor: str, ranks: Ranks, tmp_path: 
 
 
 def evaluated(rank: int, world_size: int, source: str, options: list[str]) -> tuple[float, int]:
-    tiny_config("unused")  # the flavor is known to it
     place = Place(rank, rank, world_size)
     store = open_model(source)
-    return evaluate(store, resolve(store, source, options, place), place)
+    return evaluate(store, *resolve(store, options, place), place)
 
 
 def test_eval_on_any_layout_measures_the_same(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What only a GPU can show: that it trains, agrees with the CPU, and is not waited for between logged steps."""
+"""Tests that need a GPU: it trains, it agrees with the CPU, and the host waits for it only at logged steps."""
 
 import gc
 import warnings
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.measured_peak import train_two_steps
+from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan import hardware
-from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.models.llama.model import CausalAttention
+from torchtitan.models.families import plan_model
+from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.collectives import start_process_group, stop_process_group
 from torchtitan.planner.dry_run import estimate
 from torchtitan.preflight.facts import check_gpus
-from torchtitan.training import build
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def test_a_gpu_trains_in_bfloat16_and_the_loss_falls(tmp_path: Path) -> None:
 
 
 def test_a_gpu_and_a_cpu_train_alike_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From different initial weights, for each device has its own generator; so only about alike."""
+    """Each device has its own generator, so the initial weights differ, and the losses are only about the same."""
     on_gpu = train_here(tiny_config(tmp_path / "gpu"))
     monkeypatch.setattr(hardware, "pick_device", lambda _: torch.device("cpu"))
     on_cpu = train_here(tiny_config(tmp_path / "cpu"))
@@ -41,7 +41,7 @@ def test_a_gpu_and_a_cpu_train_alike_in_float32(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts torch's own warnings of synchronisation: eight steps and two records more may add two."""
+    """Counts torch's warnings of synchronisation: eight more steps, with two more log records, may add only two."""
     counts = []
     for steps in (4, 12):
         with warnings.catch_warnings(record=True) as caught:
@@ -56,7 +56,7 @@ def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, monkeyp
 
 
 def test_parameters_kept_on_the_host_train_as_those_on_the_gpu_do(tmp_path: Path) -> None:
-    """From the same initial values; the update is computed on the CPU, so it may round otherwise."""
+    """Both start from the same values. With offload the CPU computes the update, so it may round differently."""
     on_gpu = train_here(tiny_config(tmp_path / "gpu"))
     on_host = train_here(tiny_config(tmp_path / "host", training__enable_cpu_offload=True))
     for ours, reference in zip(on_host, on_gpu, strict=True):
@@ -86,13 +86,18 @@ def test_memory_snapshots_are_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
-    overrides = {"model__flavor": "debugmodel", "training__seq_len": 2048, "activation_checkpoint__mode": recompute}
+    overrides = {
+        "model__name": "llama3",
+        "model__flavor": "debugmodel",
+        "training__seq_len": 2048,
+        "activation_checkpoint__mode": recompute,
+    }
     config = tiny_config("unused", **overrides, training__mixed_precision_param="bfloat16")
-    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
+    blueprint = plan_model(config).with_vocabulary(VOCAB)
     device = torch.device("cuda", 0)
     start_process_group(device, 0, 1, 60)
     try:
-        train_two_steps(config, 1, device)  # libraries take their own memory
+        train_two_steps(config, 1, device)  # a first run, so that libraries allocate their own memory now
         torch.cuda.synchronize()
         gc.collect()
         before = torch.cuda.memory_allocated()
@@ -101,7 +106,7 @@ def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
         measured = torch.cuda.max_memory_allocated() - before
     finally:
         stop_process_group()
-    assert estimate(config, args, rank=0, world_size=1).peak_bytes == pytest.approx(measured, rel=0.1)
+    assert estimate(config, blueprint, rank=0, world_size=1).peak_bytes == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("is_masked", [False, True])

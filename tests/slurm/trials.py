@@ -119,7 +119,7 @@ class Trials:
     def _goes_on(self, job: Job, name: str, told: float) -> dict[str, float]:
         """The first step of its second life is the one after the last of its first."""
         step = self._records(name)[-1]["step"]
-        job.wait_for_line(f"go on from step {step} in ", 180 + self.hold_seconds)
+        job.wait_for_line(f"resuming from step {step} in ", 180 + self.hold_seconds)
         wait_for(f"step {step + 1}", 90, lambda: self._records(name)[-1]["step"] > step)
         assert job.about("Restarts") == "1"
         return {"signal to first step of its second life": time.monotonic() - told}

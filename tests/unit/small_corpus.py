@@ -48,7 +48,6 @@ def small_loader(*paths: str, **options: Any) -> Loader:
         "epochs": 1,
         "shuffle": True,
         "block_causal": False,
-        "agree": lambda ready: ready,
     }
     sources = [DataSource(dataset="x", dataset_path=p, weight=w) for p, w in zip(paths, weights, strict=True)]
     settings |= options

@@ -71,7 +71,7 @@ def test_steps_that_are_logged_together_count_once_they_are_all_after_the_first_
     records = [{"step": step, "step_seconds": mean, **others} for step, mean in seconds.items()]
     figures = summarize(records, 90.0, warmup=5)
     assert (figures["step_seconds"], figures["tokens_per_second"]) == (3.0, 6.0)
-    with pytest.raises(SystemExit, match="1 logged after the first 11 steps, a spread needs 2"):
+    with pytest.raises(SystemExit, match="after the first 11 steps the run logged 1, but quartiles need at least 2"):
         summarize(records, 90.0, warmup=11)
 
 

@@ -1,4 +1,4 @@
-"""A run on one process and its checkpoints: what is saved, kept, passed over and refused."""
+"""The checkpoints of a run on one process: which are saved, kept, skipped and refused."""
 
 import errno
 import logging
@@ -30,7 +30,7 @@ def run(folder: Path, steps: int = 4, **overrides: Any) -> list[dict[str, Any]]:
     try:
         return train_here(tiny_config(folder, training__steps=steps, **(SAVING | overrides)))
     finally:
-        collectives.stop_process_group()  # of a run that was refused
+        collectives.stop_process_group()  # a refused run leaves it running
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -53,12 +53,14 @@ def test_names_in_a_checkpoint_do_not_know_how_blocks_are_wrapped(tmp_path: Path
     assert tensors(tmp_path / "plain", 1).keys() == tensors(tmp_path / "wrapped", 1).keys()
 
 
-def test_a_run_goes_on_to_the_bit_and_its_records_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_is_the_same_to_the_bit_and_continues_its_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     through = run(tmp_path / "through", 6, metrics__log_freq=4)
     run(tmp_path / "in two", 3, metrics__log_freq=4)
     with caplog.at_level(logging.INFO):
         run(tmp_path / "in two", 6, metrics__log_freq=4)
-    assert "go on from step 3" in caplog.text
+    assert "resuming from step 3" in caplog.text and "trained 3 steps, to step 6, in " in caplog.text
     ours, theirs = tensors(tmp_path / "in two", 6), tensors(tmp_path / "through", 6)
     assert all(ours[name].equal(value) for name, value in theirs.items())
     assert [r["step"] for r in through] == [1, 2, 4, 6]
@@ -74,8 +76,8 @@ VALIDATING = {
 }
 
 
-def test_what_is_saved_after_a_validation_is_whole_and_no_validation_is_lost_or_repeated(tmp_path: Path) -> None:
-    """A forward pass alone leaves parameters gathered, in another type; what is saved are those that are trained."""
+def test_a_save_after_a_validation_is_whole_and_no_validation_is_lost_or_repeated(tmp_path: Path) -> None:
+    """A forward pass alone leaves gathered parameters of another type; the save must hold the trained ones."""
     options = VALIDATING | {"validation__freq": 2, "training__mixed_precision_param": "bfloat16"}
     run(tmp_path / "through", 6, **options)
     for steps in (3, 4, 6, 6):
@@ -101,7 +103,7 @@ def test_what_is_saved_after_a_validation_is_whole_and_no_validation_is_lost_or_
 def test_the_groups_in_which_parameters_are_updated_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Only a large model has several; one that was saved with others goes on."""
+    """Only a large model has several groups; a run resumes from a checkpoint that was saved with other groups."""
     run(tmp_path / "one", 4, **options)
     run(tmp_path / "then more", 2, **options)
     monkeypatch.setattr("torchtitan.training.optimizer._MOST_IN_A_GROUP", 4)
@@ -110,26 +112,26 @@ def test_the_groups_in_which_parameters_are_updated_do_not_matter(
     assert ours.keys() == theirs.keys() and all(ours[name].equal(value) for name, value in theirs.items())
 
 
-def test_what_has_changed_is_said_and_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_keys_are_logged_and_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 2)
     with caplog.at_level(logging.INFO):
         records = run(tmp_path, 4, optimizer__lr=1e-3)
-    assert "changed since then: optimizer.lr = 0.001, was 0.01" in caplog.text
+    assert "changed since that checkpoint: optimizer.lr = 0.001, was 0.01" in caplog.text
     assert records[-1]["lr"] < 1e-3
 
 
 def test_another_model_is_refused_with_all_the_names_that_differ(tmp_path: Path) -> None:
     run(tmp_path, 1)
     with pytest.raises(
-        ValueError, match=r"another model, or not whole: model.layers.4.*and \d+ more; set model.flavor"
+        ValueError, match=r"another model, or a part of one: model.layers.4.*and \d+ more; set model.flavor"
     ):
         run(tmp_path, 2, model__flavor="tiny-deep")
     run(tmp_path / "deep", 1, model__flavor="tiny-deep")
-    with pytest.raises(ValueError, match=r"model.layers.4.\S+ is nowhere here; .*and \d+ more; set model.flavor"):
+    with pytest.raises(ValueError, match=r"model.layers.4.\S+ is in no rank's model; .*and \d+ more; set model.flavor"):
         run(tmp_path / "deep", 2)
 
 
-def test_another_optimizer_begins_anew_only_where_that_is_said(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused_unless_it_is_excluded_from_loading(tmp_path: Path) -> None:
     run(tmp_path, 1)
     with pytest.raises(ValueError, match=r'optimizer.name = "Muon", but step 1 in .* was saved with "AdamW"'):
         run(tmp_path, 2, optimizer__name="Muon")
@@ -137,9 +139,7 @@ def test_another_optimizer_begins_anew_only_where_that_is_said(tmp_path: Path) -
     assert [record["step"] for record in records] == [1, 2]
 
 
-def test_damaged_checkpoints_are_passed_over_and_it_is_said_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_checkpoints_are_skipped_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 6)
     assert steps_in(tmp_path) == [6, 4, 2]
     file = tmp_path / "checkpoint/step-6/__0_0.distcp"
@@ -148,10 +148,10 @@ def test_damaged_checkpoints_are_passed_over_and_it_is_said_why(
     file.write_bytes(content)
     (tmp_path / "checkpoint/step-4/manifest.json").unlink()
     run(tmp_path, 6)
-    assert "passed over the checkpoint of step 6: the checksum of __0_0.distcp differs" in caplog.text
-    assert "passed over the checkpoint of step 4: it has no manifest: it was never finished" in caplog.text
+    assert "skipped the checkpoint of step 6: the checksum of __0_0.distcp differs" in caplog.text
+    assert "skipped the checkpoint of step 4: it has no manifest, so its save never finished" in caplog.text
     assert steps_in(tmp_path) == [6, 4, 2]
-    with pytest.raises(ValueError, match="step 3 is not in .*, which has 6, 4, 2; use one it has"):
+    with pytest.raises(ValueError, match="step 3 is not in .*, which has 6, 4, 2; name one of those"):
         run(tmp_path, 8, checkpoint__load_step=3)
     file.write_bytes(content[:-1])
     with pytest.raises(ValueError, match="step 6 in .* cannot be loaded: __0_0.distcp has"):
@@ -163,7 +163,7 @@ def test_the_latest_are_kept(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [8, 6]
 
 
-def test_a_save_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_save_is_logged_and_the_next_one_succeeds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for mode in ("disabled", "async"):
         folder = tmp_path / mode
         real, train.Checkpoints.save = train.Checkpoints.save, blocked(train.Checkpoints.save, folder, (2, 4))
@@ -173,19 +173,19 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path: Path, caplog: pytes
             train.Checkpoints.save = real
         assert "saving step 2 failed: " in caplog.text and "saving step 4 failed: " in caplog.text
         assert steps_in(folder) == [6]
-        assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-6"]  # nothing half written
+        assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-6"]  # no leftovers
 
 
-def test_a_disk_that_has_no_room_for_another_checkpoint_is_warned_of(
+def test_the_log_warns_when_the_disk_has_no_room_for_another_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Storage, "free_bytes", lambda self: 5 << 20)
     run(tmp_path)
     room = rf"{tmp_path}/checkpoint has 5 MiB free, a checkpoint takes 5; make room, or lower checkpoint.keep_latest_k"
-    assert caplog.text.count(room) == 1  # before the second save: what one takes is known from the first
+    assert caplog.text.count(room) == 1  # before the second save: the first one gives the size
 
 
-def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_last(tmp_path: Path) -> None:
+def test_a_failed_save_ends_the_run_if_it_is_the_last_or_on_failure_is_stop(tmp_path: Path) -> None:
     real = train.Checkpoints.save
     for folder, step, asked, message in (
         ("asked", 2, {"checkpoint__on_failure": "stop"}, 'saving step 2 failed: .*checkpoint.on_failure = "stop"'),
@@ -199,7 +199,7 @@ def test_a_save_that_fails_ends_the_run_where_that_is_asked_for_or_it_is_the_las
             train.Checkpoints.save = real
 
 
-def test_a_failed_write_behind_the_training_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
+def test_a_failed_asynchronous_write_ends_the_run_before_the_next_save(tmp_path: Path) -> None:
     real, train.Checkpoints.save = train.Checkpoints.save, blocked(train.Checkpoints.save, tmp_path, (50,))
     try:
         with pytest.raises(SaveError, match="saving step 50 failed"):
@@ -210,9 +210,7 @@ def test_a_failed_write_behind_the_training_ends_the_run_before_the_next_save(tm
     assert 50 <= read_records(tmp_path)[-1]["step"] < 100
 
 
-def test_a_bad_loss_does_not_cost_what_is_being_written_behind_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_loss_does_not_lose_an_asynchronous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*args: Any) -> None:
         time.sleep(1)
         write(*args)
@@ -231,7 +229,7 @@ def test_a_bad_loss_does_not_cost_what_is_being_written_behind_the_training(
 
 
 def blocked(save: Any, folder: Path, steps: tuple[int, ...]) -> Any:
-    """A file is where the folder of the save has to be."""
+    """Put a file where the save needs its folder."""
 
     def save_into_a_file(self: Any, step: int, *args: Any) -> None:
         if step in steps:
@@ -246,7 +244,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     from torchtitan.observe.run_folder import claim
 
     claimed = claim(tmp_path)
-    with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()} on .*; wait for its end"):
+    with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()} on .*; wait until it ends"):
         run(tmp_path, 1)
     claimed.close()
     run(tmp_path, 1)
@@ -255,7 +253,7 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with pytest.raises(ValueError, match=r"locks no files \(Function not implemented\); have it mounted with locks"):
+    with pytest.raises(ValueError, match=r"locks no files \(Function not implemented\); mount it with locks"):
         claim(tmp_path)
 
 
@@ -281,12 +279,12 @@ def test_another_run_begins_with_saved_weights_or_with_all_of_it(tmp_path: Path)
         checkpoint__initial_load_model_only=False,
         checkpoint__exclude_from_loading=["train_state", "dataloader"],
     )
-    assert [r["step"] for r in longer] == [1, 2, 3, 4, 5, 6]  # it goes on from its own, with all of it
+    assert [r["step"] for r in longer] == [1, 2, 3, 4, 5, 6]  # it resumes from its own checkpoint and takes all of it
     begun = {"checkpoint__initial_load_path": path, "optimizer__name": "Muon"}
     with pytest.raises(ValueError, match='exclude_from_loading = ."optimizer".'):
         run(tmp_path / "weights", 3, **begun)
     assert len(run(tmp_path / "weights", 3, **begun, checkpoint__exclude_from_loading=["optimizer"])) == 3
-    with pytest.raises(ValueError, match="begin this run again at step 0, over its own records; remove it to go on"):
+    with pytest.raises(ValueError, match="start this run again at step 0 and overwrite its records; remove"):
         run(tmp_path / "first", 6, checkpoint__exclude_from_loading=["train_state"])
     assert len(read_records(tmp_path / "first")) == 4
     (tmp_path / "nothing").mkdir()
@@ -301,10 +299,10 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
     assert all(name.startswith("model.") and value.dtype == torch.bfloat16 for name, value in saved.items())
     exported = load_file(tmp_path / "hf/model.safetensors")
     assert exported["model.embed_tokens.weight"].equal(saved["model.tok_embeddings.weight"])
-    with pytest.raises(ValueError, match="has only weights.*; begin another with checkpoint.initial_load_path"):
+    with pytest.raises(ValueError, match="holds only weights.*; start another run, .*initial_load_path"):
         run(tmp_path, 6, **end)
     begun = {"checkpoint__initial_load_path": str(tmp_path), "checkpoint__initial_load_model_only": False}
-    with pytest.raises(ValueError, match="has only weights.*; set checkpoint.initial_load_model_only = true"):
+    with pytest.raises(ValueError, match="holds only weights.*; set checkpoint.initial_load_model_only = true"):
         run(tmp_path / "begun", 6, **begun)
     from_run, from_hf = (
         run(tmp_path / name, 1, checkpoint__initial_load_path=str(path), checkpoint__initial_load_in_hf=name == "b")
@@ -315,7 +313,7 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
         run(tmp_path / "c", 1, checkpoint__last_save_in_hf=True)
 
 
-def test_weights_for_others_are_written_where_the_data_end_at_a_saved_step(tmp_path: Path) -> None:
+def test_hugging_face_weights_are_written_if_the_data_ends_at_a_saved_step(tmp_path: Path) -> None:
     corpus = tmp_path / "short.jsonl"
     corpus.write_text("".join(f'{{"text": "{"word " * 200}"}}\n' for _ in range(8)))
     end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
@@ -325,7 +323,7 @@ def test_weights_for_others_are_written_where_the_data_end_at_a_saved_step(tmp_p
     assert {name.partition(".")[0] for name in tensors(tmp_path, last)} == {"model", "optimizer", "data"}
 
 
-def test_a_run_whose_data_ended_goes_on_with_more_epochs(tmp_path: Path) -> None:
+def test_a_run_whose_data_ended_resumes_with_more_epochs(tmp_path: Path) -> None:
     corpus = tmp_path / "short.jsonl"
     corpus.write_text("".join(f'{{"text": "{"word " * 200}"}}\n' for _ in range(8)))
     once = {"training__dataset_path": str(corpus), "checkpoint__last_save_model_only": True}
@@ -334,7 +332,7 @@ def test_a_run_whose_data_ended_goes_on_with_more_epochs(tmp_path: Path) -> None
     assert {name.partition(".")[0] for name in tensors(tmp_path, 6)} == {"model"}
 
 
-def test_weights_for_others_of_an_earlier_end_are_kept_aside_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_moves_the_hugging_face_weights_of_an_earlier_end_aside(tmp_path: Path) -> None:
     end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True, "checkpoint__interval": 2}
     run(tmp_path, 3, **end)
     run(tmp_path, 4, checkpoint__load_step=2, **end)  # step 3 has only weights
@@ -342,22 +340,22 @@ def test_weights_for_others_of_an_earlier_end_are_kept_aside_when_the_run_goes_o
     assert files[0].read_bytes() != files[1].read_bytes()
 
 
-def test_weights_for_others_that_cannot_be_written_are_said_to_be_missing(
+def test_an_error_says_that_hugging_face_weights_could_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("no")
 
     monkeypatch.setattr(checkpoints, "write_hf", refuse)
-    with pytest.raises(SaveError, match="step 1 is saved, but .*hf is not written: rank 0: no"):
+    with pytest.raises(SaveError, match="step 1 is saved, but .*hf could not be written: rank 0: no"):
         run(tmp_path, 1, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
     monkeypatch.undo()
-    for _ in range(2):  # the same command again writes them; once more, it has nothing left to do
+    for _ in range(2):  # the same command writes them; a second time nothing is left to do
         run(tmp_path, 1, checkpoint__last_save_model_only=True, checkpoint__last_save_in_hf=True)
         assert (tmp_path / "hf/model.safetensors").is_file()
 
 
-def test_what_was_saved_after_a_step_that_a_run_goes_back_to_is_kept_aside(tmp_path: Path) -> None:
+def test_going_back_to_a_step_sets_later_checkpoints_aside(tmp_path: Path) -> None:
     validating = VALIDATING | {"validation__freq": 2}
     run(tmp_path, 8, **validating)
     run(tmp_path, 5, checkpoint__load_step=2, optimizer__lr=1e-3)
@@ -373,17 +371,21 @@ def test_what_was_saved_after_a_step_that_a_run_goes_back_to_is_kept_aside(tmp_p
 
 
 def test_a_seed_checkpoint_is_the_initial_weights(tmp_path: Path) -> None:
-    whatever = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}  # is for the end
+    # These keys are for the end of a run and change nothing here.
+    whatever = {
+        "checkpoint__last_save_model_only": True,
+        "checkpoint__last_save_in_hf": True,
+    }
     run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)
     assert not (tmp_path / "seed/hf").exists() and steps_in(tmp_path / "seed") == [0]
-    run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)  # is there already
+    run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True, **whatever)  # the seed checkpoint exists already
     runs = [run(tmp_path / name, 2) for name in ("seed", "plain")]
     assert [r["loss"] for r in runs[0]] == [r["loss"] for r in runs[1]]
-    with pytest.raises(ValueError, match="create_seed_checkpoint = true saves where a run begins, but .* at step 2"):
+    with pytest.raises(ValueError, match="create_seed_checkpoint = true saves the initial weights, but .* at step 2"):
         run(tmp_path / "seed", 2, checkpoint__create_seed_checkpoint=True)
 
 
-def test_nothing_is_saved_where_only_loading_is_asked_for(tmp_path: Path) -> None:
+def test_load_only_saves_nothing(tmp_path: Path) -> None:
     run(tmp_path, 2)
     before = {path: path.read_bytes() for path in (tmp_path / "metrics.jsonl", tmp_path / "config.toml")}
     for number in (1, 2):
@@ -399,7 +401,7 @@ def test_time_alone_or_being_the_first_step_can_make_a_save_due(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_run_after_its_step_saved_and_to_be_started_again(tmp_path: Path, number: int) -> None:
+def test_a_signal_saves_and_ends_the_run_after_its_step(tmp_path: Path, number: int) -> None:
     def send() -> None:
         deadline = time.monotonic() + 30
         while not (tmp_path / "metrics.jsonl").exists() or len(read_records(tmp_path)) < 3:

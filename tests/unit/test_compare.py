@@ -1,4 +1,4 @@
-"""The compare verb, all but its runs: differences, verdict, text, what is started, what is refused."""
+"""The compare verb without its runs: differences, verdict, text, commands and refusals."""
 
 import math
 import re
@@ -11,16 +11,8 @@ import pytest
 
 from torchtitan.__main__ import main
 from torchtitan.config.schema import Parallelism
-from torchtitan.verbs.compare import (
-    Comparison,
-    Run,
-    compare_records,
-    describe,
-    differing_keys,
-    draw,
-    infer_world_size,
-    plan_runs,
-)
+from torchtitan.verbs.compare_report import Comparison, compare_records, describe, differing_keys, draw
+from torchtitan.verbs.compare_runs import Run, infer_world_size, plan_runs
 
 BATCH = "[training]\nglobal_batch_size = 8\nsteps = 300\n"
 
@@ -35,7 +27,7 @@ def compared(a: list[dict[str, Any]], b: list[dict[str, Any]], bound: float = 1e
 
 
 def planned(folder: Path, a: str, b: str, *options: str, steps: int | None = None, ranks_b: int | None = None) -> Any:
-    """Both runs, for two files of this text."""
+    """Plan both runs from two files with this text."""
     for name, text in [("a.toml", a), ("b.toml", b)]:
         (folder / name).write_text(text)
     files = {"a": str(folder / "a.toml"), "b": str(folder / "b.toml"), "out": str(folder / "out")}
@@ -43,7 +35,7 @@ def planned(folder: Path, a: str, b: str, *options: str, steps: int | None = Non
 
 
 def last_values(run: Run) -> dict[str, str]:
-    """What the run's command line sets, the last one winning."""
+    """The values that the run's command line sets; the last one wins."""
     pairs = zip(run.options, [*run.options[1:], ""], strict=True)
     return {name: value for name, value in pairs if name.startswith("--") and not value.startswith("--")}
 
@@ -53,7 +45,7 @@ def test_a_difference_is_relative_to_the_larger_of_both() -> None:
     assert comparison.loss.values == [0.0, 0.5, 0.0] and comparison.norm.values == [0.0, 0.5, 1.0]
 
 
-def test_what_was_not_finite_is_like_nothing_but_another_such() -> None:
+def test_a_value_that_is_not_finite_equals_only_another_such() -> None:
     comparison = compared(records([None, None, 1.0]), records([None, 1.0, None]))
     assert comparison.loss.values == [0.0, math.inf, math.inf]
 
@@ -106,13 +98,13 @@ def test_keys_that_differ_are_told_apart_by_whether_a_loss_may_depend_on_them(tm
     a, b = planned(tmp_path, "[training]\nsteps = 300\n", other)
     text = describe(a, b, compared(records([1.0]), records([1.0])))
     assert f"A  {tmp_path}/a.toml: 1 rank\nB  {tmp_path}/b.toml: tp 2\n1 steps, global batch 8 x 2048 tokens" in text
-    how, what = text.split("keys that differ and say ")[1:]
+    how, what = text.split("keys that differ and set ")[1:]
     assert how.splitlines()[1:-1] == [
         "  training.local_batch_size: A 8, B 4",
         "  parallelism.tensor_parallel_degree: A 1, B 2",
         '  compile.backend: A "inductor", B "eager"',
     ]
-    # global_batch_size is -1 in A, which comes to the same 8.
+    # global_batch_size is -1 in A, which resolves to the same 8.
     assert what.split("\n\n")[0].splitlines()[1:] == [
         "  optimizer.lr: A 0.0008, B 0.001",
         "  training.seq_len: A 2048, B 64",
@@ -172,16 +164,20 @@ def test_fewer_steps_are_the_first_of_the_same_learning_rate_curve(tmp_path: Pat
             ["--", "--training.global_batch_size=-1"],
             r"comes to 8 in A \(1 rank\) and 24 in B \(dp_shard 3\), .* as with -- --training.global_batch_size 24",
         ),
-        (BATCH, ["--", "--job.config-file=c.toml"], "--job.config-file=c.toml after -- would name the same for both"),
-        (BATCH, ["--", "--job.dump_folder", "x"], "--job.dump_folder after -- would name the same for both"),
-        (BATCH, ["--world_size_b", "0"], "--world_size_b = 0 is no number of ranks; use 1 or more"),
+        (
+            BATCH,
+            ["--", "--job.config-file=c.toml"],
+            "--job.config-file=c.toml after -- would be the same for both",
+        ),
+        (BATCH, ["--", "--job.dump_folder", "x"], "--job.dump_folder after -- would be the same for both runs"),
+        (BATCH, ["--world_size_b", "0"], "--world_size_b = 0, but a run has at least one rank; use 1 or more"),
         (BATCH, ["--world_size_b", "3"], "b.toml: 1 mistake"),
         (BATCH + "stepz = 1\n", [], "training.stepz = 1: unknown key"),
-        (BATCH, ["--out", __file__], "--out = .* cannot be made: File exists; name another folder"),
+        (BATCH, ["--out", __file__], "--out = .* cannot be created: File exists; name another folder"),
     ],
     ids=["steps", "batch", "file", "folder", "no ranks", "ranks", "mistake", "out"],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_is_run(
+def test_pairs_that_cannot_be_compared_are_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], b: str, words: list[str], message: str
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -16,13 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.stored_models import SHAPES, VOCAB, hold, random_weights, store_run
-from tests.tiny_runs import TINY
+from tests.tiny_models import LLAMA, SCALED, TINY
 from torchtitan.__main__ import main
-from torchtitan.checkpoint.hf import Weights, copy_assets, save_hf
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs
-from torchtitan.models.llama.hf import from_hf_config, from_meta_params, to_hf_config, to_hf_name
+from torchtitan.models.layers import rope_table
+from torchtitan.models.llama.args import LLAMA2_FLAVORS, LLAMA3_FLAVORS, LlamaArgs
+from torchtitan.models.llama.hf import from_hf_config, to_hf_config, to_hf_name
+from torchtitan.models.llama.meta import shape_of
 from torchtitan.models.llama.model import Transformer
-from torchtitan.training.weights import open_model
+from torchtitan.weights.hugging_face import copy_assets, save_hf
+from torchtitan.weights.stored import open_model
+from torchtitan.weights.tensors import Weights
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "tests/assets/tokenizer"
@@ -52,8 +55,8 @@ def test_there_and_back_nothing_has_changed(flavor: str, tmp_path: Path) -> None
     convert(tmp_path / "hf", tmp_path / "back")
     before, after = open_model(str(run)), open_model(str(tmp_path / "back"))
     assert same(contents(before.weights), contents(after.weights))
-    assert before.args == after.args
-    assert after.config is not None and after.config.model.flavor == flavor
+    assert before.blueprint.shape == after.blueprint.shape
+    assert after.config is not None and after.config.model.name == "llama3"
 
     convert(tmp_path / "back", tmp_path / "again", "--shard_gb", 0.0003)
     files = sorted(path.name for path in (tmp_path / "hf").iterdir())
@@ -71,7 +74,7 @@ def test_transformers_loads_the_export_and_computes_the_same(flavor: str, shard_
     convert(run, tmp_path / "hf", "--shard_gb", shard_gb)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    ours = Transformer(open_model(str(run)).args)
+    ours = Transformer(open_model(str(run)).blueprint.shape)
     ours.load_state_dict(contents(open_model(str(run)).weights), strict=flavor != "tiny-tied")
     tokens = torch.randint(VOCAB, (2, 64))
     with torch.no_grad():
@@ -93,7 +96,7 @@ def test_what_transformers_saves_is_read(flavor: str, tmp_path: Path) -> None:
     shutil.copy(TOKENIZER / "tokenizer.json", tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     source = open_model(str(tmp_path / "saved"))
-    assert source.args == open_model(str(tmp_path / "run")).args
+    assert source.blueprint.shape == open_model(str(tmp_path / "run")).blueprint.shape
     assert same(contents(source.weights), random_weights(SHAPES[flavor]))
 
 
@@ -131,7 +134,6 @@ def meta_files(folder: Path, weights: dict[str, Tensor], args: LlamaArgs, count:
 
 @pytest.mark.parametrize(("count", "by_vocabulary"), [(1, True), (2, True), (2, False)])
 def test_metas_files_are_read_whole_or_in_parts(count: int, by_vocabulary: bool, tmp_path: Path) -> None:
-    store_run(tmp_path / "unused")  # which knows the flavor
     weights = random_weights(TINY)
     meta_files(tmp_path / "meta", weights, TINY, count, by_vocabulary)
     convert(tmp_path / "meta", tmp_path / "ours")
@@ -142,11 +144,10 @@ def test_metas_files_are_read_whole_or_in_parts(count: int, by_vocabulary: bool,
 
 def test_metas_rotation_of_neighbours_becomes_ours_of_halves(tmp_path: Path) -> None:
     """Attention scores by Meta's formula, complex numbers of neighbours, from Meta's rows, and ours."""
-    store_run(tmp_path / "unused")
     weights = random_weights(TINY)
     meta_files(tmp_path / "meta", weights, TINY, 1, True)
     stored = torch.load(tmp_path / "meta/consolidated.00.pth", weights_only=True)
-    x, head_dim = torch.randn(16, TINY.dim), TINY.head_dim
+    x, head_dim = torch.randn(16, TINY.dim), TINY.head_size
 
     frequency = TINY.rope_theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
     turn = torch.polar(torch.ones(16, head_dim // 2), torch.outer(torch.arange(16.0), frequency))[:, None]
@@ -160,9 +161,7 @@ def test_metas_rotation_of_neighbours_becomes_ours_of_halves(tmp_path: Path) -> 
     model.load_state_dict(contents(open_model(str(tmp_path / "meta")).weights))
     attention = model.layers["0"].attention
     attention.core.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:2]))
-    from torchtitan.models.llama.model import rope_table
-
-    attention(x[None], *rope_table(torch.arange(16), TINY), None)
+    attention(x[None], *rope_table(torch.arange(16), TINY.head_size, TINY.rope_theta), None)
     ours = torch.einsum("shd,thd->hst", seen[0][0], seen[1][0].repeat_interleave(2, 1))
     theirs = torch.einsum("shd,thd->hst", rotated("wq"), rotated("wk").repeat_interleave(2, 1))
     assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-4)
@@ -172,41 +171,39 @@ def test_metas_params_of_31_and_32_become_their_flavors() -> None:
     common = {"norm_eps": 1e-5, "rope_theta": 500000.0, "use_scaled_rope": True, "n_kv_heads": 8}
     small = {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256}
     large = {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024}
-    assert from_meta_params(small | common, 128256) == FLAVORS["llama3"]["1B"]
-    assert from_meta_params(large | common, 128256) == FLAVORS["llama3"]["8B"]
+    assert shape_of(small | common, 128256) == LLAMA3_FLAVORS["1B"]
+    assert shape_of(large | common, 128256) == LLAMA3_FLAVORS["8B"]
     older = {"dim": 4096, "n_layers": 32, "n_heads": 32, "multiple_of": 256, "norm_eps": 1e-5}
-    assert from_meta_params(older, 32000) == FLAVORS["llama2"]["7B"]
-    unknown = from_meta_params(large | common, 1000)
-    assert unknown == replace(FLAVORS["llama3"]["8B"], vocab_size=1000)
+    assert shape_of(older, 32000) == LLAMA2_FLAVORS["7B"]
+    unknown = shape_of(large | common, 1000)
+    assert unknown == replace(LLAMA3_FLAVORS["8B"], vocab_size=1000)
 
 
 @pytest.mark.parametrize("name", ["llama3 1B", "llama3 8B", "llama2 70B"])
 def test_config_json_says_all_there_is_of_a_shape(name: str) -> None:
-    args = FLAVORS[name.split()[0]][name.split()[1]]
-    assert from_hf_config(to_hf_config(args, torch.bfloat16, 1, 2)) == args
+    args = {"llama3": LLAMA3_FLAVORS, "llama2": LLAMA2_FLAVORS}[name.split()[0]][name.split()[1]]
+    assert from_hf_config(to_hf_config(args, "bfloat16", 1, 2)) == args
 
 
 def test_config_json_of_transformers_5_is_read() -> None:
-    config = to_hf_config(replace(FLAVORS["llama3"]["8B"]), torch.bfloat16, 1, 2)
+    config = to_hf_config(replace(LLAMA3_FLAVORS["8B"]), "bfloat16", 1, 2)
     scaling = config.pop("rope_scaling")
     config["rope_parameters"] = scaling | {"rope_theta": config.pop("rope_theta")}
-    assert from_hf_config(config) == FLAVORS["llama3"]["8B"]
+    assert from_hf_config(config) == LLAMA3_FLAVORS["8B"]
 
 
 def test_a_model_that_ours_cannot_be_is_refused_with_all_its_reasons() -> None:
-    config = to_hf_config(replace(TINY, vocab_size=VOCAB), torch.float32, 0, 1)
+    config = to_hf_config(replace(TINY, vocab_size=VOCAB), "float32", 0, 1)
     config |= {"hidden_act": "gelu", "attention_bias": True, "rope_scaling": {"type": "linear", "factor": 2.0}}
     with pytest.raises(ValueError, match="hidden_act = 'gelu', must be 'silu'.*attention_bias.*of the type 'linear'"):
         from_hf_config(config)
     with pytest.raises(ValueError, match="model_type = 'qwen3', must be 'llama'.*sliding_window = 4096.*no vocab_size"):
         from_hf_config({k: v for k, v in config.items() if k != "vocab_size"} | {"model_type": "qwen3", "sliding_window": 4096})  # noqa: E501  # fmt: skip
-    with pytest.raises(ValueError, match="head_dim = 128, only"):
-        from_hf_config(to_hf_config(replace(TINY, vocab_size=VOCAB), torch.float32, 0, 1) | {"head_dim": 128})
 
 
 def exported(folder: Path) -> Path:
     args = replace(TINY, vocab_size=VOCAB)
-    config = to_hf_config(args, torch.float32, 0, 1)
+    config = to_hf_config(args, "float32", 0, 1)
     save_hf(hold(random_weights(TINY)), str(folder), to_hf_name, config, TOKENIZER, shard_bytes=300_000)
     return folder
 
@@ -307,19 +304,25 @@ def test_a_run_its_checkpoints_and_a_step_lead_to_the_same_weights(tmp_path: Pat
     assert places == [str(run / "checkpoint/step-0")] * 3
 
 
-def test_a_shape_without_a_flavor_is_refused_with_the_line_to_add(tmp_path: Path) -> None:
-    args = replace(TINY, vocab_size=VOCAB, norm_eps=1e-6)
-    config = to_hf_config(args, torch.float32, 0, 1)
-    save_hf(hold(random_weights(TINY)), str(tmp_path / "hf"), to_hf_name, config, TOKENIZER)
-    message = refusal("convert", tmp_path / "hf", tmp_path / "ours")
-    assert "add it to FLAVORS" in message and repr(args) in message
-    assert not (tmp_path / "ours").exists()
+def test_a_shape_without_a_flavor_is_converted_evaluated_and_continued(tmp_path: Path) -> None:
+    args = replace(TINY, vocab_size=VOCAB, norm_eps=1e-6, head_dim=16, rope_scaling=SCALED)
+    config = to_hf_config(args, "float32", 0, 1)
+    save_hf(hold(random_weights(args)), str(tmp_path / "hf"), to_hf_name, config, TOKENIZER)
+    convert(tmp_path / "hf", tmp_path / "ours")
+    run = open_model(str(tmp_path / "ours"))
+    assert run.blueprint.shape == args and same(contents(run.weights), random_weights(args))
+    convert(tmp_path / "ours", tmp_path / "again")
+    assert (tmp_path / "again/config.json").read_bytes() == (tmp_path / "hf/config.json").read_bytes()
+    main(["generate", "--checkpoint", str(tmp_path / "hf"), "--prompt", "a", "--max_new_tokens", "2"])
+    main(["eval", "--checkpoint", str(tmp_path / "hf"), "--", "--validation.seq_len", "64", "--validation.steps", "1",
+          "--validation.dataset_path", "tests/assets/pydocs/validation.jsonl"])  # fmt: skip
 
 
-def test_a_checkpoint_of_a_flavor_that_is_gone_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_flavor_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = store_run(tmp_path / "run", "tiny-scaled")
-    del FLAVORS["llama3"]["tiny-scaled"]
-    assert "is of llama3 tiny-scaled, which models/llama/args.py does not have" in refusal("convert", run, run / "hf")
+    monkeypatch.delitem(LLAMA.flavors, "tiny-scaled")  # type: ignore[arg-type]
+    message = refusal("convert", run, run / "hf")
+    assert 'model.flavor = "tiny-scaled" is no flavor of tests.tiny_models:LLAMA; use one of tiny' in message
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: Path) -> None:
@@ -328,15 +331,12 @@ def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(tmp_path: 
         weights[name] = weights[name][:1000].clone()
     run = store_run(tmp_path / "run", weights=weights, model__vocab_size=2048)
     for verb in (["convert", run, tmp_path / "hf"], ["generate", "--checkpoint", run, "--prompt", "a"]):
-        assert "the tokenizer has 2048 ids, the flavor's vocabulary only 1000 rows" in refusal(*verb)
+        assert "the tokenizer has 2048 ids, but tests.tiny_models:LLAMA tiny has only 1000 rows" in refusal(*verb)
     assert not (tmp_path / "hf").exists()
 
 
 MEMORY = """
 import sys
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs
-FLAVORS["llama3"]["wide"] = LlamaArgs(768, 8, 8, 8, 2048, vocab_size=2048)
-FLAVORS["llama3"]["narrow"] = LlamaArgs(64, 2, 8, 8, 160, vocab_size=2048)
 from torchtitan.__main__ import main
 main(sys.argv[1:])
 print([line for line in open("/proc/self/status") if line.startswith("VmHWM")][0].split()[1])
@@ -351,12 +351,9 @@ def test_a_conversion_holds_a_shard_and_not_the_model(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return int(done.stdout.split()[-1]) * 1024
 
-    for name, args in [("narrow", LlamaArgs(64, 2, 8, 8, 160, VOCAB)), ("wide", LlamaArgs(768, 8, 8, 8, 2048, VOCAB))]:
-        FLAVORS["llama3"][name] = args
-        SHAPES[name] = args
-        store_run(tmp_path / name, name)
-        del SHAPES[name]
-    model_bytes = sum(weight.nbytes for weight in random_weights(LlamaArgs(768, 8, 8, 8, 2048, VOCAB)).values())
+    for flavor in ("narrow", "wide"):
+        store_run(tmp_path / flavor, flavor)
+    model_bytes = sum(weight.nbytes for weight in random_weights(LLAMA.flavors["wide"]).values())
     assert model_bytes > 5 * 40e6
     for way, forms in {"out": ("", "-hf"), "in": ("-hf", "-back")}.items():
         base, peak = (peak_bytes(tmp_path / f"{n}{forms[0]}", tmp_path / f"{n}{forms[1]}") for n in ("narrow", "wide"))

@@ -17,11 +17,11 @@ from tests.hub_stand_in import Hub, Repository
 from tests.stored_models import random_weights, store_run
 from tests.tiny_runs import TINY
 from torchtitan.__main__ import main
-from torchtitan.checkpoint.hf import open_hf
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.training import weights
 from torchtitan.verbs.download import choose
+from torchtitan.weights import stored
+from torchtitan.weights.hugging_face import open_hf
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "tests" / "assets" / "tokenizer"
@@ -139,7 +139,7 @@ def test_a_downloaded_model_converts_to_a_checkpoint_bit_for_bit(machine: Machin
     assert f"{sum(tensor.numel() for tensor in expected.values()):,} parameters" in said
     assert "next:  python -m torchtitan generate --checkpoint assets/hf/tiny" in said
     main(["convert", str(machine.folder / "assets/hf/tiny"), str(machine.folder / "imported")])
-    imported = weights.open_model(str(machine.folder / "imported")).weights
+    imported = stored.open_model(str(machine.folder / "imported")).weights
     assert all(torch.equal(imported.read(name), tensor) for name, tensor in expected.items())
     assert set(open_hf(machine.folder / "assets/hf/tiny").outline) > {"model.embed_tokens.weight"}
 

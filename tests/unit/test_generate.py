@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.stored_models import SHAPES, store_run
@@ -16,11 +17,12 @@ from tests.tiny_runs import tiny_config, train_here
 from torchtitan.__main__ import main
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
-from torchtitan.models.llama.model import Transformer
-from torchtitan.training import build
-from torchtitan.training.weights import open_model
+from torchtitan.models.rules import check_tensor_parallel
+from torchtitan.refusal import Refusal
+from torchtitan.training import model as models
 from torchtitan.verbs.evaluate import resolve
 from torchtitan.verbs.generate import Sampling, build_model, generate, pick, stop_ids
+from torchtitan.weights.stored import open_model
 
 ROOT = Path(__file__).parents[2]
 ALONE = Place(0, 0, 1)
@@ -32,13 +34,14 @@ def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def model_of(folder: Path) -> Transformer:
-    return build_model(open_model(str(folder)), torch.float32, ALONE)
+def model_of(folder: Path) -> nn.Module:
+    return build_model(open_model(str(folder)), torch.float32, torch.device("cpu"))
 
 
-def new_tokens(model: Transformer, prompts: list[list[int]], **keys: Any) -> list[list[int]]:
+def new_tokens(model: nn.Module, prompts: list[list[int]], **keys: Any) -> list[list[int]]:
     sampling = Sampling(**{k: keys.pop(k) for k in list(keys) if k in Sampling.__dataclass_fields__})
-    rounds = list(generate(model, prompts, keys.get("stop", set()), keys.get("max_new_tokens", 40), sampling))
+    stop, most = keys.get("stop", set()), keys.get("max_new_tokens", 40)
+    rounds = list(generate(model, 1000, prompts, stop, most, sampling))
     return [[token for token in row if token is not None] for row in zip(*rounds, strict=True)]
 
 
@@ -144,8 +147,10 @@ def test_what_cannot_be_generated_is_refused(words: list[str], message: str, tmp
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="3 ranks do not divide the model's 4 KV heads"):
-        build_model(open_model(str(store_run(tmp_path / "run"))), torch.float32, Place(0, 0, 3))
+    source = open_model(str(store_run(tmp_path / "run")))
+    config = source.plain_config("unused", source.assets, degree=3)
+    with pytest.raises(Refusal, match="= 3 does not divide the model's 8 heads; use one of 1, 2, 4"):
+        check_tensor_parallel(source.blueprint, config)
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> tuple[float, float, int]:
@@ -159,8 +164,8 @@ def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -
 def test_eval_measures_what_the_training_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, build_parts = [], build.build_model
-    monkeypatch.setattr(build, "build_model", lambda *args: kept.append(build_parts(*args)) or kept[-1])
+    kept, build_parts = [], models.build_model
+    monkeypatch.setattr(models, "build_model", lambda *args: kept.append(build_parts(*args)) or kept[-1])
     keys = {"validation__enable": True, "validation__dataset_path": "tests/assets/pydocs/validation.jsonl",
             "validation__seq_len": 64, "validation__steps": 4, "training__steps": 3}  # fmt: skip
     train_here(tiny_config(tmp_path / "trained", **keys))
@@ -188,7 +193,7 @@ def test_eval_takes_a_run_whose_optimizer_would_need_its_ranks(tmp_path: Path) -
     keys = {"optimizer__early_step_in_backward": True, "training__max_norm": math.inf}
     run = store_run(tmp_path / "run", **keys)
     options = ["--training.global_batch_size", "64"]  # eight ranks' batch
-    config = resolve(open_model(str(run)), str(run), options, ALONE)
+    config, _ = resolve(open_model(str(run)), options, ALONE)
     assert config.training.global_batch_size == 64 and config.validation.enable
 
 
@@ -201,7 +206,7 @@ def test_eval_takes_the_batches_that_the_runs_own_ranks_made(tmp_path: Path) -> 
     source = replace(source, place=(storage, replace(manifest, layout="pp 2 x dp_replicate 2 x dp_shard 4")))
     split = ["--parallelism.tensor_parallel_degree=2"]
     for world_size, options, local_batch_size in ((1, [], 6), (8, [], 6), (16, [], 3), (16, split, 6)):
-        training = resolve(source, str(run), options, Place(0, 0, world_size)).training
+        training = resolve(source, options, Place(0, 0, world_size))[0].training
         assert (training.global_batch_size, training.num_streams) == (48, 48)
         assert training.local_batch_size == local_batch_size
 

@@ -1,4 +1,4 @@
-"""Who lags: read off stacks, decided from them, and said in one message; and what NCCL is told to write down."""
+"""Which rank lags: read from stacks, decided, and reported in one message; and the settings of NCCL's recorder."""
 
 import gc
 import sys
@@ -32,7 +32,7 @@ def at(step: int, collective: str = "all_reduce", place: str = "train.py:1 (main
         ({0: at(5), 1: at(5)}, 2, [], ""),
     ],
 )
-def test_who_lags_is_told_by_the_surest_sign(
+def test_the_surest_sign_decides_who_lags(
     known: dict[int, Whereabouts], world_size: int, laggards: list[int], sign: str
 ) -> None:
     assert find_laggards(known, world_size) == (laggards, sign)
@@ -46,7 +46,7 @@ def test_the_message_names_the_laggard_first_and_ranks_in_the_same_place_once() 
         "no progress for 70 s at step 7: rank 3 lags (no answer), others wait in all_reduce",
         "  rank 3 is process 3 on node",
         "  ranks 0-2, 4-999: step 7, in all_reduce, called from train.py:1 (main): Connection closed by peer 0",
-        "  a process that gives no answer is gone, stopped, or in a call that keeps Python's lock",
+        "  a process without an answer has ended, is stopped, or is in a call that holds Python's lock",
         "  each rank's stacks: out/hang/rank_N.txt; what to do: docs/debugging.md",
     ]
     late = {0: at(7, error="Timed out"), 1: at(7, ""), 2: at(7, error="Timed out")}
@@ -54,7 +54,7 @@ def test_the_message_names_the_laggard_first_and_ranks_in_the_same_place_once() 
     many = describe(
         {0: at(7)} | {rank: at(7, "") for rank in range(1, 9)}, dict.fromkeys(range(9), "p"), 9, Path("hang")
     )
-    assert "ranks 1-8 lags" in many and "  rank 4 is" in many and "  rank 5 is" not in many
+    assert "ranks 1-8 lag (in no collective)" in many and "  rank 4 is" in many and "  rank 5 is" not in many
     assert "no rank lags, all wait for each other in all_reduce" in describe({0: at(7)}, {0: "p"}, 9, Path("hang"))
 
 
@@ -82,7 +82,7 @@ def test_a_stack_is_read_from_the_inside_up_to_the_first_line_of_this_project() 
     assert locate(3, []).place == "code outside this project"
 
 
-def test_nccl_is_told_to_write_its_last_collectives_to_the_run_folder(tmp_path: Path) -> None:
+def test_nccl_writes_its_last_collectives_to_the_run_folder(tmp_path: Path) -> None:
     comm = Comm(trace_buf_size=99, save_traces_folder="nccl", save_traces_file_prefix="r")
     assert flight_recorder(comm, tmp_path) == {
         "TORCH_FR_BUFFER_SIZE": "99",
@@ -95,8 +95,8 @@ def test_nccl_is_told_to_write_its_last_collectives_to_the_run_folder(tmp_path: 
     assert flight_recorder(Comm(trace_buf_size=0), tmp_path)["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
-def test_looking_at_a_step_keeps_nothing_of_it() -> None:
-    """Collections are off in a run: what only they would free stays, and grows with every look."""
+def test_looking_at_a_step_keeps_none_of_its_tensors() -> None:
+    """A run switches garbage collection off, so a reference cycle would keep more memory with every look."""
 
     class Activation:
         pass
@@ -123,8 +123,8 @@ def test_looking_at_a_step_keeps_nothing_of_it() -> None:
     [
         (False, 5, at(5), True),
         (False, 5, at(5, ""), False),
-        (True, 5, at(5, ""), True),  # it takes no more work until its collective is done
-        (True, 1, at(1, ""), False),  # it compiles
+        (True, 5, at(5, ""), True),  # a GPU takes no more work until its collective ends
+        (True, 1, at(1, ""), False),  # the first step compiles
         (True, 5, at(5, "", "torchtitan/checkpoint/manager.py:1 (save)"), False),
     ],
 )

@@ -5,6 +5,7 @@ and used alone, and no mechanism knows which model it is applied to.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,12 +18,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("torchtitan/**/*.py"), *ROOT.glob("benchmarks/**/*.py"), ROOT / "train.py"])
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES}
 
-LEVEL_1 = ("torchtitan.refusal", "torchtitan.config", "torchtitan.hardware", "torchtitan.models.llama.args", "torchtitan.models.llama.stages")
-PURE_TRAINING = ("torchtitan.training.loss", "torchtitan.training.optimizer", "torchtitan.training.lr_schedule")
-ROOMS = ("torchtitan.parallel", "torchtitan.data", "torchtitan.checkpoint", "torchtitan.observe")
-LAUNCH = ("torchtitan.launch", "torchtitan.preflight")
-LLAMA = "torchtitan.models.llama"
-TOP = ("torchtitan.verbs", "torchtitan.planner", "torchtitan.__main__", "benchmarks", "train")
+T = "torchtitan."
+CONFIG = (T + "refusal", T + "config")
+SHAPES = (T + "models.spec", T + "models.stages", T + "models.rules", T + "models.families")  # of any model, no torch
+FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
+BELOW = (*CONFIG, T + "hardware", *SHAPES)  # what every room may import
+LAUNCH = (T + "launch", T + "preflight")
+ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
+PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer", "lr_schedule"))
+CORE = (*BELOW, *ROOMS, T + "models.layers", T + "weights", T + "training")
+TOP = (T + "verbs", T + "planner", T + "__main__", "benchmarks", "train")
+OUTSIDE_THE_CORE = tuple(T + room for room in ("planner", "swarm", "agent", "console", "verbs", "launch", "preflight"))
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
@@ -64,35 +70,62 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
     return any(module == room or module.startswith(room + ".") for room in rooms)
 
 
+def family_of(module: str) -> str | None:
+    return next((family for family in FAMILIES if within(module, (family,))), None)
+
+
 def allowed_rooms(module: str) -> tuple[str, ...] | None:
     """The parts of torchtitan a module may import; None: it belongs nowhere yet."""
-    loggable = (*LEVEL_1, "torchtitan.observe.log")
-    if within(module, LEVEL_1):
-        return LEVEL_1
+    if within(module, CONFIG):
+        return CONFIG
+    if within(module, SHAPES):
+        return (*CONFIG, *SHAPES)
+    if within(module, (T + "hardware",)):
+        return BELOW
+    if module == T + "models.layers":
+        return CONFIG
+    if family := family_of(module):
+        below = (*CONFIG, T + "models.spec", f"{family}.args")
+        return {
+            f"{family}.args": below[:-1],
+            f"{family}.hf": below,
+            f"{family}.spec": (*below, family),
+            f"{family}.parallelize": (*below, T + "models.layers", T + "parallel"),
+        }.get(module, (*below, T + "models.layers", f"{family}.model"))
     if within(module, LAUNCH):
-        return (*LEVEL_1, *LAUNCH)
+        return (*BELOW, *LAUNCH)
     for room in ROOMS:
         if within(module, (room,)):
-            return (*loggable, room)
+            return (*BELOW, T + "observe.log", room)
     if module in PURE_TRAINING:
-        return loggable
-    if module in (f"{LLAMA}.model", f"{LLAMA}.hf"):
-        return ("torchtitan.refusal", f"{LLAMA}.args")
-    if module == f"{LLAMA}.parallelize":
-        return (*loggable, "torchtitan.parallel", LLAMA)
-    if within(module, ("torchtitan.training",)):
-        return (*LEVEL_1, *ROOMS, LLAMA, "torchtitan.training")
+        return (*BELOW, T + "observe.log", *PURE_TRAINING)
+    if within(module, (T + "weights",)):
+        return (*BELOW, *ROOMS, T + "weights")
+    if within(module, (T + "training",)):
+        return CORE
+    if module == "train":
+        return CORE
     if within(module, TOP):
-        return ("torchtitan",)
+        return (
+            (*CORE, *LAUNCH, T + "planner", T + "verbs", T + "models.llama")
+            if module.startswith("bench")
+            else (*CORE, *LAUNCH, T + "planner", T + "verbs")
+        )
     return None
+
+
+def is_without_torch(module: str) -> bool:
+    family = family_of(module)
+    of_family = family is not None and module in (f"{family}.args", f"{family}.hf", f"{family}.spec")
+    return of_family or within(module, (*BELOW, *LAUNCH))
 
 
 def broken_rules(module: str, source: str) -> list[str]:
     rooms = allowed_rooms(module)
     if rooms is None:
         return [f"{module} is in none of the rooms of docs/architecture.md; give it one there and in allowed_rooms"]
-    without_torch = within(module, (*LEVEL_1, *LAUNCH))
-    alone = module in (f"{LLAMA}.model", f"{LLAMA}.hf")
+    without_torch = is_without_torch(module)
+    alone = family_of(module) is not None and not without_torch
     outside = {"torch"} if alone else LIGHT if without_torch else ALWAYS_THERE
     broken = []
     for found in imports_of(source):
@@ -106,9 +139,10 @@ def broken_rules(module: str, source: str) -> list[str]:
         elif found.package in sys.stdlib_module_names or found.package in outside:
             rule = ""
         elif alone:
-            rule = "it may import torch and the model's args, so that it can be used alone"
+            rule = "a family imports torch and its own shapes, so that it can be used alone"
         elif without_torch and found.package == "torch":
-            rule = "a config is read without torch" if found.at_load or module != "torchtitan.hardware" else ""
+            may = module == T + "hardware" or within(module, SHAPES)  # inside functions, or for types alone
+            rule = "a config is read without torch" if found.at_load or not may else ""
         else:
             rule = f"{found.package} is imported inside the function that needs it" if found.at_load else ""
         if rule:
@@ -142,9 +176,12 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.config.load", "import torch"),
         ("torchtitan.config.load", "def f():\n    import torch"),
         ("torchtitan.config.load", "from torchtitan.observe import log"),
+        ("torchtitan.config.rules", "from torchtitan.models.spec import Blueprint"),
         ("torchtitan.hardware", "import torch.distributed"),
         ("torchtitan.launch.node", "def f():\n    import torch"),
         ("torchtitan.launch.node", "from torchtitan.observe.log import logger"),
+        ("torchtitan.models.families", "from torchtitan.models.llama.args import LlamaArgs"),
+        ("torchtitan.models.layers", "from torchtitan.models.llama.args import LlamaArgs"),
         ("torchtitan.models.llama.args", "from torch import nn"),
         ("torchtitan.models.llama.model", "from torchtitan.parallel.mesh import Mesh"),
         ("torchtitan.models.llama.model", "import numpy"),
@@ -157,8 +194,10 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.observe.metrics", "class A:\n    import wandb"),
         ("torchtitan.observe.metrics", "try:\n    import wandb\nexcept ImportError:\n    pass"),
         ("torchtitan.training.loss", "from torchtitan.training.step import StepLoss"),
-        ("torchtitan.training.build", "from train import main"),
-        ("torchtitan.training.build", "from torchtitan.verbs.generate import sample"),
+        ("torchtitan.training.step", "from torchtitan.models.llama.model import Transformer"),
+        ("torchtitan.training.start", "from train import main"),
+        ("torchtitan.training.start", "from torchtitan.verbs.generate import sample"),
+        ("train", "from torchtitan.planner.dry_run import dry_run"),
         ("torchtitan.elsewhere", "import os"),
     ],
 )
@@ -174,7 +213,7 @@ def test_a_forbidden_import_is_found(module, line):
         ("torchtitan.data.loader", "from torchtitan.observe.log import logger\nfrom torchtitan.data import packing"),
         ("torchtitan.data.sources", "def f():\n    import datasets"),
         ("torchtitan.training.step", "from torchtitan.parallel.mesh import Mesh\nimport torch"),
-        ("benchmarks.loader", "from benchmarks import timing\nfrom torchtitan.training import build"),
+        ("benchmarks.loader", "from benchmarks import timing\nfrom torchtitan.training import start"),
     ],
 )
 def test_an_allowed_import_is_left_alone(module, line):
@@ -183,7 +222,8 @@ def test_an_allowed_import_is_left_alone(module, line):
 
 @pytest.mark.parametrize(
     "module",
-    ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.node", "torchtitan.models.llama.args"],
+    ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.node", "torchtitan.models.families"]
+    + [f"{family}.spec" for family in FAMILIES],
 )
 def test_reading_a_config_loads_no_torch_and_takes_no_time(module):
     program = (
@@ -193,3 +233,57 @@ def test_reading_a_config_loads_no_torch_and_takes_no_time(module):
     seconds, *loaded = out.split()
     assert "torch" not in loaded
     assert float(seconds) < 3  # 0.2 s on an idle core; the bound only has to tell it from an import of torch under load
+
+
+NAMES = re.compile("|".join(family.rpartition(".")[2] for family in FAMILIES), re.IGNORECASE)
+# Words that are no model of ours: the script's name, the default of model.name, and classes of others' tokenizers.
+OTHER_WORDS = re.compile(r"run_llama_train|train_configs/\w+|Llama\w*Tokenizer\w*|meta-llama/[\w.-]+")
+DEFAULT_NAME = 'name: str = "llama3"'
+
+
+def names_of_families(source: str) -> list[str]:
+    """Identifiers and strings of code, other than docstrings, that name a family."""
+    tree = ast.parse(source.replace(DEFAULT_NAME, "name: str"))
+    documents = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
+    }
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            texts.append(node.value)
+        texts += [
+            value for _, value in ast.iter_fields(node) if isinstance(value, str) and not isinstance(node, ast.Constant)
+        ]
+    return [text for text in texts if NAMES.search(OTHER_WORDS.sub("", text))]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CODE if p.parts[len(ROOT.parts)] != "benchmarks" and "models" not in p.parts], ids=module_of
+)
+def test_outside_models_no_module_names_a_family(path):
+    assert names_of_families(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_plain_run_loads_only_the_core_and_less_than_6500_lines():
+    program = (
+        "import sys; sys.argv = ['train.py']; import train\n"
+        "import torchtitan.models.llama.model, torchtitan.models.llama.parallelize\n"
+        "print(*[m.__file__ for n, m in sys.modules.items() if n.startswith('torchtitan.')])"
+    )
+    out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / "train.py", *map(Path, out.split())]
+    loaded = {module_of(path) for path in files}
+    assert not [module for module in loaded if within(module, OUTSIDE_THE_CORE)]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert lines < 6500, lines
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_a_file_and_a_function_hold_one_idea(path):
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 300
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "main":
+            assert node.end_lineno - node.lineno <= 60, f"{node.name}, line {node.lineno}"

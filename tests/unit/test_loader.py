@@ -187,7 +187,7 @@ def test_a_resumed_run_keeps_the_order_it_was_begun_with(path, caplog):
 @pytest.mark.parametrize("kind", ["path", "sharded_path"])
 @pytest.mark.parametrize("block_causal", [False, True])
 def test_every_token_is_a_label_exactly_once_in_an_epoch(request, kind, block_causal):
-    loader = small_loader(request.getfixturevalue(kind), pad_last=True, block_causal=block_causal)
+    loader = small_loader(request.getfixturevalue(kind), any_says_so=bool, block_causal=block_causal)
     labels = Counter()
     while (batch := loader.next()) is not None:
         labels.update(batch.labels.flatten().tolist())
@@ -249,11 +249,18 @@ def run_ranks(path, dp_size, reduce, **options):
     group, batches = Ranks(dp_size, reduce), {}
 
     def work(rank):
-        loader = small_loader(path, dp_rank=rank, dp_size=dp_size, agree=group.agree(rank), **options)
-        batches[rank] = []
-        while (batch := loader.next()) is not None:
+        agree, batches[rank] = group.agree(rank), []
+        if reduce is max:  # validation: the loader itself agrees with the others
+            loader = small_loader(path, dp_rank=rank, dp_size=dp_size, any_says_so=agree, **options)
+            while (batch := loader.next()) is not None:
+                batches[rank].append(batch)
+            return
+        loader = small_loader(path, dp_rank=rank, dp_size=dp_size, **options)
+        while agree((batch := loader.next()) is not None):
             batches[rank].append(batch)
-        assert loader.next() is None
+        before = loader.state_dict()
+        loader.end()
+        assert batch is None or loader.state_dict() != before, "a batch that no step has seen is put back"
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(dp_size)]
     for thread in threads:
@@ -282,7 +289,7 @@ def test_without_epochs_all_ranks_end_at_the_last_full_batch(uneven_path):
 
 
 def test_validation_reads_everything_on_uneven_ranks_and_ends_together(uneven_path):
-    options = {"num_streams": 4, "shuffle": False, "pad_last": True, "block_causal": True}
+    options = {"num_streams": 4, "shuffle": False, "block_causal": True}
     spread, alone = run_ranks(uneven_path, 4, max, **options), run_ranks(uneven_path, 1, max, **options)
     assert len({len(batches) for batches in spread.values()}) == 1
 
@@ -295,7 +302,7 @@ def test_validation_reads_everything_on_uneven_ranks_and_ends_together(uneven_pa
 
 
 def test_a_reset_loader_gives_the_same_batches_again(path):
-    loader = small_loader(path, pad_last=True)
+    loader = small_loader(path, any_says_so=bool)
     first = take(loader)
     assert loader.next() is None
     loader.reset()
@@ -408,13 +415,14 @@ def test_few_documents_a_stream_are_told_before_and_what_was_read_after(path, ca
     loader = small_loader(path, num_streams=64, global_batch_size=64)
     assert "has 200 documents for 64 streams, 3.1 each. The run ends with its shortest" in caplog.text
     num_labels = sum(batch[:, 1:].numel() for batch in take(loader))
+    loader.end()
     share = num_labels / sum(len(text) + 2 for text in make_texts(200))
     read, in_part = map(
         int, re.search(r"streams read (\d+) of 200 documents .* to the end and (\d+) in part", caplog.text).groups()
     )
     assert 60 <= in_part <= 64 and read / 200 < share < (read + in_part) / 200 < 0.6
     caplog.clear()
-    for options in ({"epochs": 20}, {"epochs": -1}, {"epochs": 1, "pad_last": True}):
+    for options in ({"epochs": 20}, {"epochs": -1}, {"epochs": 1, "any_says_so": bool}):
         take(small_loader(path, num_streams=64, global_batch_size=64, **options), 5)
     assert "run ends with" not in caplog.text and "has ended" not in caplog.text
 
@@ -437,7 +445,7 @@ def test_a_stream_without_a_document_in_its_shards_is_an_error_and_no_endless_se
         with pytest.raises(ValueError, match=r"stream 3 of 4 found no document in 1 shards; set .*num_streams lower"):
             take(loader)
     (tmp_path / "few.jsonl").write_text('{"text": "a"}\n' * 3)
-    options = {"num_streams": 4, "pad_last": True, "shuffle": False}  # validation: such a stream is padding
+    options = {"num_streams": 4, "any_says_so": bool, "shuffle": False}  # validation: such a stream is padding
     batches = [take(small_loader(str(tmp_path / name), **options)) for name in ("few.jsonl", "few.jsonl.gz")]
     assert len(batches[0]) == 1 and equal(*batches)
 

@@ -6,16 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchtitan.models.llama.args import (
-    FLAVORS,
-    LlamaArgs,
-    RopeScaling,
-    count_parameters,
-    flops_per_token,
-    resolve_vocab_size,
-)
+from torchtitan.config.schema import Model, RopeScaling
+from torchtitan.models.families import find_model
+from torchtitan.models.layers import CausalAttention, document_mask, rope_table
+from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.hf import to_hf_name
-from torchtitan.models.llama.model import CausalAttention, Transformer, document_mask, fill_initial, rope_table
+from torchtitan.models.llama.model import Transformer, initialize
+from torchtitan.models.llama.spec import LLAMA3
+from torchtitan.models.spec import Blueprint
 from torchtitan.parallel.cpu_attention import AttentionByProducts, causal_attention
 
 TINY = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, hidden_dim=160, vocab_size=97, rope_theta=10000.0)
@@ -104,21 +102,21 @@ def test_logits_and_gradients_equal_those_of_transformers(shape: str) -> None:
 
 @pytest.mark.parametrize("flavor", PARAMETER_COUNTS, ids=" ".join)
 def test_a_flavor_has_exactly_its_published_number_of_parameters(flavor: tuple[str, str]) -> None:
-    args = FLAVORS[flavor[0]][flavor[1]]
+    blueprint = find_model(Model(name=flavor[0], flavor=flavor[1]))
     with torch.device("meta"):
-        model = Transformer(args)
+        model = blueprint.spec.build(blueprint.shape)
     built = sum(p.numel() for p in model.parameters())
-    assert built == count_parameters(args) == PARAMETER_COUNTS[flavor]
+    assert built == blueprint.num_parameters == PARAMETER_COUNTS[flavor]
 
 
 def test_flops_of_a_token_of_8b_are_those_torchtitan_counts() -> None:
-    assert flops_per_token(FLAVORS["llama3"]["8B"], 8192) / 1e9 == pytest.approx(57.9, abs=0.05)
+    assert find_model(Model(flavor="8B")).flops_per_token(8192) / 1e9 == pytest.approx(57.9, abs=0.05)
 
 
 def test_a_tied_embedding_is_counted_once_and_multiplied_once() -> None:
-    untied, tied = TINY, replace(TINY, tied_embeddings=True)
-    assert count_parameters(untied) - count_parameters(tied) == 97 * 64
-    assert flops_per_token(untied, 128) == flops_per_token(tied, 128)
+    untied, tied = (Blueprint("", LLAMA3, replace(TINY, tied_embeddings=is_tied)) for is_tied in (False, True))
+    assert untied.num_parameters - tied.num_parameters == 97 * 64
+    assert untied.flops_per_token(128) == tied.flops_per_token(128)
 
 
 def test_documents_of_a_sequence_do_not_see_each_other() -> None:
@@ -189,7 +187,7 @@ def test_a_part_without_embedding_and_output_works_as_a_stage() -> None:
 
 
 def test_rotation_is_computed_in_float32_whatever_the_activations_are() -> None:
-    cos, sin = rope_table(torch.arange(8), TINY)
+    cos, sin = rope_table(torch.arange(8), TINY.head_size, TINY.rope_theta)
     assert cos.dtype == sin.dtype == torch.float32
 
 
@@ -212,7 +210,7 @@ def test_initial_weights_depend_on_the_name_and_shrink_with_depth() -> None:
     spreads = {}
     for name in ("tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight",
                  "layers.2.attention.wo.weight", "output.weight"):  # fmt: skip
-        fill_initial(name, weight, TINY, torch.Generator().manual_seed(0))
+        initialize(name, weight, TINY, torch.Generator().manual_seed(0))
         spreads[name] = weight.std().item()
         assert weight.abs().max() <= 3.01 * spreads[name] / 0.98
     assert spreads["tok_embeddings.weight"] == pytest.approx(1.0, rel=0.02)
@@ -221,20 +219,16 @@ def test_initial_weights_depend_on_the_name_and_shrink_with_depth() -> None:
         spreads["layers.0.attention.wo.weight"] / 3**0.5, rel=0.01
     )
     assert spreads["output.weight"] == pytest.approx(64**-0.5, rel=0.02)
-    fill_initial("layers.0.ffn_norm.weight", weight, TINY, torch.Generator())
+    initialize("layers.0.ffn_norm.weight", weight, TINY, torch.Generator())
     assert (weight == 1).all()
 
 
 def test_the_vocabulary_is_the_configs_else_the_flavors_else_the_tokenizers() -> None:
-    free = replace(TINY, vocab_size=None)
-    assert resolve_vocab_size(free, None, 50).vocab_size == 50
-    assert resolve_vocab_size(TINY, None, 50).vocab_size == 97
-    assert resolve_vocab_size(TINY, 128, 50).vocab_size == 128
+    assert find_model(Model(flavor="debugmodel")).with_vocabulary(50).shape.vocab_size == 50
+    assert find_model(Model(flavor="60M")).with_vocabulary(50).shape.vocab_size == 32000
+    assert find_model(Model(flavor="60M", vocab_size=128)).with_vocabulary(50).shape.vocab_size == 128
 
 
-@pytest.mark.parametrize(
-    ("configured", "origin"), [(None, "the flavor's vocabulary only 97"), (60, "vocab_size only 60")]
-)
-def test_a_tokenizer_larger_than_the_embedding_is_refused(configured: int | None, origin: str) -> None:
-    with pytest.raises(ValueError, match=f"the tokenizer has 98 ids, .*{origin} rows; set model.vocab_size = 98"):
-        resolve_vocab_size(TINY, configured, 98)
+def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:
+    with pytest.raises(ValueError, match="the tokenizer has 98 ids, but llama3 60M has only 60 rows .* = 98 or more"):
+        find_model(Model(flavor="60M", vocab_size=60)).with_vocabulary(98)

@@ -1,4 +1,4 @@
-"""What is seen of a run: verdicts on numbers, records and curves that continue, the device table."""
+"""What a run shows: verdicts on numbers, records and curves across a resume, messages, the table of devices."""
 
 import json
 import logging
@@ -59,7 +59,7 @@ def test_a_stop_names_step_ranks_and_data() -> None:
     many = {rank: f"{rank}.jsonl" for rank in range(9)}
     text = describe_stop(7, "gradient norm is inf", False, False, dict.fromkeys(many, 1.0), many)
     assert "every rank's own loss is finite" in text and "was applied" in text and "or lower optimizer.lr.\n" in text
-    assert "3.jsonl" in text and "4.jsonl" not in text  # a thousand ranks' lines would hide the message
+    assert "3.jsonl" in text and "4.jsonl" not in text  # the lines of a thousand ranks would hide the message
 
 
 def record(step: int) -> StepRecord:
@@ -238,7 +238,7 @@ def test_an_unknown_devices_peak_is_measured_and_says_so(name: str, monkeypatch:
         ("cuda", "float32", 9.0, ""),
     ],
 )
-def test_a_cpu_that_multiplies_another_type_faster_is_told_of(
+def test_advice_names_a_type_that_this_cpu_multiplies_faster(
     device: str, used: str, other_tflops: float, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {getattr(torch, used): 1e12}
@@ -258,7 +258,7 @@ def test_a_measured_peak_is_that_of_a_real_product() -> None:
     [
         (2, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, [2, 3]),
         (8, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}, None),  # fewer cores than ranks
-        (2, {2, 3}, {0, 1, 2, 3}, None),  # pinned by somebody
+        (2, {2, 3}, {0, 1, 2, 3}, None),  # something else has pinned the process
         (1, {0, 1}, {0, 1}, None),
     ],
 )
@@ -296,7 +296,7 @@ def test_ranks_of_one_cpu_keep_to_cores_of_their_own(
         ),
     ],
 )
-def test_attention_is_by_the_fastest_kernel_that_a_gpu_can_run(
+def test_attention_uses_the_fastest_kernel_that_the_gpu_can_run(
     monkeypatch: pytest.MonkeyPatch,
     capability: tuple[int, int],
     cudnn: int,
@@ -343,7 +343,7 @@ def test_restarts_that_torchrun_could_not_carry_out_are_refused(monkeypatch: pyt
     hardware.check_restarts(2)
 
 
-def test_a_gpu_that_torch_cannot_use_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(hardware, "_DEVICE_FILES", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -364,9 +364,11 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("saves", "words"),
-    [(True, "is saved after this step and ends; a second signal"), (False, "ends after this step, unsaved")],
+    [(True, "saves and ends after this step; a second signal"), (False, "ends after this step, unsaved")],
 )
-def test_a_warning_says_what_becomes_of_the_run(saves: bool, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_signal_logs_whether_the_run_will_be_saved(
+    saves: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with interrupt.Interrupt(saves):
         start_logging(0, color=False)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -53,7 +53,7 @@ def batches(path, tokenizer):
     source = DataSource(dataset="x", dataset_path=str(path))
     loader = build_loader(
         [source], tokenizer, seq_len=64, global_batch_size=8, num_streams=8, dp_rank=0, dp_size=1, seed=3, epochs=2,
-        shuffle=True, block_causal=True, agree=lambda ready: ready,
+        shuffle=True, block_causal=True,
     )  # fmt: skip
     while (batch := loader.next()) is not None:
         yield batch

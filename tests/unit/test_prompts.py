@@ -16,7 +16,7 @@ from torchtitan.data.prompts import follow_training
 from torchtitan.data.sources import open_source
 from torchtitan.data.stream import Order, Source, Stream
 from torchtitan.data.tokenizer import LLAMA3_SPECIAL_TOKENS, build_tokenizer
-from torchtitan.training.weights import open_model
+from torchtitan.weights.stored import open_model
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 NAMED = {"bos_token": BOS, "eos_token": EOS}

@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.config.load import ConfigError, load_config
+from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Parallelism
-from torchtitan.models.llama.args import FLAVORS, block_parameters
-from torchtitan.models.llama.stages import StagePlan, plan_microbatches, plan_stages
+from torchtitan.models.families import load_run
+from torchtitan.models.llama.args import LLAMA3_FLAVORS as FLAVORS
+from torchtitan.models.llama.args import parts
+from torchtitan.models.stages import StagePlan, plan_microbatches, plan_stages
 
-EIGHT = replace(FLAVORS["llama3"]["8B"], n_layers=8, vocab_size=32000)
+EIGHT = replace(FLAVORS["8B"], n_layers=8, vocab_size=32000)
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 
 
 def plan(degree: int, args=EIGHT, seq_len: int = 2048, **keys) -> StagePlan:
-    return plan_stages(args, Parallelism(pipeline_parallel_degree=degree, **_long(keys)), seq_len)
+    return plan_stages(parts(args, seq_len), Parallelism(pipeline_parallel_degree=degree, **_long(keys)))
 
 
 def _long(keys: dict) -> dict:
@@ -23,13 +25,13 @@ def _long(keys: dict) -> dict:
 
 
 def counts(stages: StagePlan) -> list[int]:
-    return [sum(name.startswith("layers") for name in names) for names in stages.modules]
+    return [sum(part.kind == "layer" for part in stage) for stage in stages.stages]
 
 
 def test_every_module_is_on_one_stage_in_order() -> None:
     for degree, schedule in [(2, "1F1B"), (4, "Interleaved1F1B"), (4, "DualPipeV"), (8, "GPipe")]:
         stages = plan(degree, schedule=schedule)
-        names = [name for stage in stages.modules for name in stage]
+        names = [part.name for stage in stages.stages for part in stage]
         assert names == ["tok_embeddings", *(f"layers.{i}" for i in range(8)), "norm", "output"]
         assert sorted(s for rank in range(degree) for s in stages.of_rank(rank)) == list(range(len(stages.ranks)))
 
@@ -42,9 +44,9 @@ def test_without_a_pipeline_one_stage_holds_all() -> None:
 @pytest.mark.parametrize("flavor", ["8B", "70B", "405B", "1B"])
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_the_default_cut_has_the_fastest_slowest_stage_of_all_cuts(flavor: str, degree: int) -> None:
-    args, seq_len = FLAVORS["llama3"][flavor], 8192
-    layer = block_parameters(args) + 2 * args.dim * seq_len
-    end = args.vocab_size * args.dim
+    args, seq_len = FLAVORS[flavor], 8192
+    *_, last_layer, norm, output = parts(args, seq_len)
+    layer, end = last_layer.flops, norm.flops + output.flops
 
     def slowest(layers: list[int]) -> int:
         return max([*(n * layer for n in layers[:-1]), layers[-1] * layer + end])
@@ -60,7 +62,7 @@ def test_the_default_cut_has_the_fastest_slowest_stage_of_all_cuts(flavor: str, 
 
 def test_the_largest_stage_is_small_where_time_leaves_a_choice() -> None:
     # 126 layers on 16 stages: 8 layers are the slowest; the embedding's stage gets one less, and so does the last.
-    assert counts(plan(16, FLAVORS["llama3"]["405B"], 8192)) == [7, *[8] * 14, 7]
+    assert counts(plan(16, FLAVORS["405B"], 8192)) == [7, *[8] * 14, 7]
 
 
 def test_stages_go_round_the_ranks_or_there_and_back() -> None:
@@ -82,7 +84,8 @@ def test_layer_counts_and_module_lists_are_taken_as_they_are() -> None:
     assert counts(plan(4, layer_counts=[3, 1, 2, 2])) == [3, 1, 2, 2]
     assert counts(plan(4, layer_counts=[0, 4, 4, 0])) == [0, 4, 4, 0]
     modules = [["tok_embeddings"], [f"layers.{i}" for i in range(8)], ["norm"], ["output"]]
-    assert plan(4, module_fqns_per_model_part=modules).modules == tuple(map(tuple, modules))
+    cut = plan(4, module_fqns_per_model_part=modules)
+    assert [[part.name for part in stage] for stage in cut.stages] == modules
 
 
 LONG = [["tok_embeddings", "layers.0"], [f"layers.{i}" for i in range(1, 8)], ["norm", "output"]]
@@ -131,10 +134,10 @@ def test_only_a_schedule_file_with_backward_in_two_parts_is_refused_for_a_compil
     options = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule_csv", str(file)]
     options += ["--compile.enable", "--training.local_batch_size", "1"]
     file.write_text("0F0,,,0B0\n,1F0,1B0\n")
-    assert load_config(options, 2).compile.model
+    assert load_run(options, 2)[0].compile.model
     file.write_text("0F0,,,0I0,0W0\n,1F0,1B0\n")
     with pytest.raises(ConfigError, match='schedule_csv = ".*" runs backward in two parts, which a compiled block'):
-        load_config(options, 2)
+        load_run(options, 2)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_a_schedule_file_that_makes_no_sense_is_refused(tmp_path: Path, text: st
 )
 def test_a_local_batch_the_schedule_cannot_run_is_refused(schedule: str, local_batch_size: int, message: str) -> None:
     parallelism = Parallelism(pipeline_parallel_degree=4, pipeline_parallel_schedule=schedule)
-    stages = plan_stages(EIGHT, parallelism, 2048)
+    stages = plan_stages(parts(EIGHT, 2048), parallelism)
     with pytest.raises(ValueError, match=message):
         plan_microbatches(parallelism, stages, local_batch_size)
     fitting = 12

@@ -1,4 +1,4 @@
-"""What counts as a complete checkpoint, what is kept, and that reading one runs nothing."""
+"""Which checkpoints count as complete, which are kept, and that reading one runs no code from it."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ def save(storage: Storage, step: int) -> Manifest:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("scheme", ["", "memory://"])
-def test_what_is_saved_is_read_back_and_listed_newest_first(tmp_path: Path, scheme: str) -> None:
+def test_saved_tensors_are_read_back_and_steps_listed_newest_first(tmp_path: Path, scheme: str) -> None:
     storage = Storage(f"{scheme}{tmp_path}/checkpoint")
     assert storage.steps() == []
     for step in (9, 10):
@@ -66,27 +66,27 @@ def test_a_checkpoint_that_is_damaged_is_not_complete_and_says_how(tmp_path: Pat
     assert storage.examine(4) == "its manifest cannot be read (its own checksum differs)"
     (tmp_path / "step-5").mkdir()
     (tmp_path / "step-5" / "manifest.json").write_text(intact)
-    assert str(storage.examine(5)).startswith("its manifest is that of step 4")
+    assert str(storage.examine(5)).startswith("its manifest belongs to step 4")
     for text in ('{"step": 4', "null"):
         (tmp_path / "step-4" / "manifest.json").write_text(text)
         assert str(storage.examine(4)).startswith("its manifest cannot be read")
     (tmp_path / "step-4" / "manifest.json").unlink()
     assert str(storage.examine(4)).startswith("it has no manifest")
     (tmp_path / "step-6").touch()
-    assert storage.examine(6) == "it is a file"
+    assert storage.examine(6) == "it is a file, not a folder"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_whose_files_are_on_another_node_is_not_complete(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     dcp.save(STATE, storage_writer=storage.writer(3), no_dist=True)
-    with pytest.raises(OSError, match=r"step-3.writing has no __1_0.distcp, which another rank wrote: all nodes"):
+    with pytest.raises(OSError, match=r"step-3.writing has no __1_0.distcp, which another rank wrote; put it where"):
         storage.complete(Manifest(3, {"__1_0.distcp": (1, 1)}, {}, "2 ranks", {}, {}))
     assert storage.steps() == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_was_not_finished_is_no_checkpoint_and_is_swept_away(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_no_checkpoint_and_is_swept_away(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
     dcp.save(STATE, storage_writer=storage.writer(7), no_dist=True)
     assert storage.steps() == []
@@ -95,7 +95,7 @@ def test_what_was_not_finished_is_no_checkpoint_and_is_swept_away(tmp_path: Path
 
 
 def unlink_as_nfs(unlink: Callable[..., None]) -> Callable[..., None]:
-    """A file that is open here cannot go yet, nor can its folder."""
+    """Refuse to remove a file that this process has open, as NFS does."""
 
     def refuse_open(path: Any, *args: Any, **keys: Any) -> None:
         if os.path.basename(path) in {os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) for fd in open_files()}:
@@ -109,12 +109,12 @@ def unlink_as_nfs(unlink: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_somebody_reads_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_being_read_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(str(tmp_path))
     save(storage, 1)
     with storage.reading(1):
         assert not Storage(str(tmp_path)).remove_unread(1)
-    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)  # as NFS does it
+    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)  # NFS locks this way
     monkeypatch.setattr(os, "unlink", unlink_as_nfs(os.unlink))
     assert storage.remove_unread(1) and storage.steps() == []
 
@@ -125,13 +125,13 @@ class Harmful:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_reading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_checkpoint_runs_no_code_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     storage = Storage(str(tmp_path))
     save(storage, 1)
     index = tmp_path / "step-1" / ".metadata"
     index.write_bytes(pickle.dumps(Harmful()))
-    with pytest.raises(pickle.UnpicklingError, match="no use for pathlib.Path.touch|no use for builtins.getattr"):
+    with pytest.raises(pickle.UnpicklingError, match="names pathlib.Path.touch, which|names builtins.getattr, which"):
         storage.reader(1).read_metadata()
     dcp.save(STATE | {"extra": Harmful()}, storage_writer=storage.writer(2), no_dist=True)
     storage.complete(Manifest(2, {}, {}, "", {}, {}))
@@ -140,7 +140,7 @@ def test_reading_runs_nothing_that_a_file_asks_for(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "harm was done").exists()
 
 
-def test_what_one_python_has_written_another_reads() -> None:
+def test_an_index_that_another_python_wrote_is_readable() -> None:
     for module in ("pathlib", "pathlib._local"):  # the second is Python 3.13's
         assert _IndexUnpickler(io.BytesIO()).find_class(module, "PosixPath") is PosixPath
 

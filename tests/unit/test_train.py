@@ -23,9 +23,10 @@ from torchtitan import hardware
 from torchtitan.config.load import key_names, load_config, sections
 from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism, Section, Training
 from torchtitan.hardware import Peak, Place
+from torchtitan.models.families import plan_model
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.planner.dry_run import dry_run
-from torchtitan.training.build import check_environment
+from torchtitan.training.machine import check_machine
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
@@ -305,7 +306,9 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         watching.setattr(Section, "__getattribute__", watched)
         for config in runs:
             train_here(config)
-        dry_run(on_four, Place(0, 0, 4))  # the only run here that has a pipeline and splits tensors
+        dry_run(
+            on_four, plan_model(on_four), Place(0, 0, 4)
+        )  # the only run here that has a pipeline and splits tensors
     torch.use_deterministic_algorithms(False)
     assert sorted(set(key_names()) - read) == []
 
@@ -314,7 +317,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("options", "message"),
     [
         ({"model__hf_assets_path": "nowhere"}, "nowhere"),
-        ({"model__vocab_size": 100}, "the tokenizer has 2048 ids, model.vocab_size only 100 rows"),
+        ({"model__vocab_size": 100}, "the tokenizer has 2048 ids, but tests.tiny_models:LLAMA tiny has only 100 rows"),
         ({"training__dataset": "pydoc"}, "training: dataset = 'pydoc' .* did you mean 'pydocs'"),
         ({"training__sources": [{"dataset": "a", "dataset_path": "no.txt"}]}, r"training.sources\[0\]: .*'no.txt': no"),
         ({"validation__enable": True, "validation__dataset_path": "no.txt"}, "validation: dataset_path = 'no.txt': no"),
@@ -373,7 +376,7 @@ def test_float8_without_its_package_is_refused_with_the_line_that_installs_it(
 def test_asynchronous_tensor_parallelism_is_refused_on_a_cpu() -> None:
     config = Config(parallelism=Parallelism(enable_async_tensor_parallel=True, tensor_parallel_degree=2))
     with pytest.raises(ValueError, match="enable_async_tensor_parallel = true needs GPUs"):
-        check_environment(config, torch.device("cpu"))
+        check_machine(config, torch.device("cpu"))
 
 
 def test_a_place_for_checkpoints_that_nothing_here_can_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,23 +384,23 @@ def test_a_place_for_checkpoints_that_nothing_here_can_reach_is_refused(monkeypa
     for url, reason in (("gs://bucket/run", "gcsfs"), ("s4://bucket/run", "Protocol not known: s4")):
         config = Config(checkpoint=Checkpoint(enable=True, folder=url))
         with pytest.raises(ValueError, match=f'"{url}" cannot hold checkpoints: .*{reason}.*; give a path, or a URL'):
-            check_environment(config, torch.device("cpu"))
+            check_machine(config, torch.device("cpu"))
 
 
 def test_a_schedule_that_an_older_torch_cannot_run_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="DualPipeV")
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ValueError, match='"DualPipeV" needs torch 2.13 on a CPU: 2.11.0 begins with a message'):
-        check_environment(Config(parallelism=schedule), torch.device("cpu"))
+        check_machine(Config(parallelism=schedule), torch.device("cpu"))
 
 
 def test_what_an_older_torch_would_update_too_early_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(enable_cpu_offload=True, max_norm=math.inf)
     config = Config(optimizer=Optimizer(early_step_in_backward=True), training=training)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    check_environment(config, torch.device("cpu"))
+    check_machine(config, torch.device("cpu"))
     with pytest.raises(ValueError, match="enable_cpu_offload = true needs torch 2.13 on a GPU: 2.11.0 updates"):
-        check_environment(config, torch.device("cuda"))
+        check_machine(config, torch.device("cuda"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

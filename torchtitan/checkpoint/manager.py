@@ -1,6 +1,7 @@
-"""Saves a run's tensors, complete or not at all, and finds the newest complete ones again; sees no model, only names.
+"""Saves a run's tensors, completely or not at all, and finds and loads the newest complete checkpoint.
 
-All ranks call alike. What goes wrong on one rank is known to all of them before any goes on.
+The checkpointer sees named tensors, never a model. Every rank calls the same methods in the same order, and a failure
+on one rank is raised on all ranks.
 """
 
 import threading
@@ -24,34 +25,34 @@ from torchtitan.config.schema import Checkpoint
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
-_TIMEOUT = timedelta(hours=1)  # of what ranks tell each other while one of them writes
+_TIMEOUT = timedelta(hours=1)  # longest wait for a rank that is still writing
 Tensors = dict[str, Tensor]
 
 
 class SaveError(Refusal):
-    """A save that configuration or circumstances do not allow to fail has failed."""
+    """A save failed that must not: the last one, or any with `on_failure = "stop"`."""
 
 
 class Checkpointer:
-    """`save` after a step where `due` says so; `wait` for the last one."""
+    """Call `save` after each step where `due` returns True, and `wait` at the end."""
 
     def __init__(self, config: Checkpoint, storage: Storage, about: dict[str, Any], start_seconds: int) -> None:
-        """`about`: what each manifest says besides step and files; `start_seconds`: longest wait for other ranks."""
+        """`about` goes into every manifest; `start_seconds` limits the wait for other ranks when the run starts."""
         self.config, self.storage, self.about = config, storage, about
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # A group of its own: a save runs beside the training.
+        # An asynchronous save uses collectives while training uses others, so it needs its own process group.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=start_seconds))
         _set_pg_timeout(_TIMEOUT, self.group)
         self._began, self._bytes, self.last_step = time.monotonic(), 0, -1
         self._writing: Future[None] | None = None
-        self._copies: Tensors = {}  # in host memory that is kept from save to save
+        self._copies: Tensors = {}  # in host memory, which each save uses again
         for name in [] if config.load_only else self.on_rank_0(storage.sweep):
-            logger.info(f"removed {name}, which an earlier run did not finish")
+            logger.info(f"removed {name}, a checkpoint that an earlier run did not finish writing")
 
     def is_time_up(self) -> bool:
-        """Whether `interval_minutes` are over by this rank's clock; all ranks save once any rank's are.
+        """Whether this rank's clock says that `interval_minutes` have passed; one such rank makes all ranks save.
 
-        Also where a write behind the training has failed and is to end the run, which the next save does.
+        Also True if an asynchronous save failed and must end the run: the next save raises its error.
         """
         if self._writing is not None and self._writing.done() and self._writing.exception() is not None:
             return True
@@ -63,7 +64,7 @@ class Checkpointer:
         return not self.config.load_only and (first or time_is_up or step % self.config.interval == 0)
 
     def save(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
-        """Write a checkpoint now, or copy and write it behind the training; an earlier write is waited for."""
+        """Write a checkpoint, or copy the tensors and write them asynchronously; an earlier write ends first."""
         self.wait()
         self._began = time.monotonic()
         self._warn_of_a_full_disk()
@@ -74,13 +75,13 @@ class Checkpointer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.monotonic() - self._began
-        logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s, writing it behind the training")
+        logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s; writing it asynchronously")
         self._writing = Future()
-        # A daemon: where another rank is gone it waits for it, and must not keep this process from ending.
+        # A daemon thread: it may wait for a rank that is gone, and must not keep this process alive.
         threading.Thread(target=self._write_behind, args=(self._writing, step, copied, run), daemon=True).start()
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Not by torch's stager: torch 2.11's can be used once."""
+        """Copy to host memory. torch has a stager for this, but the one of torch 2.11 works only once."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         copy = self._copies.get(name)
         if copy is None or (copy.shape, copy.dtype) != (local.shape, local.dtype):
@@ -97,36 +98,36 @@ class Checkpointer:
             done.set_exception(error)
 
     def wait(self) -> None:
-        """Until what is being written behind the training is there, or has failed."""
+        """Wait until the asynchronous save is complete; raises if it failed and may not."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def _try_write(self, step: int, write: Callable[[], None]) -> None:
-        """A failure is logged, or raised where `on_failure` says so, on all ranks alike."""
+        """Log a failure, or raise it if `on_failure = "stop"`; every rank does the same."""
         begin = time.monotonic()
         try:
             write()
-        except (Exception, CheckpointException) as error:  # of a disk, a server, another rank's disk
+        except (Exception, CheckpointException) as error:  # from a disk, a server, or another rank
             reason = " ".join(str(_cause(error)).split()) or type(error).__name__
             if self.config.on_failure == "stop":
                 raise SaveError(f'saving step {step} failed: {reason} (checkpoint.on_failure = "stop")') from error
-            free = self.storage.free_bytes()  # torch's own error does not say that a disk is full
-            self._tidy(self.storage.sweep)  # only now: the log shows the room this save had, the next one needs it
+            free = self.storage.free_bytes()  # torch's error does not say whether the disk is full
+            self._tidy(self.storage.sweep)  # after measuring: the log shows the space that this save had
             if self.rank == 0:
                 room = f" ({free / 2**20:,.0f} MiB are free there)" if free is not None else ""
-                logger.error(f"saving step {step} failed: {reason}{room}; training goes on, the next save is a new try")
+                logger.error(f"saving step {step} failed: {reason}{room}; training continues and saves again when due")
             return
         self.last_step = step
         logger.info(f"saved step {step}: {self._bytes / 2**20:,.1f} MiB in {time.monotonic() - begin:.2f} s")
         self._tidy(lambda: self._retain(step))
 
     def _tidy(self, remove: Callable[[], object]) -> None:
-        """Remove what is not needed, on rank 0; where that fails, the run is none the worse for it."""
+        """Rank 0 removes files that are no longer needed; if it cannot, the run continues with a warning."""
         try:
             self.on_rank_0(remove)
-        except Exception as error:  # a store's client has errors of its own
-            logger.warning(f"checkpoints could not be removed: {error}")
+        except Exception as error:  # clients of object stores raise their own types
+            logger.warning(f"old checkpoints could not be removed: {error}; training continues")
 
     def _write(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         storage, folder = self.storage, self.storage.being_written(step)
@@ -144,7 +145,7 @@ class Checkpointer:
         self.on_rank_0(lambda: storage.complete(manifest))
 
     def _all(self, work: Callable[[], Any]) -> list[Any]:
-        """What each rank's work gives; where it fails on any, it fails on all."""
+        """Run `work` on every rank and return every rank's result; an error on one rank is raised on all."""
         mine: tuple[Any, str | None]
         try:
             mine = work(), None
@@ -157,17 +158,17 @@ class Checkpointer:
         return [answer for answer, _ in everyone]
 
     def on_rank_0(self, work: Callable[[], Any]) -> Any:
-        """What rank 0's work gives, on all ranks."""
+        """Run `work` on rank 0 and return its result on all ranks."""
         return self._all(lambda: work() if self.rank == 0 else None)[0]
 
     def _retain(self, newest: int) -> None:
-        """Keep the latest complete ones; never what somebody reads, never the one just written."""
+        """Keep the newest `keep_latest_k` complete checkpoints and every one that another process is reading."""
         keep = self.config.keep_latest_k
         older = [step for step in self.storage.steps() if step <= newest] if keep else []
         complete = [step for step in older if isinstance(self.storage.examine(step), Manifest)]
         for step in complete[keep:]:
             if not self.storage.remove_unread(step):
-                logger.info(f"step {step} is being read by somebody; it is kept for now")
+                logger.info(f"kept the checkpoint of step {step} for now: another process is reading it")
 
     def _warn_of_a_full_disk(self) -> None:
         free = self.storage.free_bytes() if self.rank == 0 and self._bytes else None
@@ -178,25 +179,25 @@ class Checkpointer:
             )
 
     def find(self, storage: Storage, step: int = -1) -> Manifest | None:
-        """The newest complete checkpoint, or that of this step; what is passed over is said, and why."""
+        """The newest complete checkpoint, or the one of this step; the log lists each one it skipped, and why."""
         candidates = self.on_rank_0(storage.steps)
         if step >= 0:
             if step not in candidates:
                 found = ", ".join(map(str, candidates)) or "none"
-                raise Refusal(f"step {step} is not in {storage.url}, which has {found}; use one it has, or none")
+                raise Refusal(f"step {step} is not in {storage.url}, which has {found}; name one of those, or no step")
             candidates = [step]
         for candidate in candidates:
             manifest = self._examine(storage, candidate)
             if isinstance(manifest, Manifest):
                 return manifest
             if step >= 0:
-                raise Refusal(f"step {step} in {storage.url} cannot be loaded: {manifest}; use another step")
+                raise Refusal(f"step {step} in {storage.url} cannot be loaded: {manifest}; name another step")
             if self.rank == 0:
-                logger.warning(f"passed over the checkpoint of step {candidate}: {manifest}")
+                logger.warning(f"skipped the checkpoint of step {candidate}: {manifest}")
         return None
 
     def _examine(self, storage: Storage, step: int) -> Manifest | str:
-        """The manifest, or what is wrong; each rank reads its share of the files."""
+        """The manifest, or what is wrong with the checkpoint; each rank verifies its share of the files."""
         manifest: Manifest | str = self.on_rank_0(lambda: storage.examine(step))
         if isinstance(manifest, str):
             return manifest
@@ -206,7 +207,7 @@ class Checkpointer:
         if away and isinstance(self.on_rank_0(lambda: storage.examine(step)), Manifest):
             raise Refusal(
                 f"step {step} in {storage.url} is complete where rank 0 runs, but not where rank {away[0]} does: "
-                f"{faults[away[0]][0]}; all nodes must share the folder"
+                f"{faults[away[0]][0]}; put checkpoint.folder where all nodes share it"
             )
         return "; ".join(fault for found in faults for fault in found) or manifest
 
@@ -215,39 +216,42 @@ class Checkpointer:
         metadata = storage.reader(step).read_metadata().state_dict_metadata
         return {name: kind.size for name, kind in metadata.items() if isinstance(kind, TensorStorageMetadata)}
 
+    def holds_only_weights(self, storage: Storage, step: int) -> bool:
+        return not any(name.startswith("optimizer.") for name in self.shapes(storage, step))
+
     def leave_behind(self, step: int) -> None:
-        """Set aside what was saved after a step that the run goes back to: a later start must not go on from there."""
+        """Rename the checkpoints after a step that the run goes back to, so that no later start resumes from them."""
 
         def set_aside() -> list[str]:
             return [self.storage.set_aside(later) for later in self.storage.steps() if later > step]
 
         for name in [] if self.config.load_only else self.on_rank_0(set_aside):
-            logger.info(f"kept {name}, which was saved after step {step}, aside")
+            logger.info(f"renamed a checkpoint that was saved after step {step} to {name}")
 
     def load(self, storage: Storage, step: int, tensors: Tensors) -> None:
-        """Fill the tensors, sharded as they are, whatever layout has saved them."""
+        """Fill the tensors, keeping their sharding; any layout may have saved them."""
         shapes = self.shapes(storage, step)
-        wrong = [f"{name} is not in it" for name in tensors if name not in shapes]
+        wrong = [f"{name} is missing there" for name in tensors if name not in shapes]
         wrong += [
             f"{name} is {list(shapes[name])} there, {list(tensor.shape)} here"
             for name, tensor in tensors.items()
             if name in shapes and shapes[name] != tensor.shape
         ]
         wrong = list(dict.fromkeys(name for part in self._all(lambda: wrong) for name in part))
-        wrong += [f"{name} is nowhere here" for name in self._unknown(shapes, tensors)]
+        wrong += [f"{name} is in no rank's model" for name in self._unknown(shapes, tensors)]
         if wrong:
             more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise Refusal(
-                f"the checkpoint of step {step} in {storage.url} is of another model, or not whole: "
-                f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, go on from another step "
-                "(checkpoint.load_step), or begin elsewhere (job.dump_folder, or checkpoint.initial_load_path)"
+                f"step {step} in {storage.url} holds another model, or a part of one: "
+                f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, resume from another step "
+                "(checkpoint.load_step), or start elsewhere (job.dump_folder, or checkpoint.initial_load_path)"
             )
         with storage.reading(step):
             dcp.load(tensors, storage_reader=storage.reader(step), process_group=self.group)
 
     def _unknown(self, shapes: Iterable[str], tensors: Tensors) -> list[str]:
-        """What a checkpoint holds of the model, and of its optimizer if that is loaded, but no rank has."""
-        kinds = {name.partition(".")[0] for name in tensors} - {"data"}  # streams may be fewer now
+        """Names in the checkpoint that no rank asks for, among the kinds (model, optimizer) that are loaded."""
+        kinds = {name.partition(".")[0] for name in tensors} - {"data"}  # the run may have fewer streams now
         names = [name for name in shapes if name.partition(".")[0] in kinds]
         known = torch.tensor([name in tensors for name in names], dtype=torch.int32)
         dist.all_reduce(known, dist.ReduceOp.MAX, group=self.group)
@@ -255,6 +259,6 @@ class Checkpointer:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong on a rank, out of what torch has wrapped it in."""
+    """The error of the rank that failed, without the CheckpointException that torch wraps it in."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error

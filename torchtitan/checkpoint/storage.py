@@ -1,7 +1,8 @@
-"""Where checkpoints lie, on a disk or at an fsspec URL: which are complete, and reading them without trust.
+"""The folder of a run's checkpoints, on a disk or at an fsspec URL: lists, verifies, completes and removes them.
 
-A checkpoint is a folder `step-N` of torch.distributed.checkpoint with a manifest of its files' sizes and checksums. The
-manifest is written last, and on a disk the folder gets its name last: what has none is not there.
+A checkpoint is a folder `step-N` of torch.distributed.checkpoint with a manifest that lists the size and checksum of
+each file. The last write is the rename to `step-N` (on an object store: the manifest), so a checkpoint is complete or
+absent. Reading a checkpoint runs no code from it.
 """
 
 import fcntl
@@ -31,14 +32,14 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint says of itself."""
+    """Describes a complete checkpoint."""
 
     step: int
     files: dict[str, tuple[int, int]]  # name -> bytes, CRC-32
     config: dict[str, Any]
     layout: str
     versions: dict[str, str]
-    run: dict[str, Any]  # tokens seen, and what all streams share of the data's state
+    run: dict[str, Any]  # tokens seen, skipped updates, and the state that all data streams share
 
 
 class Storage:
@@ -50,13 +51,13 @@ class Storage:
             self.fs, self.root = url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             raise Refusal(
-                f'"{url}" cannot hold checkpoints: {error}; give a path, or a URL that fsspec knows and install its '
-                "package (s3:// needs s3fs, gs:// gcsfs)"
+                f'"{url}" cannot hold checkpoints: {error}; give a path, or a URL that fsspec supports, and install '
+                "its package (s3:// needs s3fs, gs:// needs gcsfs)"
             ) from None
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
 
     def steps(self) -> list[int]:
-        """Steps of which there is a folder, complete or not, newest first."""
+        """The steps that have a folder, complete or not, newest first."""
         if not self.fs.exists(self.root):
             return []
         self.fs.invalidate_cache()
@@ -67,47 +68,47 @@ class Storage:
         return f"{self.root}/step-{step}"
 
     def being_written(self, step: int) -> str:
-        """Where a save writes: an object store has no names to change, its manifest alone says that all is there."""
+        """The folder that a save writes to. An object store cannot rename it, so there only the manifest is last."""
         return f"{self.root}/step-{step}.writing" if self.is_local else self.folder(step)
 
     def describe(self, folder: str, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Bytes and checksum of files, as they are read back."""
+        """Size in bytes and checksum of each file, read back from the storage."""
         return {name: self._checksum(f"{folder}/{name}") for name in names}
 
     def names(self, folder: str) -> list[str]:
         return sorted(path.rpartition("/")[2] for path in self.fs.ls(folder, detail=False))
 
     def complete(self, manifest: Manifest) -> None:
-        """Write the manifest, give the folder its name: from here on the checkpoint is there."""
+        """Write the manifest and rename the folder: from now on the checkpoint exists."""
         folder = self.being_written(manifest.step)
         if self.is_local and (unseen := [name for name in manifest.files if not Path(folder, name).exists()]):
-            raise OSError(f"{folder} has no {unseen[0]}, which another rank wrote: all nodes must share the folder")
+            raise OSError(f"{folder} has no {unseen[0]}, which another rank wrote; put it where all nodes share it")
         says = asdict(manifest)
         with self.fs.open(f"{folder}/{_MANIFEST}", "wb") as file:
             file.write(json.dumps({"checksum": _checksum_of(says)} | says, indent=1).encode())
         if self.is_local:
             _sync(Path(folder) / _MANIFEST)
             _sync(Path(folder))
-            self.remove(self.folder(manifest.step))  # of this step, but not complete: else nobody would save it again
+            self.remove(self.folder(manifest.step))  # an incomplete one: a complete one would not be saved again
             Path(folder).rename(self.folder(manifest.step))
             _sync(Path(self.root))
 
     def examine(self, step: int) -> Manifest | str:
-        """What a checkpoint says of itself, its files being as long as it says; or why it is no complete one."""
+        """The manifest if all files exist with the sizes it lists; otherwise what is wrong, as text."""
         try:
             with self.fs.open(f"{self.folder(step)}/{_MANIFEST}", "rb") as file:
                 read = json.load(file)
             if read.pop("checksum") != _checksum_of(read):
-                raise Refusal("its own checksum differs")
+                raise ValueError("its own checksum differs")
             manifest = Manifest(**read | {"files": {name: tuple(about) for name, about in read["files"].items()}})
         except FileNotFoundError:
-            return "it has no manifest: it was never finished"
+            return "it has no manifest, so its save never finished"
         except NotADirectoryError:
-            return "it is a file"
+            return "it is a file, not a folder"
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return f"its manifest cannot be read ({error})"
         if manifest.step != step:
-            return f"its manifest is that of step {manifest.step}"
+            return f"its manifest belongs to step {manifest.step}"
         for name, (size, _) in manifest.files.items():
             try:
                 found = self.fs.size(f"{self.folder(step)}/{name}")
@@ -118,39 +119,39 @@ class Storage:
         return manifest
 
     def faults(self, manifest: Manifest, names: Iterable[str]) -> list[str]:
-        """Of these files, what is not as the manifest says."""
+        """Read these files and list those that the manifest contradicts."""
         faults = []
         for name in names:
             try:
                 if self._checksum(f"{self.folder(manifest.step)}/{name}") != manifest.files[name]:
                     faults.append(f"the checksum of {name} differs")
-            except FileNotFoundError:  # somebody has just removed it
+            except FileNotFoundError:  # another process has just removed it
                 faults.append(f"{name} is missing")
         return faults
 
     def remove(self, folder: str) -> None:
-        """The manifest first: what is left if this is cut short is no checkpoint."""
+        """Remove the manifest first: if this is interrupted, the rest does not count as a checkpoint."""
         if self.fs.exists(f"{folder}/{_MANIFEST}"):
             self.fs.rm_file(f"{folder}/{_MANIFEST}")
         if self.fs.exists(folder):
             self.fs.rm(folder, recursive=True)
 
     def remove_unread(self, step: int) -> bool:
-        """Remove a checkpoint that nobody reads; on an object store readers cannot be seen, and it is removed."""
+        """Remove a checkpoint unless a process is reading it, which an object store cannot tell; True if removed."""
         if not self.is_local:
             self.remove(self.folder(step))
             return True
-        with open(f"{self.folder(step)}/{_MANIFEST}", "r+b") as file:  # NFS locks for one alone what may be written
+        with open(f"{self.folder(step)}/{_MANIFEST}", "r+b") as file:  # NFS locks only what is open for writing
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            aside = Path(self.folder(step)).rename(f"{self.folder(step)}.writing")  # `sweep` ends it if cut short
-        self.remove(str(aside))  # the manifest is closed: NFS keeps what is open, and its folder
+            aside = Path(self.folder(step)).rename(f"{self.folder(step)}.writing")  # `sweep` finds it there
+        self.remove(str(aside))  # after closing the manifest: NFS cannot remove an open file
         return True
 
     def set_aside(self, step: int) -> str:
-        """Give a checkpoint a name that no start looks for; the name."""
+        """Rename a checkpoint so that no start finds it; returns the new name."""
         number = 1
         while self.fs.exists(aside := f"{self.folder(step)}.aside-{number}"):
             number += 1
@@ -159,7 +160,7 @@ class Storage:
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Inside, the checkpoint is not removed."""
+        """Hold a lock that keeps other processes from removing the checkpoint."""
         if not self.is_local:
             yield
             return
@@ -171,7 +172,7 @@ class Storage:
         return shutil.disk_usage(self.root).free if self.is_local and self.fs.exists(self.root) else None
 
     def sweep(self) -> list[str]:
-        """Remove what saves that were cut short have left; their names."""
+        """Remove the leftovers of interrupted saves; returns their names."""
         left = [*Path(self.root).glob("*.writing")] if self.is_local else []
         for path in left:
             self.fs.rm(str(path), recursive=True)
@@ -194,25 +195,27 @@ class Storage:
 
 
 class _WithoutTrust:
-    """torch reads a checkpoint's index as a pickle, which may run anything; here only what an index is made of."""
+    """Reads the index of a checkpoint. torch unpickles it, which could run any code; here few classes are allowed."""
 
     def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
             metadata = _IndexUnpickler(io.BytesIO(file.read())).load()
         for name, kind in metadata.state_dict_metadata.items():
-            if not isinstance(kind, TensorStorageMetadata):  # torch would read it as a pickle
-                raise Refusal(f"{self.path}: {name} is no tensor; it is not read, for it could run anything")
+            if not isinstance(kind, TensorStorageMetadata):  # torch would unpickle it
+                raise Refusal(
+                    f"{self.path}: {name} is no tensor, and reading it could run any code; save it again as a tensor"
+                )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
 class Reader(_WithoutTrust, FileSystemReader):
-    """From a disk."""
+    """Reads from a disk."""
 
 
 class RemoteReader(_WithoutTrust, FsspecReader):
-    """From an fsspec URL."""
+    """Reads from an fsspec URL."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -227,9 +230,9 @@ class _IndexUnpickler(pickle.Unpickler):
     }  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13, and no other, calls it
+        module = "pathlib" if module == "pathlib._local" else module  # Python 3.13 alone uses this name
         if name not in self._ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"a checkpoint's index has no use for {module}.{name}; it is not read")
+            raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which no index needs; refused")
         return super().find_class(module, name)
 
 
@@ -238,9 +241,19 @@ def _checksum_of(says: dict[str, Any]) -> int:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what was written."""
+    """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def find_checkpoints(path: str) -> tuple[Storage, int]:
+    """Storage of a run folder's checkpoints, or of a folder of checkpoints; and N if the path ends in step-N, or -1."""
+    path = path.rstrip("/")
+    above, _, name = path.rpartition("/")
+    if step := re.fullmatch(r"step-(\d+)", name):
+        return Storage(above or "."), int(step[1])
+    of_run = Storage(f"{path}/checkpoint")
+    return (of_run if of_run.steps() else Storage(path)), -1

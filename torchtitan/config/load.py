@@ -6,9 +6,9 @@ import difflib
 import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tomli
 import tomli_w
@@ -20,8 +20,10 @@ from torchtitan.config.rules import find_conflicts
 from torchtitan.config.schema import Config, DataSource, Section
 from torchtitan.refusal import Refusal
 
-IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part"}  # too deep for a command line
-_HELP = "Train a Llama. Every key of the TOML file is an option here and overrides it."
+IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part", "rope_scaling"}  # too deep for a command line
+_HELP = "Train a language model. Every key of the TOML file is an option here and overrides it."
+
+Loaded = TypeVar("Loaded")
 
 
 class ConfigError(Refusal):
@@ -56,10 +58,10 @@ def check(data: dict[str, Any], origin: str, world_size: int | None = None) -> C
     return config
 
 
-def load_config_or_exit(argv: Sequence[str], world_size: int | None, rank: int, prog: str = "train.py") -> Config:
-    """load_config for a program: the mistakes are shown by rank 0 alone, and the exit code is 2."""
+def run_or_exit(load: Callable[[], Loaded], rank: int) -> Loaded:
+    """What a program loads first: rank 0 alone shows the mistakes, and the exit code is 2."""
     try:
-        return load_config(argv, world_size, prog, rank)
+        return load()
     except ConfigError as error:
         if rank == 0:
             print(error, file=sys.stderr)
@@ -69,6 +71,11 @@ def load_config_or_exit(argv: Sequence[str], world_size: int | None, rank: int, 
 def to_toml(config: Config) -> str:
     """The configuration as a TOML file that loads to the same; None is TOML's absent key."""
     return tomli_w.dumps(config.model_dump(exclude_none=True, exclude={"job": {"config_file"}}))
+
+
+def with_seed(config: Config, seed: int) -> Config:
+    """The configuration that repeats a run: with the seed that the run drew."""
+    return config.model_copy(update={"debug": config.debug.model_copy(update={"seed": seed})})
 
 
 def key_names() -> list[str]:

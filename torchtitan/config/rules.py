@@ -8,7 +8,6 @@ from pathlib import PurePath
 
 from torchtitan.config.layout_rules import Finding, find_layout_conflicts
 from torchtitan.config.schema import Checkpoint, Config
-from torchtitan.models.llama.args import FLAVORS
 
 RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
 RUN_FILES = [*RECORDS, "wandb", "hang", "hf", "load_only"]  # what a run writes by itself
@@ -16,7 +15,7 @@ RUN_FILES = [*RECORDS, "wandb", "hang", "hf", "load_only"]  # what a run writes 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts; those that depend on the number of ranks only where it is known."""
-    findings = [*_model(config), *_schedule(config), *_compile(config), *_data(config)]
+    findings = [*_schedule(config), *_compile(config), *_data(config)]
     findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config)]
     return [*findings, *find_layout_conflicts(config, world_size)]
 
@@ -74,23 +73,6 @@ def _early_step(config: Config) -> Iterator[Finding]:
     ):
         if cannot:
             yield (name, key), f"{name} = true with {key} = {value}: {reason}; use {fix}, or set {name} = false"
-
-
-def _model(config: Config) -> Iterator[Finding]:
-    name, flavor = config.model.name, config.model.flavor
-    keys = ("model.name", "model.flavor")
-    if name not in FLAVORS:
-        yield keys[:1], f'model.name = "{name}" is not a model this recipe has; use {" or ".join(FLAVORS)}'
-    elif flavor not in FLAVORS[name]:
-        yield keys, f'model.flavor = "{flavor}" is no flavor of {name}; use one of {", ".join(FLAVORS[name])}'
-    else:
-        longest = FLAVORS[name][flavor].max_seq_len
-        for key, seq_len in [
-            ("training.seq_len", config.training.seq_len),
-            ("validation.seq_len", config.validation.seq_len if config.validation.enable else 0),
-        ]:
-            if seq_len > longest:
-                yield (*keys, key), f"{key} = {seq_len} is longer than {name} {flavor} can be: use {longest} or less"
 
 
 def _schedule(config: Config) -> Iterator[Finding]:
@@ -176,13 +158,6 @@ def _float8(config: Config) -> Iterator[Finding]:
             (gather, recipe),
             f'{gather} = true needs one scale a tensor, recipe_name = "{float8.recipe_name}" has one a row; use '
             f'"tensorwise", or set it to false',
-        )
-    args = FLAVORS.get(config.model.name, {}).get(config.model.flavor)
-    if args is not None and args.tied_embeddings and not any(part in "output" for part in float8.filter_fqns):
-        yield (
-            (gather, filters, "model.name", "model.flavor"),
-            f"{gather} = true would part {config.model.name} {config.model.flavor}'s output layer from the embedding "
-            f'it shares its weight with; set filter_fqns = ["output"]',
         )
 
 

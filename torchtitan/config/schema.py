@@ -93,8 +93,17 @@ class Metrics(Section):
     """Send the numbers to Weights & Biases, too (pip install wandb; WANDB_* variables apply)."""
 
 
+class RopeScaling(Section):
+    """Llama 3.1's stretching of the low rotation frequencies, for contexts longer than the first training's."""
+
+    factor: PositiveFloat = 8.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_seq_len: PositiveInt = 8192
+
+
 class Model(Section):
-    """Which Llama to train."""
+    """Which model to train."""
 
     name: str = "llama3"
     """Model family: llama3 or llama2."""
@@ -110,6 +119,18 @@ class Model(Section):
 
     attn_mask_type: Literal["causal", "block_causal"] = "causal"
     """What a token may attend to: all before it in the sequence, or only what belongs to its own document (ours)."""
+
+    dim: PositiveInt | None = None
+    n_layers: PositiveInt | None = None
+    n_heads: PositiveInt | None = None
+    n_kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    hidden_dim: PositiveInt | None = None
+    norm_eps: PositiveFloat | None = None
+    rope_theta: PositiveFloat | None = None
+    tied_embeddings: bool | None = None
+    max_seq_len: PositiveInt | None = None
+    rope_scaling: RopeScaling | None = None
 
     converters: list[Literal["quantize.linear.float8"]] = []
     """Sections that change the model's layers; none: the plain model."""

@@ -40,10 +40,10 @@ class Loader:
         layout: Layout,
         shape: Shape,
         order: Order,
-        agree: Callable[[bool], bool],
+        any_says_so: Callable[[bool], bool] | None = None,
     ) -> None:
         self._sources, self._tokenizer = sources, tokenizer
-        self._layout, self._shape, self._order, self._agree = layout, shape, order, agree
+        self._layout, self._shape, self._order, self._any_says_so = layout, shape, order, any_says_so
         self._stop: Callable[[], Any] | None = None
         self.reset()
 
@@ -51,28 +51,39 @@ class Loader:
         """Go back to the first batch."""
         self.close()
         self._states: dict[int, Any] = {}  # empty: the start of the data
-        self._ended = self._own_data_ended = False
+        self._before = self._states  # the last batch
+        self._ended = False
 
     def next(self) -> Batch | None:
-        """This rank's part of the next global batch; None, on all ranks at once, where the data has ended."""
-        if self._ended:
-            return None
-        ahead = Ahead() if self._own_data_ended else self._take()
-        if ahead.error is not None:
-            raise ahead.error
-        if not self._agree(ahead.batch is not None):
-            self._ended = True
-            self.close()
-            if not self._shape.pad_last:
-                log_end(self._sources, self.state_dict()["streams"], self._order.num_streams)
-            return None
+        """This rank's part of the next global batch, or None where its data has ended.
+
+        Ranks may reach their end one batch apart: all call `end()` when one of them has got None. With padding they
+        agree here, and get None together.
+        """
+        if self._any_says_so is not None:
+            return self._next_padded(self._any_says_so)
+        ahead = self._take()
+        self._before = self._states
         if ahead.batch is None:
-            assert self._shape.pad_last, "agree must be false where a rank has no full batch"
-            self._own_data_ended = True
-            return self._padding()
-        assert ahead.states is not None
-        self._states = ahead.states
+            self.close()
+        else:
+            assert ahead.states is not None
+            self._states = ahead.states
         return ahead.batch
+
+    def end(self) -> None:
+        """Put the last batch back, which some rank could not fill, and log how much of the data was read."""
+        self._states = self._before
+        self.close()
+        log_end(self._sources, self.state_dict()["streams"], self._order.num_streams)
+
+    def _next_padded(self, any_says_so: Callable[[bool], bool]) -> Batch | None:
+        ahead = Ahead() if self._ended else self._take()
+        self._ended = ahead.batch is None
+        if not any_says_so(not self._ended):
+            self.close()
+            return None
+        return ahead.batch or self._padding()
 
     def close(self) -> None:
         """End the background thread. A later `next()` starts it again, after the last batch that it returned."""
@@ -133,6 +144,7 @@ class Loader:
         ahead = self._queue.get()
         if ahead.error is not None:
             self.close()
+            raise ahead.error
         return ahead
 
     def _padding(self) -> Batch:
@@ -156,16 +168,15 @@ def build_loader(
     epochs: int,
     shuffle: bool,
     block_causal: bool,
-    agree: Callable[[bool], bool],
     pin_memory: bool = False,
-    pad_last: bool = False,
+    any_says_so: Callable[[bool], bool] | None = None,
 ) -> Loader:
-    """`agree` is called once per `next()`, by `next()`'s thread, on every rank alike.
+    """This rank's streams of the sources.
 
-    It is given whether this rank has a batch and returns whether the run goes on: true if all ranks have one, as a
-    step needs them. With `pad_last` (validation: every token, once) it is true if any has, and a rank without data
+    With `any_says_so` (validation: every token, once), which tells whether any rank says True, a rank without data
     gives sequences of ignored labels until no rank has a label left.
     """
+    pads = any_says_so is not None
     assert global_batch_size % num_streams == 0 and num_streams % dp_size == 0, "see config.layout.plan_batch"
     opened = []
     for source in sources:
@@ -175,16 +186,16 @@ def build_loader(
         name = source.dataset_path or source.dataset
         source_epochs = epochs if source.epochs is None else source.epochs
         mean_tokens = sample_mean_tokens(data, tokenizer) if len(sources) > 1 else 0.0
-        opened.append(Source(name, data, source.weight, source_epochs, mean_tokens, may_run_short=pad_last))
-        if not pad_last:  # with pad_last, a stream without data gives padding
+        opened.append(Source(name, data, source.weight, source_epochs, mean_tokens, may_run_short=pads))
+        if not pads:  # with padding, a stream without data is no error
             check_size(opened[-1], num_streams)
     return Loader(
         opened,
         tokenizer,
         Layout(global_batch_size, num_streams, dp_rank, dp_size),
-        Shape(seq_len, tokenizer.eos_id, block_causal, pin_memory, pad_last),
+        Shape(seq_len, tokenizer.eos_id, block_causal, pin_memory, pads),
         Order(num_streams, seed, shuffle),
-        agree,
+        any_says_so,
     )
 
 

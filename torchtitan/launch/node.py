@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtitan import hardware
-from torchtitan.config.load import load_config_or_exit
 from torchtitan.config.schema import Config
+from torchtitan.models.families import load_run_or_exit
 from torchtitan.preflight.network import way_to_head
 from torchtitan.refusal import Refusal
 
@@ -275,7 +275,7 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
     # Without torch and before any rank exists, so that a mistake is shown at once and once a node.
-    checked = load_config_or_exit(train[1:], node.world_size, rank=0)
+    checked, _ = load_run_or_exit(train[1:], node.world_size, rank=0)
 
     settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
     if fake or (node.world_size == 1 and node.restarts == 0):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.load import load_config_or_exit
+from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
 
 SECONDS_TO_SAVE = 290  # from a warning to the end; pods are given ten more
@@ -293,7 +293,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     job = plan_job(args, options, has_token="HF_TOKEN" in os.environ)
     processes = job.env.get("NGPU", str(max(1, job.gpus)))
     world_size = job.nodes * int(processes) if processes.isdigit() else None
-    load_config_or_exit(["--job.config_file", job.config, *options], world_size, rank=0)
+    load_run_or_exit(["--job.config_file", job.config, *options], world_size, rank=0)
     submission = SITES[args.site, args.api](job)
     if args.dry_run:
         print(submission)

@@ -1,4 +1,4 @@
-"""Where each rank is, read off its stack, which of them the others wait for, and the words for it."""
+"""Explains a hang: reads where each rank is from its stack, finds the ranks that the others wait for, and says so."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 
 _PROJECT = Path(__file__).parents[2]
-# Python code that waits for other ranks.
+# Python files whose functions wait for other ranks.
 _WAITS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
@@ -19,12 +19,12 @@ _MOST_SHOWN = 4
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank is."""
+    """The place a rank has reached."""
 
     step: int
-    collective: str  # the call it waits for other ranks in; empty where it does not
+    collective: str  # the call in which the rank waits for others; empty if it does not wait
     place: str  # the innermost line of this project
-    error: str = ""  # what the collective failed with
+    error: str = ""  # the error of a collective that failed
 
     def __str__(self) -> str:
         return f"step {self.step}, " + (f"in {self.collective}, called from " if self.collective else "") + self.place
@@ -37,7 +37,7 @@ def locate(step: int, stack: Iterable[tuple[FrameType, int]], error: str = "") -
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if not collective and file.endswith(_WAITS):
             collective = function
-        ours = Path(file).is_relative_to(_PROJECT) and "site-packages" not in file  # .venv lies in the project
+        ours = Path(file).is_relative_to(_PROJECT) and "site-packages" not in file  # .venv may be inside the project
         if ours and Path(file).name != "watch.py":
             place = f"{Path(file).relative_to(_PROJECT)}:{line} ({function})"
             break
@@ -45,7 +45,7 @@ def locate(step: int, stack: Iterable[tuple[FrameType, int]], error: str = "") -
 
 
 def find_laggards(known: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
-    """The ranks that the others wait for, and the sign they are known by."""
+    """The ranks that the others wait for, and the sign that gives them away; the surest sign comes first."""
     silent = [rank for rank in range(world_size) if rank not in known]
     if silent:
         return silent, "no answer"
@@ -63,23 +63,24 @@ def find_laggards(known: Mapping[int, Whereabouts], world_size: int) -> tuple[li
 
 
 def describe(known: Mapping[int, Whereabouts], processes: Mapping[int, str], seconds: float, folder: Path) -> str:
-    """The one message: who lags, where each rank is, and what to look at."""
+    """The message of a hang: which ranks lag, where each rank is, and where to look next."""
     laggards, sign = find_laggards(known, len(processes))
     waits = Counter(where.collective for rank, where in known.items() if rank not in laggards and where.collective)
     step = max(where.step for where in known.values())
-    blamed = f"{ranges(laggards)} lags ({sign}), others wait" if laggards else "no rank lags, all wait for each other"
+    verb = "lags" if len(laggards) == 1 else "lag"
+    blamed = f"{ranges(laggards)} {verb} ({sign}), others wait" if laggards else "no rank lags, all wait for each other"
     lines = [f"no progress for {seconds:.0f} s at step {step}: {blamed} in {' and '.join(waits) or 'no collective'}"]
     lines += [f"  rank {rank} is {processes[rank]}" for rank in laggards[:_MOST_SHOWN]]
     together = defaultdict(list)
     for rank in sorted(known, key=lambda rank: (rank not in laggards, rank)):
         together[str(known[rank])].append(rank)
-    # A laggard that answered is alive and elsewhere: the others' errors come of its absence and are not shown.
+    # A laggard that answered is alive. The errors of the others only follow from its absence, so they are not shown.
     late = bool(laggards) and laggards[0] in known
     for where, ranks in together.items():
         error = "" if late else known[ranks[0]].error
         lines.append(f"  {ranges(ranks)}: {where}" + (f": {error}" if error else ""))
     if len(known) < len(processes):
-        lines.append("  a process that gives no answer is gone, stopped, or in a call that keeps Python's lock")
+        lines.append("  a process without an answer has ended, is stopped, or is in a call that holds Python's lock")
     return "\n".join([*lines, f"  each rank's stacks: {folder}/rank_N.txt; what to do: docs/debugging.md"])
 
 

@@ -1,4 +1,4 @@
-"""What to do about losses and gradient norms that are not finite: a decision on numbers, and the words for it."""
+"""Decides what a loss or gradient norm that is not finite means for the run, and writes the message that ends it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,26 @@ MOST_RANKS_SHOWN = 4
 
 
 class NotFiniteError(Refusal):
-    """Training ended on a loss or gradient norm that is not finite."""
+    """A loss or gradient norm that is not finite ended the training."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a window of steps means for the run."""
 
-    skipped: tuple[int, ...]  # places in the window whose update was left out
-    in_a_row: int  # skipped updates at the window's end, with those before it
-    stop_at: int | None  # place in the window that ends the run
+    skipped: tuple[int, ...]  # indices in the window whose update was skipped
+    in_a_row: int  # skipped updates up to the window's end, also counting those just before the window
+    stop_at: int | None  # index in the window of the step that ends the run
     reason: str = ""
 
 
 def judge_window(
     losses: Sequence[float], gradient_norms: Sequence[float], *, skip: bool, in_a_row: int, most_in_a_row: int
 ) -> Verdict:
-    """Stop at the first step that is not finite, or, where skipping is allowed, at the first one too many.
+    """Stop at the first step that is not finite or, with `skip`, at the first skip beyond `most_in_a_row`.
 
-    Where skipping is allowed, a norm that is not finite has left its update out on the device. A loss alone that is not
-    finite has not, so it always stops.
+    With `skip`, the device has skipped each update whose norm is not finite. A loss that is not finite with a finite
+    norm was applied, so it always ends the run.
     """
     skipped: list[int] = []
     for i, (loss, norm) in enumerate(zip(losses, gradient_norms, strict=True)):
@@ -55,14 +55,14 @@ def describe_stop(
     own_losses: Mapping[int, float],
     batches: Mapping[int, str],
 ) -> str:
-    """The message that ends a run: the step, each rank to blame, and where its sequences were read."""
+    """The message that ends a run: the step, the ranks whose own loss is not finite, and the documents they read."""
     blamed = [rank for rank, loss in own_losses.items() if not math.isfinite(loss)]
     skip = ', or set training.on_nonfinite = "skip"' if could_skip else ""
     where = f"on rank {', '.join(map(str, blamed))}" if blamed else "every rank's own loss is finite"
     lines = [
         f"step {step}: {reason} ({where}).",
         "This step's update was left out." if update_left_out else "This step's update was applied.",
-        f"Look at the data below, or lower optimizer.lr{skip}.",
+        f"Inspect the documents below, or lower optimizer.lr{skip}.",
     ]
     shown = (blamed or list(batches))[:MOST_RANKS_SHOWN]
     lines += [f"rank {rank} read:\n{batches[rank]}" for rank in shown]

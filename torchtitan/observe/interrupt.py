@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGUSR1 ask for, a launcher's warning that the machine goes away: end soon, in good order."""
+"""Handles SIGTERM and SIGUSR1, which launchers send before they take a machine away: the run ends after its step."""
 
 import os
 import signal
@@ -8,17 +8,17 @@ from types import FrameType
 
 from torchtitan.observe.log import logger
 
-# A cluster warns every process and torchrun passes its own warning on: what comes within this time is one warning.
+# A cluster signals every process, and torchrun forwards its own signal: signals within this time are one warning.
 _ONE_WARNING_SECONDS = 3.0
-EXIT_CODE = 75  # "try again" of sysexits.h: the run is not done, and goes on when it is started again
+EXIT_CODE = 75  # "try again" in sysexits.h: the run is unfinished, and the same command resumes it
 
 
 class Interrupt:
-    """Inside, the first signal only sets `asked`; a second one, not of the same warning, ends the process at once."""
+    """Inside, the first signal only sets `asked`. A second signal that is no repeat of it ends the process at once."""
 
     def __init__(self, saves: bool = True) -> None:
         self.asked, self._since = "", 0.0
-        self._then = "the run is saved after this step and ends" if saves else "the run ends after this step, unsaved"
+        self._then = "the run saves and ends after this step" if saves else "the run ends after this step, unsaved"
 
     def __enter__(self) -> "Interrupt":
         self._before = {}

@@ -1,4 +1,4 @@
-"""The one logger, and how its lines look: every rank warns, rank 0 informs."""
+"""The project's logger and the format of its lines: all ranks log warnings, and only rank 0 logs information."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ logger = logging.getLogger("torchtitan")
 
 
 class _LineFormat(logging.Formatter):
-    """`12:00:00 message` on rank 0; other ranks and everything above information name themselves."""
+    """Writes `12:00:00 message`; lines of other ranks than 0, warnings and errors also show rank and level."""
 
     def __init__(self, rank: int, color: bool) -> None:
         super().__init__(datefmt="%H:%M:%S")
@@ -26,12 +26,12 @@ class _LineFormat(logging.Formatter):
 
 
 def wants_color(disabled: bool) -> bool:
-    """Colour only where a person looks: a terminal, unless switched off here or by NO_COLOR."""
+    """Whether to color lines: only on a terminal, unless the configuration or NO_COLOR switches it off."""
     return sys.stderr.isatty() and not disabled and "NO_COLOR" not in os.environ
 
 
 def start_logging(rank: int = 0, color: bool = False) -> None:
-    """Set up the logger of this process; calling it again replaces the earlier set-up."""
+    """Set up the logger of this process; a second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_LineFormat(rank, color))
     logger.handlers[:] = [handler]

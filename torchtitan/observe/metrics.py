@@ -1,4 +1,4 @@
-"""One record a logged step, to console, metrics.jsonl, TensorBoard and Weights & Biases; it receives plain numbers."""
+"""Writes one record for each logged step to the console, metrics.jsonl, TensorBoard and Weights & Biases."""
 
 import errno
 import functools
@@ -19,7 +19,7 @@ from torchtitan.refusal import Refusal
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known at a logged step; averages are over the steps since the last one."""
+    """The numbers of a logged step; averages are over the steps since the previous logged one."""
 
     step: int
     loss: float
@@ -37,7 +37,7 @@ class StepRecord:
     skipped_updates: int
 
 
-# Names of the curves: TensorBoard draws one group a prefix, in alphabetical order.
+# Names of the curves. TensorBoard groups them by prefix, in alphabetical order.
 _CURVES = {
     "loss": "loss/train",
     "max_loss": "loss/train_largest_of_a_rank",
@@ -55,7 +55,7 @@ _CURVES = {
 
 
 class Clock:
-    """Time spent on training steps; what happens inside `outside_training` does not count."""
+    """Measures the time of training steps; it stands still inside `outside_training`."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -74,29 +74,29 @@ class Clock:
 
 
 class Sink(Protocol):
-    """Somewhere numbers go."""
+    """A destination for numbers."""
 
     def write(self, step: int, values: dict[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """A file with one JSON object a line; floats are written so that they read back the same."""
+    """A file with one JSON object on each line; floats read back exactly."""
 
     def __init__(self, path: Path, start_step: int) -> None:
-        if start_step and path.exists():  # a resumed run writes the steps after its checkpoint again
+        if start_step and path.exists():  # drop the steps after the checkpoint: the run will write them again
             kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= start_step]
-            anew = path.with_name(f"{path.name}.writing")  # a full disk, or an end just here, takes nothing away
+            anew = path.with_name(f"{path.name}.writing")  # if this write fails, the old file is still whole
             anew.write_text("".join(line + "\n" for line in kept))
             anew.replace(path)
         self._file = path.open("ab" if start_step else "wb", buffering=0)  # a killed run keeps its last line
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        # JSON has no NaN; a number that is not finite is null.
+        # JSON has no NaN: a number that is not finite becomes null.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n"
         begin = self._file.seek(0, os.SEEK_END)
-        if self._file.write(line) != len(line):  # a disk that fills up takes a part first
+        if self._file.write(line) != len(line):  # a disk that fills up writes only a part
             self._file.truncate(begin)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -107,12 +107,12 @@ class JsonLines:
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):  # the machine went down before all of it was on the disk
+    except (ValueError, TypeError, KeyError):  # a crash cut the line short
         return math.inf
 
 
 class TensorBoard:
-    """Event files; after a resume the curve goes on where it was, and steps written twice show once."""
+    """Writes event files; after a resume, steps that were written twice show once."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -125,7 +125,7 @@ class TensorBoard:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
-        except OSError:  # its thread has ended with it
+        except OSError:  # the writer's thread ended with this error: only a new writer works again
             self._writer = self._open()
             raise
 
@@ -134,7 +134,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Weights & Biases, set up by its own environment variables (WANDB_PROJECT, WANDB_MODE=offline, ...)."""
+    """Logs to Weights & Biases, which reads its own environment variables (WANDB_PROJECT, WANDB_MODE=offline, ...)."""
 
     def __init__(self, run_folder: Path, config: Config) -> None:
         wandb = import_wandb()
@@ -148,22 +148,22 @@ class WeightsAndBiases:
 
 
 def import_wandb() -> Any:
-    """The optional package, or an error with the line that installs it."""
+    """Import the optional package, or refuse with the line that installs it."""
     try:
         import wandb
     except ImportError:
-        raise Refusal("metrics.enable_wandb = true needs Weights & Biases; pip install wandb") from None
+        raise Refusal("metrics.enable_wandb = true, but Weights & Biases is not installed; pip install wandb") from None
     return wandb
 
 
 class MetricsWriter:
-    """All places a record goes to. Only rank 0 has one."""
+    """Writes each record to every destination. Only rank 0 has a writer."""
 
     def __init__(self, config: Config, run_folder: Path, start_step: int, total_steps: int, mfu_label: str) -> None:
         self._color = wants_color(config.metrics.disable_color_printing)
         self._total_steps, self._mfu_label = total_steps, mfu_label
         self._records = JsonLines(run_folder / "metrics.jsonl", start_step)
-        validations = run_folder / "validation.jsonl"  # cut back, too, where this run goes on without any
+        validations = run_folder / "validation.jsonl"  # shortened on resume even if this run does not validate
         has_validations = config.validation.enable or validations.exists()
         self._validations = JsonLines(validations, start_step) if has_validations else None
         self._curves: list[Sink] = []
@@ -191,11 +191,13 @@ class MetricsWriter:
             self._write(sink, step, curves)
 
     def _write(self, sink: Sink, step: int, values: dict[str, float]) -> None:
-        """A record that cannot be written, because the disk is full or away, does not end the training it is of."""
+        """Write, or warn: a record that cannot be written, as on a full disk, must not end the training."""
         try:
             sink.write(step, values)
         except OSError as error:
-            logger.warning(f"step {step}: {type(sink).__name__} could not write: {error.strerror or error}; going on")
+            logger.warning(
+                f"step {step}: {type(sink).__name__} could not write: {error.strerror or error}; training continues"
+            )
 
     def close(self) -> None:
         for sink in [self._records, *([self._validations] if self._validations else []), *self._curves]:

@@ -1,4 +1,4 @@
-"""torch profiler traces and CUDA memory snapshots, every so many steps, one file a rank in the run folder."""
+"""Writes torch profiler traces and CUDA memory snapshots into the run folder, one file per rank, every few steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,9 +17,9 @@ Paused = Callable[[], AbstractContextManager]
 def profile(
     config: Profiling, run_folder: Path, rank: int, start_step: int, device: torch.device, paused: Paused
 ) -> Iterator[Callable[[], None]]:
-    """Profile what runs inside; what is given is to be called after every training step.
+    """Profile the training inside; call the function that this yields after every step.
 
-    Files are written inside `paused()`, as no part of the training.
+    Files are written inside `paused()`, so that the time does not count as training.
     """
     after_a_step: list[Callable[[], None]] = []
     with ExitStack() as stack:
@@ -94,11 +94,11 @@ def _memory_snapshots(
 
 
 def _write(file: Path, write: Callable[[str], object], what: str) -> None:
-    """A full disk costs the file, not the training."""
+    """Write a file, or warn: a full disk must not end the training."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write(str(file))
-        file.stat()  # torch says nothing where it could write none
+        file.stat()  # torch raises nothing when it could not write the file
         logger.info(f"wrote a {what} to {file.parent}")
     except OSError as error:
-        logger.warning(f"a {what} could not be written to {file.parent}: {error.strerror or error}; going on")
+        logger.warning(f"a {what} could not be written to {file.parent}: {error.strerror or error}; continuing")

@@ -1,4 +1,4 @@
-"""The run folder: checked before anything else starts; an earlier run's files are kept aside, never mixed or lost."""
+"""Opens the run folder: checks that it can be written, locks it, and moves the files of an earlier run aside."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ from torchtitan.refusal import Refusal
 
 
 def open_run_folder(config: Config) -> Path:
-    """Make the folder, or refuse one that cannot be written."""
+    """Make the folder; refuse one that cannot be written."""
     folder = Path(config.job.dump_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -25,13 +25,13 @@ def open_run_folder(config: Config) -> Path:
     except OSError as error:
         raise Refusal(
             f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror}; "
-            f"choose another with --job.dump_folder, or change its permissions"
+            f"choose another folder, or change its permissions"
         ) from None
     return folder
 
 
 def claim(folder: Path) -> IO[str]:
-    """Keep others out of the folder for as long as the file is open; they are refused."""
+    """Lock the folder for as long as the returned file is open; refuse a folder that another run has locked."""
     file = (folder / ".lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,12 +39,12 @@ def claim(folder: Path) -> IO[str]:
         file.seek(0)
         raise Refusal(
             f"job.dump_folder = {str(folder)!r} is in use by {file.read().strip() or 'another run'}; "
-            f"wait for its end, or choose another folder"
+            f"wait until it ends, or choose another folder"
         ) from None
-    except OSError as error:  # as on Lustre mounted without -o flock
+    except OSError as error:  # for example on Lustre mounted without -o flock
         raise Refusal(
             f"job.dump_folder = {str(folder)!r} is on a file system that locks no files ({error.strerror}); "
-            f"have it mounted with locks (Lustre: -o flock), or choose another folder"
+            f"mount it with locks (Lustre: -o flock), or choose another folder"
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -53,12 +53,12 @@ def claim(folder: Path) -> IO[str]:
 
 
 def start_record(folder: Path, config: Config, goes_on: bool) -> Path:
-    """Write the configuration and return the folder for the records.
+    """Write the configuration and return the folder for the records. Call this after the last possible refusal.
 
-    What an earlier run left is moved to `earlier/N` first, unless this one goes on with it. To be called when nothing
-    can be refused any more. Weights in `hf` are a finished run's, so a run that goes on and will write them moves the
-    old ones aside, too; one that goes back to `load_step` leaves a copy of the records there; and one that saves
-    nothing, so that no other goes on from it, has records of its own in `load_only/N`.
+    A fresh run moves the files of an earlier run to `earlier/N`. A run that resumes (`goes_on`) keeps them, with three
+    exceptions. If it will write `hf`, it moves the old `hf` to `earlier/N`. If it goes back to `load_step`, it copies
+    the records so far to `earlier/N`. If it is `load_only`, no run can resume from it, so its records go to
+    `load_only/N`.
     """
     checkpoint = config.checkpoint
     moved, copied = [*RUN_FILES, *run_folders(config).values()], []
@@ -70,16 +70,16 @@ def start_record(folder: Path, config: Config, goes_on: bool) -> Path:
         aside = _numbered(folder / "earlier")
         for path in left:
             shutil.copy2(path, aside) if path.name in copied else path.rename(aside / path.name)
-        logger.info(f"kept the earlier run of this folder in {aside}")
+        logger.info(f"moved the earlier run of this folder to {aside}")
     if goes_on and checkpoint.load_only:
         folder = _numbered(folder / "load_only")
-        logger.info(f"what this run records is in {folder}, for it saves nothing")
+        logger.info(f"this run saves nothing, so its records go to {folder}")
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     return folder
 
 
 def _numbered(folder: Path) -> Path:
-    """A new folder in it, with the next number."""
+    """Make a subfolder with the next free number."""
     new = folder / str(1 + max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0))
     new.mkdir(parents=True)
     return new

@@ -1,8 +1,8 @@
-"""When a rank lags or fails: every rank's stacks in the run folder, one message that names the rank, and an end to all.
+"""Watches the ranks: if one lags or fails, all write their stacks, one message names that rank, and all end.
 
-A thread beside the training loop looks, without any collective, at a board that all ranks share (the store they met in)
-for an alarm. It raises the alarm itself once this rank has waited for most of the timeout: in a collective, or with
-GPUs anywhere but in a save.
+A thread beside the training loop reads a board that all ranks share, without any collective: the store in which they
+met. The thread raises an alarm on the board once this rank has waited for most of the timeout in a collective (with
+GPUs: anywhere except in a save), and all ranks answer the alarm with the place they have reached.
 """
 
 import json
@@ -29,13 +29,13 @@ _SECONDS_AFTER_THE_FIRST = 3
 
 
 class PeerError(Refusal):
-    """This rank ends because another one lags, failed or is gone; what there is to say has been shown."""
+    """This rank ends because another one lags, failed or is gone; the message about that was already shown."""
 
 
 class Watch:
-    """Put the training loop inside; set `step` at each step, and `timeout_seconds` when it changes.
+    """Put the training loop inside. Set `step` at each step, and `timeout_seconds` when it changes.
 
-    An error inside ends all ranks. One that another rank has caused becomes a PeerError.
+    An error inside ends all ranks. If another rank caused the error, it becomes a PeerError.
     """
 
     def __init__(self, run_folder: Path, timeout_seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
@@ -43,14 +43,14 @@ class Watch:
         self._folder, self._rank, self._world_size = run_folder / "hang", dist.get_rank(), dist.get_world_size()
         self._loop = threading.get_ident()
         self._wake, self._answered, self._left = threading.Event(), threading.Event(), threading.Event()
-        self._thrown: tuple[Whereabouts, BaseException] | None = None  # where a collective failed in the loop
-        self._last_words = ""  # why this rank leaves, for the others
-        self._verdict, self._follows = "", False  # why all leave, and whether another left first
-        self._stood: tuple[int, ...] = ()  # the progress at the time of the verdict
+        self._thrown: tuple[Whereabouts, BaseException] | None = None  # place and error of a failed collective
+        self._last_words = ""  # why this rank ends, for the other ranks
+        self._verdict, self._follows = "", False  # why all ranks end, and whether another rank ended first
+        self._stood: tuple[int, ...] = ()  # the progress when the verdict was given
         if self._world_size > 1:
             every: set[Any] = {dist.group.WORLD, *groups}
             self._backends = [group._get_backend(device) for group in every for device in group._device_types]
-            # A client of its own: a call that waits in another thread must not hold up this one's.
+            # The thread gets its own client: a call that waits in another thread would block a shared one.
             store: Any = dist.distributed_c10d._get_default_store()
             self._board = dist.PrefixStore("watch", store.clone())
             self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -67,7 +67,7 @@ class Watch:
             where = locate(self.step, reversed(list(traceback.walk_tb(trace))), shown)
             failed = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
             if where.collective and failed:
-                if self._verdict and not self._standing_verdict():  # of a pause: another answer comes
+                if self._verdict and not self._standing_verdict():  # that verdict was about a pause: wait for a new one
                     self._answered.clear()
                 self._thrown = where, error
                 self._wake.set()
@@ -81,7 +81,7 @@ class Watch:
             raise PeerError(verdict.partition("\n")[0]) from None
 
     def _standing_verdict(self) -> str:
-        """Empty where there has been progress since: it was of a pause, and no reason to leave."""
+        """The verdict, or "" if there was progress since: then the verdict was about a pause."""
         return self._verdict if self._stood == self._progress() else ""
 
     @property
@@ -90,7 +90,7 @@ class Watch:
 
     @property
     def _grace(self) -> float:
-        """Longest wait for the others to see what is on the board."""
+        """Longest wait for the other ranks to read the board."""
         return 2 * self._interval + 1
 
     def _look(self) -> None:
@@ -99,7 +99,7 @@ class Watch:
             self._look_until_left()
             if self._last_words:
                 self._board.compare_set("end", "", self._last_words)
-        except RuntimeError:  # the board is gone, and with it rank 0 or the launcher
+        except RuntimeError:  # the board is gone, so rank 0 or the launcher has ended
             self._answered.set()
             before = self._progress()
             if not self._left.wait(self.timeout_seconds) and self._progress() == before:
@@ -108,33 +108,33 @@ class Watch:
             self._answered.set()
 
     def _look_until_left(self) -> None:
-        mark, since, alarm, told = self._progress(), time.monotonic(), 0, False
+        mark, since, alarm, reported = self._progress(), time.monotonic(), 0, False
         while not self._left.is_set():
             self._wake.wait(self._interval)
             self._wake.clear()
             if mark != (now := self._progress()):
-                mark, since, alarm, told = now, time.monotonic(), alarm + told, False
+                mark, since, alarm, reported = now, time.monotonic(), alarm + reported, False
             seconds = time.monotonic() - since
             if self._board.check(["end"]):
-                self._follow(told)
-            elif not told:
+                self._follow(reported)
+            elif not reported:
                 if self._thrown or self._waits_long(seconds):
                     self._board.set(f"{alarm}/alarm", "")
                 if self._board.check([f"{alarm}/alarm"]):
-                    self._verdict, self._stood, told = self._answer(f"{alarm}/", seconds), mark, True
+                    self._verdict, self._stood, reported = self._answer(f"{alarm}/", seconds), mark, True
                     self._answered.set()
 
     def _progress(self) -> tuple[int, ...]:
-        """Changes with each step and each collective, in any group."""
+        """A value that changes with each step and with each collective in any group."""
         return self.step, *(backend._get_sequence_number_for_group() for backend in self._backends)
 
     def _waits_long(self, seconds: float) -> bool:
-        """Whether torch is, or may be, about to give up, which may end the process at once."""
+        """Whether torch may soon give up a collective, which can end the process at once."""
         if seconds <= self.timeout_seconds - min(30.0, self.timeout_seconds / 3):
             return False
         where = self._where()
-        saves = where.place.startswith("torchtitan/checkpoint/")  # which takes as long as its disk does
-        # A GPU that waits in a collective takes no more work: the host then stands still wherever it gives some.
+        saves = where.place.startswith("torchtitan/checkpoint/")  # a slow disk is no hang
+        # A GPU that waits in a collective accepts no more work, so the host blocks wherever it queues some.
         hidden = torch.cuda.is_initialized() and self.step > 1
         return (bool(where.collective) or hidden) and not saves
 
@@ -144,14 +144,14 @@ class Watch:
         frames = _frames_of_others()
         where = locate(self.step, traceback.walk_stack(frames[self._loop]))
         if not where.collective and where.place.startswith("torchtitan/training/report.py"):
-            where = replace(where, collective="what is queued on the device")  # it reads numbers from there
-        for frame in frames.values():  # on a GPU, backward and its collectives run in threads of autograd
+            where = replace(where, collective="what is queued on the device")  # it reads numbers from the device
+        for frame in frames.values():  # on a GPU, autograd's threads run backward and its collectives
             other = locate(self.step, traceback.walk_stack(frame))
             where = where if where.collective else replace(where, collective=other.collective)
         return where
 
     def _answer(self, alarm: str, seconds: float) -> str:
-        """Say where this rank is. Rank 0 logs where all are; if it does not in time, the first rank to notice does."""
+        """Put this rank's place on the board. Rank 0 logs all places; if it is late, the first rank to notice logs."""
         where = self._where()
         answers = {rank: f"{alarm}rank/{rank}" for rank in range(self._world_size)}
         self._board.set(answers[self._rank], json.dumps(asdict(where)))
@@ -172,19 +172,19 @@ class Watch:
         while not self._board.check(keys) and time.monotonic() < end:
             time.sleep(0.05)
 
-    def _follow(self, told: bool) -> None:
-        """Another rank has left: wait until this one's collective fails of it, or else end the process here."""
+    def _follow(self, reported: bool) -> None:
+        """Another rank has ended: wait until this rank's collective fails because of that, or end the process."""
         message = self._board.get("end").decode()
         end = time.monotonic() + 2 * self._grace
         while not (self._thrown or self._left.is_set()) and time.monotonic() < end:
             time.sleep(0.05)
         if self._left.is_set():
             return
-        if self._rank == 0 and not told:
+        if self._rank == 0 and not reported:
             logger.error(message)
         if not self._thrown:
             os._exit(1)
-        time.sleep(_SECONDS_AFTER_THE_FIRST)  # the launcher shows the error of the process that ends first
+        time.sleep(_SECONDS_AFTER_THE_FIRST)  # the launcher shows the error of the first process that ends
         self._verdict, self._stood, self._follows = message, self._progress(), True
         self._answered.set()
         self._left.wait()
@@ -200,14 +200,14 @@ class Watch:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"rank_{self._rank}.txt").write_text("".join(stacks), encoding="utf-8")
         except OSError as error:
-            logger.warning(f"the stacks could not be written to {self._folder}: {error.strerror}")
+            logger.warning(f"the stacks could not be written to {self._folder}: {error.strerror}; continuing")
 
 
 def _frames_of_others() -> dict[int, FrameType]:
-    """Where all threads but this one are.
+    """The innermost frame of every thread except this one.
 
-    This one's frame would hold a dict that holds the frame, and so keep, until garbage is collected, all tensors that
-    the frames of a step had at that moment.
+    This thread's own frame would hold the dict and the dict the frame. With garbage collection off, that cycle would
+    keep every tensor that the other frames hold at this moment.
     """
     frames = sys._current_frames()
     del frames[threading.get_ident()]

@@ -1,11 +1,10 @@
-"""Process groups from start to end, and the few reductions a training loop needs."""
+"""Starts and stops the process group, and has the few reductions that a training loop needs."""
 
 import os
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,17 @@ from torchtitan.config.schema import Comm
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
-_WAY = (
-    "gloo uses the address that a node's own name resolves to, or GLOO_SOCKET_IFNAME's; "
-    "PREFLIGHT=1 ./run_llama_train.sh on each node says which interface leads to the others"
+_ADVICE = (
+    "gloo uses the address that the node's own host name resolves to, or the interface in GLOO_SOCKET_IFNAME; "
+    "run PREFLIGHT=1 ./run_llama_train.sh on each node to see which interface reaches the other nodes"
 )
 
 
 def start_process_group(device: torch.device, rank: int, world_size: int, timeout_seconds: int) -> None:
-    """Join the run's process group; host tensors always travel by gloo, so that they never wait for a GPU.
+    """Join the run's process group. Host tensors always travel over gloo, so they never wait for a GPU.
 
-    A single process is a group of one that needs no rendezvous. gloo waits for the others to connect five times as
-    long as it is told; this process does not.
+    A single process forms a group of one and needs no rendezvous. gloo waits for connections five times as long as its
+    timeout says, so a timer here ends the process 5 s after the timeout.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
@@ -44,21 +43,21 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
     except RuntimeError as error:
         if "connectFullMesh" not in str(error):
             raise
-        said = str(error).rpartition("] ")[2].strip()
-        raise Refusal(f"this rank cannot connect to another by gloo ({said}); {_WAY}") from None
+        reason = str(error).rpartition("] ")[2].strip()
+        raise Refusal(f"this rank cannot connect to another rank over gloo ({reason}); {_ADVICE}") from None
     finally:
         alarm.cancel()
 
 
 def _leave_unconnected(seconds: int) -> None:
-    """In a thread, while gloo holds the process's first: there is nothing to raise to."""
-    logger.error(f"another rank has not connected to this one by gloo within {seconds} s; {_WAY}")
+    """End the process. This runs in a timer's thread while gloo blocks the main thread, so no caller could catch."""
+    logger.error(f"another rank has not connected to this rank over gloo within {seconds} s; {_ADVICE}")
     sys.stderr.flush()
     os._exit(1)
 
 
 def flight_recorder(comm: Comm, run_folder: Path) -> dict[str, str]:
-    """The environment that has NCCL write a rank's last collectives to the run folder when one times out."""
+    """Environment variables with which NCCL writes a rank's last collectives to the run folder when one times out."""
     return {
         "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(comm.trace_buf_size > 0)),
@@ -67,67 +66,62 @@ def flight_recorder(comm: Comm, run_folder: Path) -> dict[str, str]:
 
 
 def make_trace_folder(comm: Comm, run_folder: Path, device: torch.device) -> None:
-    """NCCL makes none. On all ranks, after rank 0 has moved an earlier run's folder aside."""
+    """Create the folder for NCCL's traces, which NCCL itself does not create.
+
+    Every rank calls this, after rank 0 has moved an earlier run's folder aside.
+    """
     if device.type == "cuda" and comm.trace_buf_size:
-        any_says_so(True)  # when all have come here
+        any_says_so(True)  # a barrier: rank 0 has moved the old folder by now
         (run_folder / comm.save_traces_folder).mkdir(parents=True, exist_ok=True)
 
 
 def set_timeout(seconds: int, groups: list[dist.ProcessGroup]) -> None:
-    """How long is waited for collectives, in the run's group and these."""
+    """Set how long a collective may take, in the run's own group and in the given ones."""
     for group in [dist.group.WORLD, *groups]:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def stop_process_group() -> None:
     if dist.is_initialized():
-        # gloo's threads need Python's lock to free the last tensors; one that waits for it when Python ends aborts
-        # the process, as a third of the generations on two ranks did.
+        # gloo's threads need Python's lock to free the last tensors. If a thread still waits for the lock when Python
+        # exits, the process aborts: without this pause a third of the generations on two ranks did.
         time.sleep(0.02)
         dist.destroy_process_group()
 
 
-class Vote:
-    """One small all-reduce a step, from host to host: has everyone a batch, and does anyone ask for something else?"""
+def agree(*mine: bool) -> list[bool]:
+    """Ask every rank the same yes-or-no questions: each answer is yes if at least one rank says yes.
 
-    def __init__(self, *questions: Callable[[], bool]) -> None:
-        self.questions = questions
-        self.answers = [False] * len(questions)  # of the last vote: whether any rank says so
-
-    def __call__(self, has_batch: bool) -> bool:
-        votes = [not has_batch, *(question() for question in self.questions)]
-        if dist.get_world_size() > 1:
-            everyones = torch.tensor(votes, dtype=torch.int32)
-            dist.all_reduce(everyones, op=dist.ReduceOp.MAX)
-            votes = [bool(vote) for vote in everyones.tolist()]
-        self.answers = votes[1:]
-        return not votes[0]
+    One small all-reduce over gloo, from host to host.
+    """
+    if dist.get_world_size() == 1:
+        return list(mine)
+    everyones = torch.tensor(mine, dtype=torch.int32)
+    dist.all_reduce(everyones, op=dist.ReduceOp.MAX)
+    return [bool(said) for said in everyones.tolist()]
 
 
 def any_says_so(mine: bool) -> bool:
-    """True where at least one rank of the run says so; travels over gloo, from host to host."""
-    anyone = torch.tensor(int(mine))
-    if dist.get_world_size() > 1:
-        dist.all_reduce(anyone, op=dist.ReduceOp.MAX)
-    return bool(anyone)
+    """True on every rank if at least one rank passes True."""
+    return agree(mine)[0]
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of a device tensor over the group, in place, without waiting for it on the host."""
+    """Sum a device tensor over the group, in place. The host does not wait for the result."""
     if group.size() > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def max_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest of the group's values, element by element, in place."""
+    """Take the maximum over the group, element by element, in place."""
     if group.size() > 1:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return tensor
 
 
 def from_rank_0(value: int) -> int:
-    """Rank 0's value, on all ranks."""
+    """Return rank 0's value on every rank."""
     tensor = torch.tensor(value, dtype=torch.int64)
     if dist.get_world_size() > 1:
         dist.broadcast(tensor, src=0)
@@ -135,10 +129,10 @@ def from_rank_0(value: int) -> int:
 
 
 class GlobalNorm:
-    """The 2-norm of all tensors of all stages together, each shard counted once, the same on all ranks.
+    """The 2-norm of all tensors of all stages together. Each shard counts once, and all ranks get the same value.
 
-    On a CPU row by row and then in float64: torch's own float32 norm of a whole tensor is off by 1e-4 at 5 million
-    elements there, by different amounts for different shardings.
+    A CPU takes the norm of each row and adds up the rows in float64. torch's own float32 norm of a whole tensor is off
+    by 1e-4 at 5 million elements on a CPU, and the error depends on how the tensor is sharded.
     """
 
     def __init__(self, stages: dist.ProcessGroup | None = None) -> None:
@@ -147,17 +141,17 @@ class GlobalNorm:
 
     @torch.no_grad()
     def add(self, *tensors: Tensor) -> None:
-        alike: dict[tuple, list[Tensor]] = defaultdict(list)
+        by_layout: dict[tuple, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             if isinstance(tensor, DTensor):
-                alike[tensor.device_mesh, tensor.placements].append(tensor.to_local())
+                by_layout[tensor.device_mesh, tensor.placements].append(tensor.to_local())
             else:
-                alike[()].append(tensor)
-        for layout, parts in alike.items():
+                by_layout[()].append(tensor)
+        for layout, parts in by_layout.items():
             self._squares[layout] += squares_at_once(parts) if parts[0].is_cuda else squares_by_row(parts)
 
     def total(self) -> Tensor:
-        """Of what was added since it was last asked for."""
+        """Return the norm of all tensors added since the last call, and start again from zero."""
         totals = []
         for layout, parts in self._squares.items():
             total = torch.stack(parts).sum()
@@ -173,11 +167,11 @@ class GlobalNorm:
 
 
 def squares_by_row(tensors: list[Tensor]) -> list[Tensor]:
-    """The sum of squares of each."""
+    """Return each tensor's sum of squares."""
     rows = (torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) for tensor in tensors)
     return [norms.double().square().sum() for norms in rows]
 
 
 def squares_at_once(tensors: list[Tensor]) -> list[Tensor]:
-    """The sum of squares of all, in few kernels: a GPU adds up float32 in a tree, which is exact enough."""
+    """Return one sum of squares of all tensors, in few kernels: a GPU adds float32 in a tree, which is exact enough."""
     return [torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double().square().sum()]

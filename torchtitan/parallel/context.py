@@ -1,7 +1,7 @@
-"""Context parallelism: a rank holds a head and a tail piece of every sequence and gathers the others' keys and values.
+"""Context parallelism: a rank holds two pieces of every sequence and gathers the other ranks' keys and values.
 
-With the sequence cut into 2n pieces, rank r of n holds pieces r and 2n-1-r, so that all ranks attend to equally many
-keys. Attention of a piece is plain attention over the prefix it may see, so the same lines run on gloo and on NCCL.
+The sequence is cut into 2n pieces. Rank r of n holds piece r (its head) and piece 2n-1-r (its tail), so all ranks
+attend to equally many keys. A piece runs plain attention over the prefix it may see, on gloo as on NCCL.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ except ImportError:  # its name before torch 2.13
 
 
 def own_positions(seq_len: int, axis: DeviceMesh, device: torch.device) -> Tensor | None:
-    """Which positions of a sequence this rank holds, in its order; None where it holds all."""
+    """Return the positions of a sequence that this rank holds, in this rank's order, or None if it holds all."""
     size, rank = axis.size(), axis.get_local_rank()
     if size == 1:
         return None
@@ -31,11 +31,12 @@ def own_positions(seq_len: int, axis: DeviceMesh, device: torch.device) -> Tenso
 
 @dataclass(frozen=True)
 class CausalPieces:
-    """Biases of the head and of the tail piece; no tuple, because a pipeline cuts tuples along the batch."""
+    """The causal biases of the head and the tail piece. Not a tuple, because a pipeline splits tuples by batch."""
 
     head: CausalBias
     tail: CausalBias
-    requires_grad: ClassVar[bool] = False  # these two: torch 2.11's zero-bubble schedules ask every input of a stage
+    # torch 2.11's zero-bubble schedules read these two attributes from every input of a stage.
+    requires_grad: ClassVar[bool] = False
     grad_fn: ClassVar[None] = None
 
     def __iter__(self) -> Iterator[CausalBias]:
@@ -46,9 +47,9 @@ Masks = tuple[Tensor, Tensor] | CausalPieces
 
 
 def piece_masks(seq_len: int, axis: DeviceMesh, documents: Tensor | None) -> Masks:
-    """What each piece may attend to: all before it, or what a mask [B, 1, S/n, S] of its documents allows.
+    """Return a mask for each of this rank's two pieces: causal, or cut from a document mask [B, 1, S/n, S].
 
-    Made outside the model, because a compiled or recomputed block cannot make the causal kind.
+    The caller builds the masks outside the model, because a compiled or recomputed block cannot create a causal bias.
     """
     size, rank = axis.size(), axis.get_local_rank()
     if documents is not None:
@@ -80,13 +81,13 @@ class GatheredAttention(nn.Module):
         return torch.cat(out, dim=2).transpose(1, 2)  # [B, S/n, H, D]
 
     def _gather(self, kv: Tensor) -> Tensor:
-        """All ranks' pieces [2, B, S, H, D] in the order of the sequence; backward sums the gradients over ranks."""
+        """Gather all keys and values [2, B, S, H, D] in sequence order; backward sums their gradients over ranks."""
         pieces = all_gather_single_autograd(kv.contiguous(), 2, self.group).chunk(2 * self.size, dim=2)
         return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    # Every key head once for each of its query heads: not all of CUDA's kernels take grouped heads.
+    # Repeat each key head for all of its query heads, because some of CUDA's kernels do not accept grouped heads.
     groups = q.shape[1] // k.shape[1]
     k, v = (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
     if not isinstance(mask, CausalBias):

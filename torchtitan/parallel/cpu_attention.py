@@ -1,7 +1,7 @@
-"""Causal attention on a CPU: some queries at a time over the keys they may see, by matrix products.
+"""Causal attention on a CPU by matrix products: a piece of the queries at a time, over the keys they may see.
 
-Compiled and with short sequences it takes a third to a half of the time of torch's kernel (docs/performance.md). As
-in FlashAttention (arXiv:2205.14135) backward computes the probabilities again: memory does not grow with the square.
+Compiled and on short sequences it takes a third to a half of the time of torch's kernel (docs/performance.md). As in
+FlashAttention (arXiv:2205.14135), backward computes the probabilities again, so memory grows linearly with the length.
 """
 
 from collections.abc import Iterator
@@ -10,38 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LEAST_ROWS, _MOST_PIECES = 128, 8
-_LONGEST = 4096  # beyond, torch's kernel is faster
+_MIN_ROWS, _MAX_PIECES = 128, 8
+_MAX_SEQ_LEN = 4096  # torch's kernel is faster on longer sequences
 
 
 class AttentionByProducts(nn.Module):
-    """Replaces attention by torch's kernel, which still gets sequences longer than _LONGEST."""
+    """Replaces the attention module that calls torch's kernel. Sequences over _MAX_SEQ_LEN still go to that module."""
 
-    def __init__(self, by_kernel: nn.Module) -> None:
+    def __init__(self, torch_kernel: nn.Module) -> None:
         super().__init__()
-        self.by_kernel = by_kernel
+        self.torch_kernel = torch_kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if q.shape[1] > _LONGEST:
-            return self.by_kernel(q, k, v, mask)
+        if q.shape[1] > _MAX_SEQ_LEN:
+            return self.torch_kernel(q, k, v, mask)
         return causal_attention(q, k, v, mask)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Causal attention of queries [B, S, H, D] to keys and values [B, S, KV heads, D]; a mask must be causal itself."""
+    """Causal attention of queries [B, S, H, D] to keys and values [B, S, KV heads, D]. A given mask must be causal."""
     batch, kv_heads = k.shape[0], k.shape[2]
-    q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)  # [N, G, S, D]: queries of each key's head
+    q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)  # [N, G, S, D]: G query heads a key head
     k, v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)  # [N, S, D]
     out: Tensor = _CausalAttention.apply(q, k, v, mask)
     return out.unflatten(0, (batch, kv_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Of queries [N, G, S, D] to keys and values [N, S, D], under a mask [B, 1, S, S] perhaps."""
+    """Causal attention of queries [N, G, S, D] to keys and values [N, S, D]; the mask is [B, 1, S, S] or None."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        out, sums = [], []
+        out, log_sums = [], []
         for rows, seen in _pieces(q.shape[2]):
             products = torch.bmm(_flat(q, rows), k[:, seen].transpose(1, 2)).unflatten(1, (q.shape[1], -1))
             hidden = _hidden(mask, rows, seen, k)[:, None]
@@ -49,65 +49,66 @@ class _CausalAttention(torch.autograd.Function):
             largest = scores.amax(-1, keepdim=True)
             exponentials = (scores - largest).exp()
             total = exponentials.sum(-1, keepdim=True)
-            sums.append((largest + total.log()).squeeze(-1))
-            # Divided afterwards, when there is a value for each of D and not for each key
+            log_sums.append((largest + total.log()).squeeze(-1))
+            # Divide after the product: its result has D values a query, the exponentials have one for each key.
             values = torch.bmm(exponentials.to(v.dtype).flatten(1, 2), v[:, seen]).unflatten(1, (q.shape[1], -1))
             out.append((values / total).to(v.dtype))
         whole = torch.cat(out, dim=2)
-        ctx.save_for_backward(q, k, v, mask, whole, torch.cat(sums, dim=2))
+        ctx.save_for_backward(q, k, v, mask, whole, torch.cat(log_sums, dim=2))
         return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, mask, out, sums = ctx.saved_tensors
-        of_out = (gradient.float() * out.float()).sum(-1)
-        of_q: list[Tensor] = []
-        of_k: list[Tensor] = []  # these two in float32, a piece of the keys each
-        of_v: list[Tensor] = []
+        q, k, v, mask, out, log_sums = ctx.saved_tensors
+        row_sums = (gradient.float() * out.float()).sum(-1)
+        grad_q: list[Tensor] = []
+        grad_k: list[Tensor] = []  # grad_k and grad_v are in float32, one tensor for each piece of the keys
+        grad_v: list[Tensor] = []
         for rows, seen in _pieces(q.shape[2]):
-            # Keys by queries, not queries by keys: two of the three products that follow need no transpose, and the
-            # compiler recomputes these scores. Had they forward's form, it would keep forward's in memory.
-            queries, arriving, keys = _flat(q, rows), _flat(gradient, rows), k[:, seen]
+            # Multiply keys by queries, not queries by keys. Two of the three products that follow then need no
+            # transpose, and the compiler computes the scores again. In forward's order it would keep forward's scores.
+            queries, grad_out, keys = _flat(q, rows), _flat(gradient, rows), k[:, seen]
             products = torch.bmm(keys, queries.transpose(1, 2)).unflatten(2, (q.shape[1], -1))
             hidden = _hidden(mask, rows, seen, k).transpose(1, 2)[:, :, None]
             scores = _scores(products, hidden, q.shape[-1])  # [N, keys, G, rows]
-            probabilities = (scores - sums[:, None, :, rows]).exp()
-            _add(of_v, torch.bmm(probabilities.to(v.dtype).flatten(2), arriving))
-            products = torch.bmm(v[:, seen], arriving.transpose(1, 2)).unflatten(2, (q.shape[1], -1))
-            of_scores = probabilities * (products.float() - of_out[:, None, :, rows])
-            of_scores = (of_scores * q.shape[-1] ** -0.5).to(q.dtype).flatten(2)
-            of_q.append(torch.bmm(of_scores.transpose(1, 2), keys).unflatten(1, (q.shape[1], -1)))
-            _add(of_k, torch.bmm(of_scores, queries))
-        return torch.cat(of_q, dim=2), torch.cat(of_k, dim=1).to(k.dtype), torch.cat(of_v, dim=1).to(v.dtype), None
+            probabilities = (scores - log_sums[:, None, :, rows]).exp()
+            _add_by_piece(grad_v, torch.bmm(probabilities.to(v.dtype).flatten(2), grad_out))
+            products = torch.bmm(v[:, seen], grad_out.transpose(1, 2)).unflatten(2, (q.shape[1], -1))
+            grad_scores = probabilities * (products.float() - row_sums[:, None, :, rows])
+            grad_scores = (grad_scores * q.shape[-1] ** -0.5).to(q.dtype).flatten(2)
+            grad_q.append(torch.bmm(grad_scores.transpose(1, 2), keys).unflatten(1, (q.shape[1], -1)))
+            _add_by_piece(grad_k, torch.bmm(grad_scores, queries))
+        of_keys, of_values = torch.cat(grad_k, dim=1).to(k.dtype), torch.cat(grad_v, dim=1).to(v.dtype)
+        return torch.cat(grad_q, dim=2), of_keys, of_values, None
 
 
 def _pieces(seq_len: int) -> Iterator[tuple[slice, slice]]:
-    """Some queries, and the keys up to the last of them."""
-    size = max(_LEAST_ROWS, -(-seq_len // _MOST_PIECES))
+    """Yield each piece of the queries, with the keys up to its last query."""
+    size = max(_MIN_ROWS, -(-seq_len // _MAX_PIECES))
     for begin in range(0, seq_len, size):
         end = min(begin + size, seq_len)
         yield slice(begin, end), slice(0, end)
 
 
 def _flat(x: Tensor, rows: slice) -> Tensor:
-    """[N, G * rows, D]: one product for all G, which share keys and values."""
+    """Return [N, G * rows, D], so that one product serves all G query heads, which share keys and values."""
     return x[:, :, rows].flatten(1, 2)
 
 
 def _hidden(mask: Tensor | None, rows: slice, seen: slice, k: Tensor) -> Tensor:
-    """[N or 1, rows, keys]: True where a query does not see a key, which without a mask is one that comes after it."""
+    """[N or 1, rows, keys]: True where a query may not see a key. Without a mask these are the keys after the query."""
     if mask is not None:
         return ~mask[:, :, rows, seen].expand(-1, len(k) // len(mask), -1, -1).flatten(0, 1)
     return torch.ones(1, rows.stop - rows.start, seen.stop, dtype=torch.bool, device=k.device).triu(rows.start + 1)
 
 
 def _scores(products: Tensor, hidden: Tensor, head_dim: int) -> Tensor:
-    """In float32; minus infinity where a query does not see a key."""
+    """Scale the products in float32, and write minus infinity where a query may not see a key."""
     return (products.float() * head_dim**-0.5).masked_fill(hidden, float("-inf"))
 
 
-def _add(sums: list[Tensor], x: Tensor) -> None:
-    """To what each piece of the keys has so far; the rest begins the next piece's."""
-    sizes = [piece.shape[1] for piece in sums]
+def _add_by_piece(totals: list[Tensor], x: Tensor) -> None:
+    """Add a gradient to the totals, which hold one tensor for each piece of the keys so far; append the rest."""
+    sizes = [piece.shape[1] for piece in totals]
     *seen, new = x.float().split([*sizes, x.shape[1] - sum(sizes)], dim=1)
-    sums[:] = [*map(torch.add, sums, seen), new]
+    totals[:] = [*map(torch.add, totals, seen), new]

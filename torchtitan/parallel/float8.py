@@ -1,6 +1,6 @@
-"""Linear layers in float8, by torchao: replaced before anything is split, gathered in float8 if asked for.
+"""Linear layers in float8, from torchao. They replace the plain layers before anything is split over ranks.
 
-Optional: torchao is imported inside the functions, and `check_float8` refuses what is missing before training starts.
+torchao is optional: only functions import it, and `check_float8` refuses a missing package before training starts.
 """
 
 import dataclasses
@@ -19,24 +19,25 @@ _AUTO_FILTER = "auto_filter_small_kn"
 
 
 def check_float8(config: Float8, device: torch.device) -> None:
-    """Refuse to compute in float8 without the package or the hardware for it."""
+    """Refuse float8 if torchao is not installed or the device does not multiply in float8."""
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
         raise Refusal(
             f'model.converters = ["quantize.linear.float8"] needs the package torchao ({error}); '
-            f"pip install 'torchao>=0.18', or remove it from model.converters"
+            f"pip install 'torchao>=0.18', or remove quantize.linear.float8 from model.converters"
         ) from None
     if config.emulate or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)):
         return
     raise Refusal(
-        "quantize.linear.float8 needs a GPU that multiplies in float8 (compute capability 8.9 or more); remove it from "
-        "model.converters, or test it with quantize.linear.float8.emulate = true"
+        f'model.converters = ["quantize.linear.float8"] on {device.type}: quantize.linear.float8 needs a GPU that '
+        f"multiplies in float8 (compute capability 8.9 or more); remove it from model.converters, or set "
+        f"quantize.linear.float8.emulate = true to test it"
     )
 
 
 def apply_float8(model: nn.Module, config: Float8, compiled: bool) -> None:
-    """Exchange a model's linear layers; parameters keep their names."""
+    """Replace the model's linear layers by float8 ones. Parameters keep their names."""
     from torch._inductor import config as inductor_config
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
@@ -48,7 +49,7 @@ def apply_float8(model: nn.Module, config: Float8, compiled: bool) -> None:
         emulate=config.emulate,
     )
     if compiled and recipe == "rowwise":
-        # Fused casts that skip a rounding disagree with eager: https://github.com/pytorch/pytorch/issues/150859
+        # Without it fused casts skip a rounding and differ from eager: https://github.com/pytorch/pytorch/issues/150859
         inductor_config.emulate_precision_casts = True
     convert_to_float8_training(model, config=options, module_filter_fn=_layer_filter(recipe, config.filter_fqns))
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -56,13 +57,13 @@ def apply_float8(model: nn.Module, config: Float8, compiled: bool) -> None:
     if not changed:
         raise Refusal(
             f"quantize.linear.float8.filter_fqns = {config.filter_fqns} leaves no layer of this model to compute in "
-            f"float8; name fewer, or remove it from model.converters"
+            f"float8; name fewer layers, or remove quantize.linear.float8 from model.converters"
         )
-    logger.info(f"float8 ({recipe}): {changed} of {len(linears)} linear layers")
+    logger.info(f"float8 ({recipe}): {changed} of {len(linears)} linear layers compute in float8")
 
 
 def _layer_filter(recipe: str, names: list[str]) -> Callable[[nn.Module, str], bool]:
-    """Which layers to replace: those not named, and of sizes that the kernels can take."""
+    """Return a test that picks the layers to replace: not excluded by name, and of a size that the kernels accept."""
     named = [name for name in names if name != _AUTO_FILTER]
     if len(named) < len(names):
         from torchao.float8 import _auto_filter_for_recipe
@@ -77,7 +78,7 @@ def _layer_filter(recipe: str, names: list[str]) -> Callable[[nn.Module, str], b
 
 
 def float8_plan(module: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """A tensor-parallel plan with torchao's styles, which communicate in float8, wherever the layers can take that."""
+    """Return the tensor-parallel plan with torchao's styles, which send float8, for the layers that can receive it."""
     can = {name for name in plan if _has_one_scale(module.get_submodule(name))}
     if not can:
         return plan
@@ -102,13 +103,16 @@ def float8_plan(module: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, 
 
 
 def _has_one_scale(linear: nn.Module) -> bool:
-    """Whether a layer was replaced by one with a single scale a tensor; one a row cannot be gathered in float8."""
+    """True for a float8 layer with one scale a tensor. Tensors with one scale a row cannot be gathered in float8."""
     config = getattr(linear, "config", None)
     return config is not None and config.cast_config_input.scaling_granularity.value == "tensorwise"
 
 
 def update_float8_scales(stages: Iterable[nn.Module], config: Float8 | None) -> None:
-    """After an optimizer step, if asked for: the scales of all weights in one reduction, for the next gathers."""
+    """Compute the scales of all weights for the next gathers in one reduction, if the config asks for it.
+
+    Call it after every optimizer step.
+    """
     if config is not None and config.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

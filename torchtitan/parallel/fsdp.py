@@ -1,4 +1,4 @@
-"""Data parallelism by FSDP2's fully_shard, the one path for it: on one rank, on many, and with replicas (HSDP)."""
+"""Data parallelism. FSDP2's fully_shard is the only path: on one rank, on many, and with replicas (HSDP)."""
 
 import functools
 from collections.abc import Iterable
@@ -22,12 +22,12 @@ def apply_fsdp(
     training: Training,
     reshard: Literal["default", "always", "never"],
 ) -> None:
-    """Shard each unit, and what is left over with the model itself; gradients are summed over ranks, not averaged.
+    """Shard each unit, and then the rest of the model as one more unit. Gradients are summed over ranks, not averaged.
 
-    `reshard` says which units are freed after forward. By default all but the last, which backward needs first and
-    would gather again at once; on one rank none, where a freed unit would be cast again. The caller may free a unit
-    whose backward needs no parameters.
-    With `enable_cpu_offload` what is sharded stays on the host.
+    `reshard` says which units free their gathered parameters after forward. "default" frees all units but the last,
+    because backward needs the last one first and would gather it again at once. On one rank "default" frees none,
+    because the parameters would only be cast again. The caller may also free a unit whose backward needs no
+    parameters. With `enable_cpu_offload` the shards stay on the host.
     """
     is_alone = mesh.size() == 1
     policy = MixedPrecisionPolicy(
@@ -36,7 +36,7 @@ def apply_fsdp(
         # Activations already have param_dtype; the float32 rotary table must keep its own.
         cast_forward_inputs=False,
     )
-    # Pinned memory is copied to a GPU while it computes; a CPU has nothing to copy to.
+    # A GPU copies pinned memory while it computes. On a CPU nothing is copied, so nothing needs pinning.
     pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     place = pinned if training.enable_cpu_offload else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place)
@@ -50,8 +50,8 @@ def apply_fsdp(
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        if not is_alone:  # where it would divide by 1, in two more passes
-            # The loss is already divided by the global number of tokens. SUM, because gloo has no scaled sum.
+        if not is_alone:  # on one rank these two would only divide by 1, in two more passes
+            # The loss is already divided by the global number of tokens. gloo has no scaled sum, so force a plain SUM.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if shards.size() == 1:
@@ -62,7 +62,7 @@ def apply_fsdp(
 
 
 def free_gathered(stages: Iterable[nn.Module]) -> None:
-    """After a forward without backward, which leaves some units gathered: what is saved are the shards."""
+    """Free the units that a forward without backward left gathered, because a checkpoint saves only shards."""
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, FSDPModule):
@@ -71,7 +71,7 @@ def free_gathered(stages: Iterable[nn.Module]) -> None:
 
 @torch.no_grad()
 def copy_first_replica(parameters: Iterable[nn.Parameter], replicas: DeviceMesh) -> None:
-    """Give all replicas the first one's parameters: unlike devices may have drawn other initial values."""
+    """Copy the first replica's parameters to all: different kinds of device draw different initial values."""
     if replicas.size() > 1:
         for parameter in parameters:
             assert isinstance(parameter, DTensor)

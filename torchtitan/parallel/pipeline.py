@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
@@ -23,9 +22,9 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Parallelism
+from torchtitan.parallel.tied import TiedWeight
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ModelParts:
     axis: DeviceMesh
     dim: int  # of the activations between stages
     vocab_size: int  # of what the last one gives
-    tied: tuple[str, str] | None = None  # names of one weight that the first and the last stage both have
+    tied: TiedWeight | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for stage in self.stages.values():
@@ -49,51 +48,25 @@ class ModelParts:
             for name, parameter in stage.named_parameters():
                 yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
+    def saved_parameters(self) -> dict[str, nn.Parameter]:
+        """By the names they are saved and loaded by: a tied weight and its copy have one."""
+        named: dict[str, nn.Parameter] = {}
+        for name, parameter in self.named_parameters():
+            is_copy = self.tied is not None and parameter is self.tied.copy
+            named.setdefault(self.tied.names[0] if self.tied and is_copy else name, parameter)
+        return named
+
     @property
     def has_loss(self) -> bool:
         return len(self.ranks) - 1 in self.stages
 
     def own_gradients(self) -> list[Tensor]:
         """The gradients here, those of a tied weight on one stage only."""
-        copy = self.tied_copy()
+        copy = self.tied.copy if self.tied else None
         own = [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
         if not own and copy is not None and copy.grad is not None:  # a stage that has nothing else
             own = [torch.zeros_like(copy.grad)]
         return own
-
-    def tied_first(self) -> nn.Parameter | None:
-        """The first stage's tied weight, if there is one and it is on this rank."""
-        return self.stages[0].get_parameter(self.tied[0]) if self.tied and 0 in self.stages else None
-
-    def tied_copy(self) -> nn.Parameter | None:
-        """The last stage's copy of the tied weight, if it is on this rank; norm and checkpoint leave it out."""
-        last = len(self.ranks) - 1
-        return self.stages[last].get_parameter(self.tied[1]) if self.tied and last in self.stages else None
-
-    @torch.no_grad()
-    def sum_tied_gradients(self) -> None:
-        """Give both copies of a tied weight the sum of their gradients, so that they stay the same."""
-        first, last = self.tied_first(), self.tied_copy()
-        if first is not None and last is not None:
-            assert first.grad is not None and last.grad is not None
-            total = first.grad + last.grad
-            first.grad.copy_(total), last.grad.copy_(total)
-        elif first is not None:
-            self._add_gradient_of(first, self.ranks[-1])
-        elif last is not None:
-            self._add_gradient_of(last, self.ranks[0])
-
-    def _add_gradient_of(self, parameter: nn.Parameter, other: int) -> None:
-        assert isinstance(parameter.grad, DTensor)
-        mine = parameter.grad.to_local()
-        theirs, group = torch.empty_like(mine), self.axis.get_group()
-        exchange = [
-            dist.P2POp(dist.isend, mine.contiguous(), group=group, group_peer=other),
-            dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        mine += theirs
 
 
 class Pipeline:

@@ -1,6 +1,7 @@
 """Recompute activations in backward: whole blocks, every n-th, or the cheap operations of each."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ _SAVED_OPERATIONS = {
 }
 
 
-def apply_recompute(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None:
-    """Exchange the layers for ones that recompute; parameter names do not change."""
+def apply_recompute(model: nn.Module, layers: Sequence[str], config: ActivationCheckpoint) -> None:
+    """Exchange layers for ones that recompute; parameter names do not change.
+
+    `layers` are the names of the whole model's, so that every n-th is the same on any stage of a pipeline.
+    """
     if config.mode == "none":
         return
     if config.mode == "memory_budget":
@@ -36,15 +40,17 @@ def apply_recompute(layers: nn.ModuleDict, config: ActivationCheckpoint) -> None
         return
     every = 1 if config.by_operation or config.mode == "full" else int(config.selective_ac_option)
     context: dict[str, Any] = {"context_fn": _keep_expensive_operations} if config.by_operation else {}
-    for name in list(layers):  # numbers, the same on any stage of a pipeline
-        if int(name) % every == 0:
-            layers[name] = checkpoint_wrapper(
-                layers[name],
+    present = dict(model.named_modules())
+    for name in layers[::every]:
+        if name in present:
+            wrapped = checkpoint_wrapper(
+                present[name],
                 preserve_rng_state=config.preserve_rng_state,
                 determinism_check=config.determinism_check,
                 early_stop=config.early_stop,
                 **context,
             )
+            model.set_submodule(name, wrapped)
 
 
 def _keep_expensive_operations() -> Any:

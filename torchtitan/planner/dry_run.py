@@ -27,18 +27,16 @@ from torchtitan.config.schema import Config
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place, gpu_memory_bytes
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs, count_parameters
-from torchtitan.models.llama.stages import plan_stages
+from torchtitan.models.spec import Blueprint
+from torchtitan.models.stages import plan_stages
 from torchtitan.observe.log import logger
-from torchtitan.parallel.collectives import GlobalNorm, stop_process_group
-from torchtitan.parallel.mesh import build_mesh
+from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.planner.footprint import COLLECTIVES, KINDS, Footprint
 from torchtitan.planner.replay import Replay
 from torchtitan.refusal import Refusal
-from torchtitan.training import build
-from torchtitan.training.loss import build_loss
-from torchtitan.training.optimizer import apply_update, build_optimizer, make_states, update_in_backward
-from torchtitan.training.step import ForwardBackward
+from torchtitan.training.optimizer import build_optimizer, make_states
+from torchtitan.training.start import lay_out_ranks
+from torchtitan.training.update import Update
 
 _DEVICE = torch.device("cpu")  # of the fake tensors; a torch without CUDA can have no others
 
@@ -57,15 +55,15 @@ class Estimate:
         return sum(self.peak.values())
 
 
-def dry_run(config: Config, place: Place) -> list[Estimate]:
+def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate]:
     """Estimate and print every pipeline rank; raises ValueError where one does not fit this machine's GPU."""
     _check(config, place)
-    known = config.model.vocab_size or FLAVORS[config.model.name][config.model.flavor].vocab_size
-    args = build.build_model_args(config, None if known else build_tokenizer(config.model.hf_assets_path))
+    if blueprint.shape.vocab_size is None:
+        blueprint = blueprint.with_vocabulary(build_tokenizer(config.model.hf_assets_path).vocab_size)
     dims = plan_layout(config.parallelism, place.world_size)
     global_batch_size = plan_batch(config.training, dims.dp).global_batch_size
     logger.info(
-        f"dry run of {config.job.description}: {count_parameters(args):,} parameters on {place.world_size} ranks, "
+        f"dry run of {config.job.description}: {blueprint.num_parameters:,} parameters on {place.world_size} ranks, "
         f"mesh {dims}, global batch {global_batch_size} x {config.training.seq_len} tokens"
     )
     if config.compile.enable:
@@ -76,12 +74,12 @@ def dry_run(config: Config, place: Place) -> list[Estimate]:
                 "parallelism": config.parallelism.model_copy(update={"enable_async_tensor_parallel": False}),
             }
         )
-    if not _can_replay(config, args):
+    if not _can_replay(config, blueprint):
         logger.info("a schedule with backward in two parts: all blocks run, not one of each sort, which takes long")
     capacity = gpu_memory_bytes()
     estimates = []
     for stage in range(dims.pp):
-        estimates.append(estimate(config, args, stage * place.world_size // dims.pp, place.world_size))
+        estimates.append(estimate(config, blueprint, stage * place.world_size // dims.pp, place.world_size))
         if stage == 0:
             print("GiB held at the peak, and GiB moved in a step:")
             print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
@@ -108,18 +106,17 @@ def _check(config: Config, place: Place) -> None:
 
 
 def estimate(
-    config: Config, args: LlamaArgs, rank: int, world_size: int, *, gpu: bool = True, replay: bool = True
+    config: Config, blueprint: Blueprint, rank: int, world_size: int, *, gpu: bool = True, replay: bool = True
 ) -> Estimate:
     """One optimizer step of a rank, with all its local batches, on a GPU or on a CPU.
 
     Of blocks that are alike one runs, unless told not to.
     """
-    dims = plan_layout(config.parallelism, world_size)
     with ExitStack() as stack:
         stack.enter_context(_garbage_held())
         stack.enter_context(_process_group(rank, world_size))
-        mesh = build_mesh(dims, _DEVICE.type)
-        model = build.lay_out_model(config, args, mesh)
+        run = lay_out_ranks(config, blueprint, Place(rank, 0, world_size), _DEVICE)
+        model = run.lay_out_model()
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
         if gpu:
@@ -132,25 +129,21 @@ def estimate(
         for part in model.stages.values():
             part.to_empty(device=_DEVICE)
         footprint.mark(model.parameters(), "parameters")
-        if replay and _can_replay(config, args):
-            stages = model.stages.values()
-            Replay(footprint).apply(block for part in stages for block in part.get_submodule("layers").children())
-        forward_backward = ForwardBackward(
-            model, build_loss(config.compile), mesh, config.training, config.parallelism, _DEVICE
-        )
+        if replay and _can_replay(config, blueprint):
+            modules = {name: module for part in model.stages.values() for name, module in part.named_modules()}
+            Replay(footprint).apply(modules[name] for name in blueprint.layers if name in modules)
+        forward_backward = run.build_forward_backward(model)
         optimizer = build_optimizer(model.named_parameters(), config.optimizer)
         make_states(optimizer)  # a run has them throughout, from its second step on
         states = [value for state in optimizer.state.values() for value in state.values()]
         footprint.mark((value for value in states if isinstance(value, Tensor)), "optimizer")
-        norm = GlobalNorm(mesh.stage_group)
-        if config.optimizer.early_step_in_backward:
-            update_in_backward(optimizer, norm.add, lambda: config.optimizer.lr)
+        update = Update(config, model, optimizer, run.mesh.stage_group)
         footprint.moved.clear()
 
-        forward_backward(blank_batch(config, dims.dp))
+        update.begin(1)
+        forward_backward(blank_batch(config, run.dims.dp))
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
-        norm.add(*model.own_gradients())
-        apply_update(optimizer, config.optimizer.lr, norm.total(), config.training.max_norm)
+        update.apply()
         parameters = sum(p.numel() for p in model.parameters())
         return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved))
 
@@ -163,9 +156,9 @@ def blank_batch(config: Config, dp: int) -> Batch:
     return Batch(tokens, tokens.clone(), documents, Origin([], [], []))
 
 
-def _can_replay(config: Config, args: LlamaArgs) -> bool:
+def _can_replay(config: Config, blueprint: Blueprint) -> bool:
     """Whether backward of a block is one piece."""
-    return not plan_stages(args, config.parallelism, config.training.seq_len).backward_in_two_parts
+    return not plan_stages(blueprint.parts(config.training.seq_len), config.parallelism).backward_in_two_parts
 
 
 @contextmanager

@@ -1,77 +1,77 @@
-"""A run and its checkpoints: where it begins, when it is saved, how it ends; switched off, it begins at 0."""
+"""A run's checkpoints: finds the one to start from, restores it, saves the run and completes its last save.
+
+`resume.plan_start` decides where the run starts. With `checkpoint.enable = false` that is step 0, and nothing is saved.
+"""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torchtitan.checkpoint.manager import Checkpointer, SaveError
-from torchtitan.checkpoint.storage import Manifest, Storage
-from torchtitan.config.load import flat
+from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import Loader
-from torchtitan.models.llama.args import LlamaArgs
+from torchtitan.models.spec import Blueprint
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.observe.log import logger
 from torchtitan.parallel.pipeline import ModelParts
-from torchtitan.refusal import Refusal
 from torchtitan.training import state
-from torchtitan.training.weights import check_shape, find_checkpoints, load_weights, open_model, open_run, write_hf
+from torchtitan.training.resume import Start, describe_changes, plan_start
 
 
 class Checkpoints:
-    """Looks for a checkpoint at once; `restore` when the parts of the run are built, `finish` at its end.
+    """Finds the checkpoint when constructed. Call `restore` once the model exists, and `finish` after the last step.
 
-    Put the training loop inside: a run that a bad loss ends completes what it is writing behind the training.
+    Put the training loop inside: if a loss that is not finite ends the run, an asynchronous save is still completed.
     """
 
     def __init__(self, config: Config, run_folder: Path, layout: str, tokens_per_step: int) -> None:
         self.section, self.run_folder, self.last_step = config.checkpoint, run_folder, config.training.steps
-        self.tokens_per_step, self.tokens_offset = tokens_per_step, 0  # to add to steps times tokens
-        self.skips_in_a_row = 0  # updates left out just before the step it begins after
+        self.tokens_per_step, self.tokens_offset = tokens_per_step, 0  # tokens seen = offset + steps * tokens per step
+        self.skips_in_a_row = 0  # updates skipped just before the step the run starts after
         self.manager: Checkpointer | None = None
         self.found: tuple[Storage, Manifest] | None = None
-        self.resumes = False  # what was found is this run's own
+        self.resumes = False  # the checkpoint that was found is this run's own
+        self.start = Start(0, "checkpoint.enable = false")
         if not self.section.enable:
             return
-        storage = Storage(
-            self.section.folder if "://" in self.section.folder else str(run_folder / self.section.folder)
-        )
+        own = Storage(self.section.folder if "://" in self.section.folder else str(run_folder / self.section.folder))
         about = {"layout": layout, "versions": {"torch": torch.__version__}}
-        self.manager = Checkpointer(self.section, storage, about, config.comm.init_timeout_seconds)
-        manifest = self.manager.find(storage, self.section.load_step)
+        self.manager = Checkpointer(self.section, own, about, config.comm.init_timeout_seconds)
+        self._find(own, config)
+
+    def _find(self, own: Storage, config: Config) -> None:
+        """Look for a checkpoint of this run, then in `initial_load_path`, and decide where to start."""
+        assert self.manager is not None
+        storage, manifest = own, self.manager.find(own, self.section.load_step)
         self.resumes = manifest is not None
-        excluded, begun_from = self.section.exclude_from_loading, self.section.initial_load_path
-        if manifest is not None and "train_state" in excluded and begun_from is None:
-            raise Refusal(
-                f'checkpoint.exclude_from_loading = ["train_state"] would begin this run again at step 0, over its own '
-                f"records; remove it to go on from step {manifest.step}, or begin another run, in another "
-                f'job.dump_folder, with checkpoint.initial_load_path = "{storage.url}"'
-            )
-        if manifest is not None and manifest.step > 0 and self.section.create_seed_checkpoint:
-            raise Refusal(
-                f"checkpoint.create_seed_checkpoint = true saves where a run begins, but {storage.url} has one that "
-                f"is at step {manifest.step}; choose another job.dump_folder, or remove it to go on"
-            )
         if manifest is None and self.section.initial_load_path is not None and not self.section.initial_load_in_hf:
             storage, step = find_checkpoints(self.section.initial_load_path)
             manifest = self.manager.find(storage, step)
-            if manifest is None:
-                raise Refusal(
-                    f'checkpoint.initial_load_path = "{self.section.initial_load_path}" has no complete checkpoint; '
-                    f"give a folder that has one, or remove it"
-                )
-        if manifest is not None:
-            self.found = storage, manifest
-            logger.info(f"{'go on' if self.resumes else 'begin'} from step {manifest.step} in {storage.url}")
-            for change in _changes(manifest.config, config.model_dump(mode="json")) if self.resumes else []:
-                logger.info(f"changed since then: {change}")
+        self.start = plan_start(
+            self.section,
+            manifest,
+            storage.url,
+            is_own=self.resumes,
+            only_weights=manifest is not None and self.manager.holds_only_weights(storage, manifest.step),
+            optimizer=config.optimizer.name,
+            last_step=self.last_step,
+        )
+        logger.info(self.start.why)
+        if manifest is None:
+            return
+        self.found = storage, manifest
+        if self.start.train_state:
+            self.tokens_offset = manifest.run["tokens"] - manifest.step * self.tokens_per_step
+            self.skips_in_a_row = manifest.run.get("skips_in_a_row", 0)
+        for change in describe_changes(manifest.config, config.model_dump(mode="json")) if self.resumes else []:
+            logger.info(f"changed since that checkpoint: {change}")
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """All ranks leave alike with a bad loss; after another error there may be none to write together with."""
+        """Complete a save only after a bad loss, which ends all ranks alike: other errors may have ended some ranks."""
         if self.manager is not None and isinstance(error, NotFiniteError):
             try:
                 self.manager.wait()
@@ -80,103 +80,85 @@ class Checkpoints:
 
     @property
     def seed(self) -> int | None:
-        """The seed this run began with, if it goes on."""
+        """The seed of the run that is resumed."""
         return self.found[1].config["debug"]["seed"] if self.found and self.resumes else None
 
     def restore(
-        self, config: Config, args: LlamaArgs, model: ModelParts, optimizer: torch.optim.Optimizer, loader: Loader
+        self, config: Config, blueprint: Blueprint, model: ModelParts, optimizer: torch.optim.Optimizer, loader: Loader
     ) -> int:
-        """Fill the parts of the run with what was found; the step it was saved after."""
+        """Fill model, optimizer and loader as `start` says; returns the step the run starts after."""
         self.model, self.optimizer, self.loader = model, optimizer, loader
-        if self.manager is None:
-            return 0
-        self.manager.about["config"] = config.model_dump(mode="json")
-        if self.found is None:
-            if self.section.initial_load_in_hf:
-                source = open_model(self.section.initial_load_path or config.model.hf_assets_path)
-                check_shape(source, args)
-                load_weights(source, model)
-                logger.info(f"begin with the weights of {source.weights.where}")
-            return 0
-        storage, manifest = self.found
-        anew = set(self.section.exclude_from_loading)
-        saved = manifest.config["optimizer"]["name"]
-        if self.resumes and self.section.initial_load_path is not None:
-            # The exclusions were for the checkpoint this run began from; only a changed optimizer still begins anew.
-            anew &= {"optimizer"} if saved != config.optimizer.name else set()
-        if not self.resumes and self.section.initial_load_model_only:
-            anew = {"optimizer", "dataloader", "train_state"}
-        shapes = self.manager.shapes(storage, manifest.step)
-        only_weights = not any(name.startswith("optimizer.") for name in shapes)
-        if only_weights and self.resumes and manifest.step == self.last_step:
-            anew = {"optimizer", "dataloader"}  # the run has ended, as it was told to: nothing is left but `finish`
-        if "optimizer" not in anew and only_weights:
-            fix = "begin another with checkpoint.initial_load_path, in another job.dump_folder"
-            fix = fix if self.resumes else "set checkpoint.initial_load_model_only = true"
-            raise Refusal(
-                f"step {manifest.step} in {storage.url} has only weights (checkpoint.last_save_model_only), a run "
-                f"cannot go on from it; {fix}"
-            )
-        if "optimizer" not in anew and saved != config.optimizer.name:
-            raise Refusal(
-                f'optimizer.name = "{config.optimizer.name}", but step {manifest.step} in {storage.url} was saved with '
-                f'"{saved}", which remembers other things; set it back, or let it begin anew with '
-                f'checkpoint.exclude_from_loading = ["optimizer"]'
-            )
-        tensors, streams = state.model_tensors(model), {}
-        if "optimizer" not in anew:
-            tensors |= state.optimizer_tensors(model, optimizer)
-        if "dataloader" not in anew:
-            own = [name for name in state.data_tensors(loader) if name in shapes]
+        if self.manager is not None:
+            self.manager.about["config"] = config.model_dump(mode="json")
+        if self.found is not None:
+            self._load(*self.found)
+        elif self.start.weights:
+            from torchtitan.weights.stored import check_shape, load_weights, open_model
+
+            source = open_model(self.section.initial_load_path or config.model.hf_assets_path, config.model.name)
+            check_shape(source, blueprint)
+            load_weights(source, model)
+            logger.info(f"loaded the weights of {source.weights.where}")
+        return self.start.step
+
+    def _load(self, storage: Storage, manifest: Manifest) -> None:
+        assert self.manager is not None
+        tensors, streams = state.model_tensors(self.model), {}
+        if self.start.optimizer:
+            tensors |= state.optimizer_tensors(self.model, self.optimizer)
+        if self.start.data:
+            shapes = self.manager.shapes(storage, manifest.step)
+            own = [name for name in state.data_tensors(self.loader) if name in shapes]
             streams = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in own}
         self.manager.load(storage, manifest.step, tensors | streams)
-        state.copy_tied(model, optimizer)
-        if "dataloader" not in anew:
-            state.load_data(loader, manifest.run["data"], streams)
-        if "train_state" in anew:
-            return 0
-        if self.resumes and self.section.load_step >= 0:
-            self.manager.leave_behind(manifest.step)
-        self.manager.last_step = manifest.step if self.resumes else -1
-        self.tokens_offset = manifest.run["tokens"] - manifest.step * self.tokens_per_step
-        self.skips_in_a_row = manifest.run.get("skips_in_a_row", 0)
-        return manifest.step
+        if self.model.tied is not None:
+            self.model.tied.copy_first(self.optimizer.state)
+        if self.start.data:
+            state.load_data(self.loader, manifest.run["data"], streams)
+        if self.resumes:
+            self.manager.last_step = manifest.step
+            if self.section.load_step >= 0:
+                self.manager.leave_behind(manifest.step)
 
     def is_time_up(self) -> bool:
         return self.manager is not None and self.manager.is_time_up()
 
     def due(self, step: int, time_is_up: bool) -> bool:
-        """Whether to save after a step; the last one is `finish`'s."""
+        """Whether to save after this step; `finish` saves the last one."""
         return self.manager is not None and step < self.last_step and self.manager.due(step, time_is_up)
 
     def finish(self, step: int, skips_in_a_row: int, is_last: bool) -> None:
-        """Save where the run ends, if that is not done yet, and wait until it is written."""
+        """Save the step the run ends at, unless that is done, and wait until it is written."""
         if self.manager is None or self.section.load_only:
             return
-        is_last = is_last and not self.section.create_seed_checkpoint  # from which runs begin: all of it, and no end
+        is_last = is_last and not self.section.create_seed_checkpoint  # a seed checkpoint holds everything
         self.manager.wait()
         if self.manager.last_step != step:
-            # Not where the data has ended: with more of it, or more epochs, the run goes on.
+            # If the data ended before the last step, everything is saved: with more data the run can resume.
             only_weights = is_last and step == self.last_step and self.section.last_save_model_only
             self.save(step, skips_in_a_row, only_weights)
             self.manager.wait()
             if self.manager.last_step != step:
-                raise SaveError(f"the checkpoint of the last step, {step}, could not be saved; see above")
+                raise SaveError(
+                    f"the checkpoint of the last step, {step}, could not be saved; the error above says why"
+                )
         if is_last and self.section.last_save_in_hf:
             try:
-                self.manager.on_rank_0(lambda: self._write_hf(step))  # the others wait, for validation may follow
+                self.manager.on_rank_0(lambda: self._write_hf(step))  # the others wait: validation may follow
             except OSError as error:
                 raise SaveError(
-                    f"step {step} is saved, but {self.run_folder / 'hf'} is not written: {error}"
+                    f"step {step} is saved, but {self.run_folder / 'hf'} could not be written: {error}"
                 ) from error
 
     def _write_hf(self, step: int) -> None:
         assert self.manager is not None
         manifest = self.manager.storage.examine(step)
         assert isinstance(manifest, Manifest), manifest
+        from torchtitan.weights.stored import open_run, write_hf
+
         source = open_run(self.manager.storage, manifest)
         write_hf(source, str(self.run_folder / "hf"), source.assets, getattr(torch, self.section.export_dtype))
-        logger.info(f"wrote {self.run_folder / 'hf'} for Hugging Face")
+        logger.info(f"wrote the Hugging Face folder {self.run_folder / 'hf'}")
 
     def save(self, step: int, skips_in_a_row: int, only_weights: bool = False) -> None:
         assert self.manager is not None
@@ -188,12 +170,3 @@ class Checkpoints:
         tokens = self.tokens_offset + step * self.tokens_per_step
         run = {"tokens": tokens, "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}
         self.manager.save(step, tensors, run)
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two configurations, apart from what a run is called and where it lies."""
-    old, new = flat(before), flat(now)
-    names = [name for name in new if name.partition(".")[0] != "job" and name != "debug.seed"]
-    return [
-        f"{name} = {new[name]}, was {old.get(name, 'not there')}" for name in names if new[name] != old.get(name, None)
-    ]

@@ -13,9 +13,9 @@ _DECAY: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate_factor(step: int, config: LRScheduler, training_steps: int) -> float:
-    """Share of the peak rate at a step, counted from 1.
+    """The factor on `optimizer.lr` at a step; steps count from 1.
 
-    The decay ends at `min_lr_factor` one step after the last, so that no step is trained at a rate of zero.
+    The decay would reach `min_lr_factor` one step after the last one, so that no step trains at a rate of zero.
     """
     total = config.total_steps or training_steps
     if step <= config.warmup_steps:

@@ -1,51 +1,43 @@
-"""From steps to logged records: numbers wait on the device until a logged step, then are read, judged and written."""
+"""Turns steps into records: numbers stay on the device until a logged step reads, judges and writes them."""
 
 import math
+import os
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from torchtitan.config.schema import Training
-from torchtitan.data.batch import Origin
+from torchtitan.data.batch import Batch, Origin
 from torchtitan.hardware import Peak, peak_memory_gib
 from torchtitan.observe.health import NotFiniteError, Verdict, describe_stop, judge_window
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
 from torchtitan.parallel.collectives import max_over, sum_over
 from torchtitan.refusal import Refusal
+from torchtitan.training.start import Run
 from torchtitan.training.step import StepLoss
 
 
 class Reporter:
-    """Collects the steps since the last logged one; `flush` is the only point where the host waits for the device."""
+    """Collects steps until one is logged. Only `flush` makes the host wait for the device."""
 
     def __init__(
-        self,
-        training: Training,
-        skips_on_device: bool,
-        writer: MetricsWriter | None,
-        loss_group: ProcessGroup,
-        world_size: int,
-        device: torch.device,
-        tokens_per_step: int,
-        flops_per_token: int,
-        peak: Peak,
-        tokens_offset: int = 0,
-        skips_in_a_row: int = 0,
+        self, run: Run, writer: MetricsWriter | None, peak: Peak, tokens_offset: int = 0, skips_in_a_row: int = 0
     ) -> None:
-        self.training, self.writer, self.loss_group = training, writer, loss_group
-        self.skips_on_device = skips_on_device  # an update whose gradient norm is not finite changes nothing
-        self.world_size, self.device = world_size, device
-        self.tokens_per_step, self.flops_per_token, self.peak = tokens_per_step, flops_per_token, peak
+        self.metrics, self.training, self.writer = run.config.metrics, run.config.training, writer
+        self.skips_on_device = run.config.optimizer.leaves_out_updates  # an update without a finite gradient norm
+        self.loss_group, self.world_size, self.device = run.mesh.losses.get_group(), run.place.world_size, run.device
+        self.tokens_per_step, self.flops_per_token, self.peak = run.tokens_per_step, run.flops_per_token, peak
         self.clock = Clock()
-        self.losses: list[float] = []  # of all logged windows, for the run's summary
-        self.tokens_offset = tokens_offset  # to add to steps times tokens: the batch had another size before a resume
+        self.num_steps = 0  # trained by this process
+        self.losses: list[float] = []  # of each logged window, for `summary`
+        self.tokens_offset = tokens_offset  # tokens seen = offset + steps * tokens per step
         self.skips_in_a_row, self._peak_was_passed = skips_in_a_row, False
         self._begin = time.perf_counter()
         self._start_window()
@@ -57,25 +49,36 @@ class Reporter:
         self._origins: list[Origin] = []
         self._data_seconds = 0.0
 
-    def add(self, origin: Origin, loss: StepLoss, gradient_norm: Tensor, data_seconds: float) -> None:
-        """Note a step; nothing is read from the device."""
+    def wait_for(self, next_batch: Callable[[], Batch | None]) -> Batch | None:
+        """The next batch; the time it takes counts as waiting for data."""
+        asked = time.perf_counter()
+        batch = next_batch()
+        if batch is not None:
+            self._data_seconds += time.perf_counter() - asked
+        return batch
+
+    def add(self, origin: Origin, loss: StepLoss, gradient_norm: Tensor) -> None:
+        """Collect a step without reading from the device."""
+        self.num_steps += 1
         self._shares.append(loss.share)
         self._own.append(loss.own)
         self._norms.append(gradient_norm)
         self._origins.append(origin)
-        self._data_seconds += data_seconds
+
+    def due(self, step: int) -> bool:
+        return step == 1 or step % self.metrics.log_freq == 0 or step == self.training.steps
 
     def data_ended(self, step: int) -> None:
-        """Say where the data ended; data for less than one step is refused."""
+        """Warn that the data ended after this step; refuse data for less than one step."""
         if step == 0:
             raise Refusal(
                 f"the data ends before the first global batch of {self.tokens_per_step:,} tokens is full; "
-                f"use more text, a smaller batch, or training.epochs"
+                f"use more text, lower training.global_batch_size, or raise training.epochs"
             )
-        logger.warning(f"the data ends after step {step}; training.epochs says how often it may be read")
+        logger.warning(f"the data ends after step {step}; raise training.epochs to read it more often")
 
     def flush(self, step: int, learning_rate: float) -> None:
-        """Write the record of the steps up to this one; raises NotFiniteError where they end the run."""
+        """Write the record of the steps since the last one; raises NotFiniteError if they must end the run."""
         if not self._shares:
             return
         losses, largest, own, norms = self._read()
@@ -100,25 +103,41 @@ class Reporter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not training and does not count; steps still queued are waited for first, and do."""
+        """Stop the clock inside. Steps still queued on the device are completed first and count as training."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         with self.clock.outside_training():
             yield
 
     def summary(self, step: int) -> str:
-        """One line on the whole run."""
+        """One line on what this process trained, and on the step that the run has reached."""
         if not self.losses:
             return f"nothing left to train after step {step}"
+        reached = f", to step {step}," if step != self.num_steps else ""
         seconds = time.perf_counter() - self._begin
-        return f"trained {step} steps in {seconds:.0f} s: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
+        return (
+            f"trained {self.num_steps} steps{reached} in {seconds:.0f} s: "
+            f"loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
+        )
+
+    def close(self, step: int, run_folder: Path) -> None:
+        """End the records, and log what the run came to and where to look at it."""
+        if self.writer is None:
+            return
+        self.writer.close()
+        logger.info(self.summary(step))
+        logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
+        if self.metrics.enable_tensorboard:
+            python = min(os.path.relpath(sys.executable), sys.executable, key=len)
+            tensorboard = f"{python} -m tensorboard.main --logdir {run_folder}"
+            logger.info(f"look at it: {tensorboard}, then open http://localhost:6006")
 
     def _read(self) -> list[list[float]]:
-        """Reduce over ranks and wait for the device, once for all numbers."""
+        """Reduce over ranks and read all numbers from the device at once."""
         shares, own = torch.stack(self._shares).double(), torch.stack(self._own).double()
         largest = max_over(own.clone(), self.loss_group)
         losses = sum_over(shares, self.loss_group)
-        norms = torch.stack(self._norms).double().to(losses.device)  # those of offloaded gradients are on the host
+        norms = torch.stack(self._norms).double().to(losses.device)  # with CPU offload the norms are on the host
         return torch.stack([losses, largest, own, norms]).tolist()
 
     def _record(
@@ -140,7 +159,7 @@ class Reporter:
             self._peak_was_passed = True
             logger.warning(
                 f"a step reached {flops / 1e12:.2f} TFLOP/s, above the peak of {self.peak.flops / 1e12:.2f} measured "
-                f"at start, when something must have slowed this machine down: MFU is too high in this run"
+                "at start, so MFU is too high in this run; something slowed the machine down during that measurement"
             )
         return StepRecord(
             step=step,
@@ -160,7 +179,7 @@ class Reporter:
         )
 
     def _stop(self, step: int, verdict: Verdict, own: Sequence[float], norms: Sequence[float]) -> None:
-        """All ranks see the same global numbers, so all come here together."""
+        """Raise with the ranks and data to blame. All ranks see the same global numbers, so all get here together."""
         assert verdict.stop_at is not None
         mine = (dist.get_rank(), own[verdict.stop_at], self._origins[verdict.stop_at].describe())
         everyone: list[Any] = [None] * self.loss_group.size()

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.data.loader import Loader
@@ -14,20 +14,8 @@ from torchtitan.training.optimizer import make_states
 Tensors = dict[str, Tensor]
 
 
-def saved_parameters(model: ModelParts) -> dict[str, nn.Parameter]:
-    """Parameters by the name of what is saved of them; the copy of a tied weight goes by the name of the first."""
-    copy = model.tied_copy()
-    named: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if parameter is copy:
-            assert model.tied is not None
-            name = model.tied[0]
-        named.setdefault(name, parameter)
-    return named
-
-
 def model_tensors(model: ModelParts) -> Tensors:
-    return {f"model.{name}": _plain(parameter.detach()) for name, parameter in saved_parameters(model).items()}
+    return {f"model.{name}": _plain(parameter.detach()) for name, parameter in model.saved_parameters().items()}
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -40,7 +28,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Tensors:
     """Its states, made first where there has been no update yet."""
-    named = saved_parameters(model)
+    named = model.saved_parameters()
     if not optimizer.state:
         make_states(optimizer)
     return {
@@ -48,17 +36,6 @@ def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Te
         for name, parameter in named.items()
         for key, value in optimizer.state[parameter].items()
     }
-
-
-@torch.no_grad()
-def copy_tied(model: ModelParts, optimizer: torch.optim.Optimizer) -> None:
-    """Give the copy of a tied weight that lies beside the first on this rank what was loaded for the first."""
-    first, copy = model.tied_first(), model.tied_copy()
-    if first is None or copy is None:
-        return
-    copy.copy_(first)
-    for key, value in optimizer.state.get(first, {}).items():
-        optimizer.state[copy][key].copy_(value)
 
 
 def data_tensors(loader: Loader) -> Tensors:

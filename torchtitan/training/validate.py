@@ -1,39 +1,45 @@
 """Loss on held-out data: the same batches every time, each token counted once, on however many ranks."""
 
-from dataclasses import dataclass
-
 import torch
-from torch.distributed import ProcessGroup
 
-from torchtitan.config.schema import Validation
 from torchtitan.data.loader import Loader
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.fsdp import free_gathered
+from torchtitan.training.start import Run
 from torchtitan.training.step import ForwardBackward
 
 
-@dataclass(frozen=True)
 class Validator:
     """Called after a step, records the mean loss over the first batches of the data, or over all of it."""
 
-    config: Validation
-    forward_backward: ForwardBackward
-    loader: Loader
-    device: torch.device
-    loss_group: ProcessGroup
-    writer: MetricsWriter | None
+    def __init__(
+        self, run: Run, forward_backward: ForwardBackward, loader: Loader | None, writer: MetricsWriter | None = None
+    ) -> None:
+        self.config, self.device, self.group = run.config.validation, run.device, run.mesh.losses.get_group()
+        self.forward_backward, self.loader, self.writer = forward_backward, loader, writer
+        self._last = 0  # the step it was called after
+
+    def due(self, step: int) -> bool:
+        return self.loader is not None and step % self.config.freq == 0 and step != self._last
 
     def __call__(self, step: int) -> None:
+        self._last = step
         loss, tokens = self.measure()
         if self.writer is not None:
             self.writer.write_validation(step, loss, tokens)
+
+    def finish(self, step: int, goes_on: bool) -> None:
+        """Validate where the run ends; one that will go on validates only when it is due."""
+        if self.due(step) or (self.loader is not None and not goes_on and step != self._last):
+            self(step)
 
     def measure(self) -> tuple[float, int]:
         """Mean loss and number of tokens.
 
         The loader ends on all ranks at once, so every rank runs as many forward passes, which FSDP needs.
         """
+        assert self.loader is not None
         self.loader.reset()
         remaining = self.config.steps
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -41,5 +47,5 @@ class Validator:
             remaining -= 1
             totals += self.forward_backward.evaluate(batch.to(self.device), self.config.local_batch_size)
         free_gathered(self.forward_backward.model.stages.values())
-        summed, tokens = sum_over(totals, self.loss_group).tolist()
+        summed, tokens = sum_over(totals, self.group).tolist()
         return summed / max(1, tokens), int(tokens)

@@ -10,23 +10,17 @@ from pathlib import Path
 
 import torch
 
-from torchtitan.checkpoint.hf import refuse_existing, save_checkpoint
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
 from torchtitan.refusal import Refusal
-from torchtitan.training.weights import (
-    StoredModel,
-    build_tokenizer_for,
-    config_of,
-    copy_tokenizer,
-    open_model,
-    write_hf,
-)
+from torchtitan.weights.checkpoint import save_checkpoint
+from torchtitan.weights.hugging_face import refuse_existing
+from torchtitan.weights.stored import StoredModel, build_tokenizer_for, copy_tokenizer, open_model, write_hf
 
 
 def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    source = open_model(args.source)
+    source = open_model(args.source, args.model)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     assets = Path(args.tokenizer) if args.tokenizer else source.assets
     with source.reading():
@@ -50,6 +44,6 @@ def write_checkpoint(source: StoredModel, folder: str, assets: Path, dtype: torc
     refuse_existing(folder)
     build_tokenizer_for(source, assets)
     own_assets = Path(folder) / "tokenizer"
-    config = config_of(source.args, folder, own_assets)
+    config = source.plain_config(folder, own_assets)
     copy_tokenizer(source, assets, own_assets)
     save_checkpoint(source.weights, Storage(f"{folder}/checkpoint"), config.model_dump(mode="json"), dtype)

@@ -7,7 +7,6 @@ argument, because other users of the machine can see arguments.
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -97,7 +96,7 @@ def describe(kind: str, folder: Path, names: list[str]) -> tuple[str, str]:
                 return what, f"CONFIG_FILE={config} ./run_llama_train.sh"
         return what, f"./run_llama_train.sh --model.hf_assets_path {quote(str(folder))}"
     if kind == "model":
-        from torchtitan.training.weights import open_model
+        from torchtitan.weights.stored import open_model
 
         count = sum(tensor.numel() for tensor in open_model(str(folder)).weights.outline.values())
         next_one = f"python -m torchtitan generate --checkpoint {quote(str(folder))} --prompt 'Once upon a time'"
@@ -184,10 +183,10 @@ def run(args: argparse.Namespace) -> None:
         folder = args.to or Path("assets", "datasets" if kind == "dataset" else "hf", info.id.split("/")[-1])
         signal.signal(signal.SIGINT, lambda *_: _stop(folder))
         if kind == "model" and "config.json" in names:  # refuse an unusable model before fetching 100 GB of it
-            from torchtitan.models.llama.hf import from_hf_config
+            from torchtitan.weights.stored import read_hf_config
 
             fetch(kind, repo, info.sha, {"config.json": sizes["config.json"]}, folder)
-            from_hf_config(json.loads((folder / "config.json").read_bytes()))
+            read_hf_config(folder)
         fetch(kind, repo, info.sha, {name: sizes[name] for name in names}, folder)
     except errors.HFValidationError as error:
         raise Refusal(f"{repo} is not the name of a repository ({error}); give owner/name") from error

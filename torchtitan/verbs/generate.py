@@ -14,15 +14,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan import hardware
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.models.llama.model import Transformer, attentions
-from torchtitan.models.llama.parallelize import split_tensors
-from torchtitan.parallel import collectives
+from torchtitan.hardware import read_place
+from torchtitan.models.layers import exchange_attention
+from torchtitan.models.rules import check_tensor_parallel
+from torchtitan.parallel.tied import tie
 from torchtitan.refusal import Refusal
-from torchtitan.training.weights import StoredModel, build_tokenizer_for, open_model
+from torchtitan.training.parallelize import split_tensors
+from torchtitan.training.start import Run, start_run
+from torchtitan.weights.stored import StoredModel, open_model
 
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
 
@@ -40,9 +42,13 @@ class Sampling:
 class CachedAttention(nn.Module):
     """Attention of new queries over all keys and values so far."""
 
-    def __init__(self, core: nn.Module, length: int) -> None:
+    def __init__(self, core: nn.Module) -> None:
         super().__init__()
-        self.core, self.length, self.used = core, length, 0
+        self.core, self.length, self.used = core, 0, 0
+
+    def clear(self, length: int) -> None:
+        """Make room for a text of so many tokens."""
+        self.length, self.used = length, 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         if self.used == 0:
@@ -52,48 +58,48 @@ class CachedAttention(nn.Module):
         return self.core(q, self.k[:, : self.used], self.v[:, : self.used], mask)
 
 
-def build_model(source: StoredModel, dtype: torch.dtype, place: hardware.Place) -> Transformer:
-    """The whole model, or with several ranks this one's part of every tensor."""
-    degree, args = place.world_size, source.args
-    if args.n_kv_heads % degree or args.hidden_dim % degree:
-        raise Refusal(
-            f"{degree} ranks do not divide the model's {args.n_kv_heads} KV heads and {args.hidden_dim} hidden units"
-        )
-    device = hardware.pick_device(place.local_rank)
+def build_model(
+    source: StoredModel, dtype: torch.dtype, device: torch.device, axis: DeviceMesh | None = None
+) -> nn.Module:
+    """The whole model, or this rank's part of every tensor, with attention that keeps the keys and values it saw."""
+    blueprint = source.blueprint
     with torch.device("meta"):
-        model = Transformer(args).to(dtype)
-    if degree > 1:
-        collectives.start_process_group(device, place.rank, degree, 600)
-        axis = init_device_mesh(device.type, (degree,), mesh_dim_names=("tp",))
-        split_tensors(model, axis, disable_loss_parallel=True, split_sequence=False)
+        model = blueprint.spec.build(blueprint.shape).to(dtype)
+    if axis is not None:
+        split_tensors(model, blueprint, axis, loss_parallel=False, split_sequence=False)
     model.to_empty(device=device)
-    if args.tied_embeddings:
-        model.output.weight = model.tok_embeddings.weight  # to_empty gives both their own
+    tie(model, blueprint.tied)  # to_empty gives both their own
     with source.reading():
         for name, parameter in model.named_parameters():
             source.weights.fill(name, parameter)
+    exchange_attention(model, CachedAttention)
     return model.eval()
 
 
 @torch.inference_mode()
 def generate(
-    model: Transformer, prompts: Sequence[Sequence[int]], stop: set[int], max_new_tokens: int, sampling: Sampling
+    model: nn.Module,
+    max_seq_len: int,
+    prompts: Sequence[Sequence[int]],
+    stop: set[int],
+    max_new_tokens: int,
+    sampling: Sampling,
 ) -> Iterator[list[int | None]]:
     """A token for each prompt in turn, None for those that have ended; prompts may be of unlike length."""
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
-    if not all(prompts) or longest + max_new_tokens > model.args.max_seq_len:
+    if not all(prompts) or longest + max_new_tokens > max_seq_len:
         raise Refusal(
             f"prompts have {min(map(len, prompts))} to {longest} tokens, and {max_new_tokens} more are asked for; "
-            f"each prompt needs 1 or more, the longest and the new ones {model.args.max_seq_len} or less together, "
+            f"each prompt needs 1 or more, the longest and the new ones {max_seq_len} or less together, "
             "which is all the model can see"
         )
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # at the left
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     everywhere = torch.arange(longest + max_new_tokens, device=device)
-    for attention in attentions(model):
-        core = attention.core.core if isinstance(attention.core, CachedAttention) else attention.core
-        attention.core = CachedAttention(core, len(everywhere))
+    for module in model.modules():
+        if isinstance(module, CachedAttention):
+            module.clear(len(everywhere))
 
     def advance(begin: int, new: Tensor) -> Tensor:
         at = everywhere[begin : begin + new.shape[1], None]
@@ -140,24 +146,33 @@ def stop_ids(assets: Path, tokenizer: Tokenizer) -> set[int]:
 
 
 def run(args: argparse.Namespace) -> None:
-    place = hardware.read_place()
+    place = read_place()
     if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise Refusal("--temperature and --top_k are 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
-    source = open_model(args.checkpoint)
-    tokenizer = build_tokenizer_for(source, args.tokenizer or source.assets)
-    model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, place)
+    source = open_model(args.checkpoint, args.model)
+    config = source.plain_config(args.checkpoint, args.tokenizer or source.assets, degree=place.world_size)
+    check_tensor_parallel(source.blueprint, config)
+    with start_run(config, source.blueprint, place) as run:
+        write_texts(run, source, args)
+
+
+def write_texts(run: Run, source: StoredModel, args: argparse.Namespace) -> None:
+    """Rank 0 prints the texts: a single one as it grows, several when all have ended."""
+    tokenizer, axis = run.tokenizer, run.mesh.devices["tp"] if run.dims.tp > 1 else None
+    assert tokenizer is not None
+    model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, run.device, axis)
     seed = secrets.randbits(31) if args.seed is None else args.seed
     sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
     prompts = [tokenizer.encode_prompt(text, as_trained=source.trained_here) for text in args.prompt]
     texts, shown = [list(prompt) for prompt in prompts], ""
-    for tokens in generate(model, prompts, stop_ids(source.assets, tokenizer), args.max_new_tokens, sampling):
+    stop, longest = stop_ids(source.assets, tokenizer), source.blueprint.shape.max_seq_len
+    for tokens in generate(model, longest, prompts, stop, args.max_new_tokens, sampling):
         for ids, token in zip(texts, tokens, strict=True):
             ids += [] if token is None else [token]
-        if place.rank == 0 and len(prompts) == 1:
+        if run.place.rank == 0 and len(prompts) == 1:
             text = tokenizer.decode(texts[0])
             if not text.endswith("\ufffd"):  # a character may take several tokens
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
-    if place.rank == 0:
+    if run.place.rank == 0:
         print("\n\n".join(map(tokenizer.decode, texts))[len(shown) :])
-    collectives.stop_process_group()

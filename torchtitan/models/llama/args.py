@@ -1,18 +1,11 @@
-"""Shapes of the Llama 2 and 3 family and what follows from them by arithmetic; no torch."""
+"""Shapes of the Llama 2 and 3 family, and what follows from them by arithmetic; no torch."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from torchtitan.config.schema import Config, RopeScaling
+from torchtitan.models.spec import Part
 from torchtitan.refusal import Refusal
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the low rotation frequencies for contexts longer than it was first trained on."""
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
 
 
 @dataclass(frozen=True)
@@ -24,7 +17,8 @@ class LlamaArgs:
     n_heads: int
     n_kv_heads: int
     hidden_dim: int
-    vocab_size: int | None  # None: as large as the tokenizer
+    vocab_size: int | None = None  # None: as large as the tokenizer
+    head_dim: int | None = None  # None: dim / n_heads
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
@@ -32,20 +26,22 @@ class LlamaArgs:
     max_seq_len: int = 131072
 
     def __post_init__(self) -> None:
-        if self.dim % (2 * self.n_heads):
+        if self.head_dim is None and self.dim % (2 * self.n_heads):
             raise Refusal(
-                f"dim = {self.dim} with n_heads = {self.n_heads}: a head's width is dim / n_heads and even, for it is "
-                f"rotated by pairs; use a multiple of {2 * self.n_heads}"
+                f"model.dim = {self.dim} with n_heads = {self.n_heads}: a head is dim / n_heads wide, and its width "
+                f"must be even, because rotation turns pairs; use a multiple of {2 * self.n_heads}, or set head_dim"
             )
+        if self.head_dim is not None and self.head_dim % 2:
+            raise Refusal(f"model.head_dim = {self.head_dim} is odd, but rotation turns pairs; use an even number")
         if self.n_heads % self.n_kv_heads:
             raise Refusal(
-                f"n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}, which share them in equal "
-                "groups; use a divisor"
+                f"model.n_kv_heads = {self.n_kv_heads} does not divide n_heads = {self.n_heads}, which share them in "
+                "equal groups; use a divisor"
             )
 
     @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+    def head_size(self) -> int:
+        return self.head_dim or self.dim // self.n_heads
 
 
 _LLAMA31 = RopeScaling(factor=8.0)
@@ -66,58 +62,54 @@ def _llama3(
     )
 
 
-# name -> flavor -> shape. Llama 3's are those of 3.1 and 3.2 (with RoPE scaling), as in torchtitan v0.2.2.
-FLAVORS: dict[str, dict[str, LlamaArgs]] = {
-    "llama3": {
-        "debugmodel": LlamaArgs(256, 6, 16, 16, 768, vocab_size=None, rope_scaling=_LLAMA31),
-        # For a few CPU cores: what the benchmarks train there.
-        "60M": LlamaArgs(512, 8, 8, 4, 1408, vocab_size=32000),
-        "100M": LlamaArgs(768, 12, 12, 4, 2048, vocab_size=16384),
-        "1B": _llama3(2048, 16, 32, 8192, _LLAMA32, tied=True),
-        "3B": _llama3(3072, 28, 24, 8192, _LLAMA32, tied=True),
-        "8B": _llama3(4096, 32, 32, 14336),
-        "70B": _llama3(8192, 80, 64, 28672),
-        "405B": _llama3(16384, 126, 128, 53248),
-    },
-    "llama2": {
-        "7B": _llama2(4096, 32, 32, 32, 11008),
-        "13B": _llama2(5120, 40, 40, 40, 13824),
-        "70B": _llama2(8192, 80, 64, 8, 28672),
-    },
+# Llama 3's are those of 3.1 and 3.2 (with RoPE scaling), as in torchtitan v0.2.2.
+LLAMA3_FLAVORS = {
+    "debugmodel": LlamaArgs(256, 6, 16, 16, 768, rope_scaling=_LLAMA31),
+    # For a few CPU cores: what the benchmarks train there.
+    "60M": LlamaArgs(512, 8, 8, 4, 1408, vocab_size=32000),
+    "100M": LlamaArgs(768, 12, 12, 4, 2048, vocab_size=16384),
+    "1B": _llama3(2048, 16, 32, 8192, _LLAMA32, tied=True),
+    "3B": _llama3(3072, 28, 24, 8192, _LLAMA32, tied=True),
+    "8B": _llama3(4096, 32, 32, 14336),
+    "70B": _llama3(8192, 80, 64, 28672),
+    "405B": _llama3(16384, 126, 128, 53248),
+}
+LLAMA2_FLAVORS = {
+    "7B": _llama2(4096, 32, 32, 32, 11008),
+    "13B": _llama2(5120, 40, 40, 40, 13824),
+    "70B": _llama2(8192, 80, 64, 8, 28672),
 }
 
 
-def resolve_vocab_size(args: LlamaArgs, configured: int | None, tokenizer_size: int) -> LlamaArgs:
-    """Fix the embedding's rows: the config's number, else the flavor's, else the tokenizer's."""
-    vocab_size = configured or args.vocab_size or tokenizer_size
-    if tokenizer_size > vocab_size:
-        origin = "model.vocab_size" if configured else "the flavor's vocabulary"
-        raise Refusal(
-            f"the tokenizer has {tokenizer_size} ids, {origin} only {vocab_size} rows; "
-            f"set model.vocab_size = {tokenizer_size} or more, or model.hf_assets_path to this model's tokenizer"
-        )
-    return replace(args, vocab_size=vocab_size)
+def parts(args: LlamaArgs, seq_len: int) -> Sequence[Part]:
+    heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
+    block = 2 * args.dim * (heads + kv_heads) + 3 * args.dim * args.hidden_dim + 2 * args.dim
+    ends = (args.vocab_size or 1) * args.dim  # the cut of a pipeline depends on it, not whether there is one
+    return [
+        Part("tok_embeddings", ends, 0, "lookup"),
+        *(Part(f"layers.{i}", block, 6 * block + 12 * heads * seq_len, "layer") for i in range(args.n_layers)),
+        Part("norm", args.dim, 6 * args.dim),
+        Part("output", ends, 6 * ends, tied=ends if args.tied_embeddings else 0),
+    ]
 
 
-def block_parameters(args: LlamaArgs) -> int:
-    """Parameters of one layer."""
-    kv_dim = args.n_kv_heads * args.head_dim
-    return 2 * args.dim * (args.dim + kv_dim) + 3 * args.dim * args.hidden_dim + 2 * args.dim
+def tied(args: LlamaArgs) -> tuple[str, str] | None:
+    return ("tok_embeddings.weight", "output.weight") if args.tied_embeddings else None
 
 
-def count_parameters(args: LlamaArgs) -> int:
-    """All parameters, a tied embedding once."""
-    assert args.vocab_size is not None
-    embeddings = args.vocab_size * args.dim * (1 if args.tied_embeddings else 2)
-    return embeddings + args.n_layers * block_parameters(args) + args.dim
+def takes_muon(name: str) -> bool:
+    """Matrices within layers; the rows of embedding and output are tokens, which Muon is not for."""
+    return name.startswith("layers.")
 
 
-def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
-    """Model FLOPs of forward and backward, counted as torchtitan and PaLM (arXiv:2204.02311, appendix B) do.
-
-    6 per parameter of a matrix product (a lookup in the embedding is none) and 12 * layers * dim * seq_len for
-    attention, not halved for causality.
-    """
-    assert args.vocab_size is not None
-    lookup = 0 if args.tied_embeddings else args.vocab_size * args.dim
-    return 6 * (count_parameters(args) - lookup) + 12 * args.n_layers * args.dim * seq_len
+def refusals(args: LlamaArgs, config: Config) -> Iterator[str]:
+    """Tensor parallelism splits heads and hidden units evenly."""
+    degree = config.parallelism.tensor_parallel_degree
+    for what, count in [("heads", args.n_heads), ("KV heads", args.n_kv_heads), ("hidden units", args.hidden_dim)]:
+        if count % degree:
+            fitting = [d for d in range(1, args.n_kv_heads + 1) if args.n_kv_heads % d == args.hidden_dim % d == 0]
+            yield (
+                f"parallelism.tensor_parallel_degree = {degree} does not divide the model's {count} {what}; "
+                f"use one of {', '.join(map(str, fitting))}"
+            )
+            return

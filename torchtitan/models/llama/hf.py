@@ -1,16 +1,10 @@
-"""The same Llama in other hands: Hugging Face's names and config.json, and Meta's own files.
-
-Hugging Face's weights are ours under other names. Meta's have our names, other rows in wq and wk, and may lie in parts.
-"""
+"""Hugging Face's names of a Llama's weights, and its config.json; no torch."""
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from torchtitan.models.llama.args import FLAVORS, LlamaArgs, RopeScaling
+from torchtitan.config.schema import RopeScaling
+from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.refusal import Refusal
 
 _BLOCK = {
@@ -47,7 +41,7 @@ def to_hf_name(name: str) -> str:
     return f"model.layers.{block[1]}.{renamed}.weight" if block else f"{renamed}.weight"
 
 
-def to_hf_config(args: LlamaArgs, dtype: torch.dtype, bos_id: int | None, eos_id: int) -> dict[str, Any]:
+def to_hf_config(args: LlamaArgs, dtype: str, bos_id: int | None, eos_id: int) -> dict[str, Any]:
     """config.json, in the form that transformers 4 and 5 and others read."""
     scaling = None
     if args.rope_scaling is not None:
@@ -65,7 +59,7 @@ def to_hf_config(args: LlamaArgs, dtype: torch.dtype, bos_id: int | None, eos_id
         "num_hidden_layers": args.n_layers,
         "num_attention_heads": args.n_heads,
         "num_key_value_heads": args.n_kv_heads,
-        "head_dim": args.head_dim,
+        "head_dim": args.head_size,
         "intermediate_size": args.hidden_dim,
         "vocab_size": args.vocab_size,
         "rms_norm_eps": args.norm_eps,
@@ -78,7 +72,7 @@ def to_hf_config(args: LlamaArgs, dtype: torch.dtype, bos_id: int | None, eos_id
         "mlp_bias": False,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype,
     }
 
 
@@ -95,8 +89,6 @@ def from_hf_config(config: dict[str, Any]) -> LlamaArgs:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         refused.append(f"rotation of the type {kind!r}, only 'default' and 'llama3'")
-    if not refused and config.get("head_dim") not in (None, config["hidden_size"] // config["num_attention_heads"]):
-        refused.append(f"head_dim = {config['head_dim']}, only hidden_size / num_attention_heads")
     if refused:
         raise Refusal(f"config.json describes no model that Transformer can be: {'; '.join(refused)}")
     scaling = None
@@ -107,6 +99,7 @@ def from_hf_config(config: dict[str, Any]) -> LlamaArgs:
             high_freq_factor=rope["high_freq_factor"],
             original_max_seq_len=rope["original_max_position_embeddings"],
         )
+    head_dim = config.get("head_dim")
     # Where a key is missing, transformers' default holds.
     return LlamaArgs(
         dim=config["hidden_size"],
@@ -115,45 +108,10 @@ def from_hf_config(config: dict[str, Any]) -> LlamaArgs:
         n_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
         hidden_dim=config["intermediate_size"],
         vocab_size=config["vocab_size"],
+        head_dim=None if head_dim in (None, config["hidden_size"] // config["num_attention_heads"]) else head_dim,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
         rope_scaling=scaling,
         tied_embeddings=config.get("tie_word_embeddings", False),
         max_seq_len=config.get("max_position_embeddings", 2048),
     )
-
-
-def from_meta_params(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
-    """The shape Meta's params.json describes; it does not tell 3.1's rotation and embedding from 3.2's, flavors do."""
-    hidden_dim = int(8 * params["dim"] / 3)
-    hidden_dim = int((params.get("ffn_dim_multiplier") or 1) * hidden_dim)
-    multiple = params["multiple_of"]
-    args = LlamaArgs(
-        dim=params["dim"],
-        n_layers=params["n_layers"],
-        n_heads=params["n_heads"],
-        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
-        hidden_dim=-(-hidden_dim // multiple) * multiple,
-        vocab_size=vocab_size,
-        norm_eps=params["norm_eps"],
-        rope_theta=params.get("rope_theta", 10000.0),
-        rope_scaling=RopeScaling() if params.get("use_scaled_rope") else None,
-    )
-    known = [flavor for flavors in FLAVORS.values() for flavor in flavors.values()]
-    return next((flavor for flavor in known if _seen_by_meta(flavor) == _seen_by_meta(args)), args)
-
-
-def _seen_by_meta(args: LlamaArgs) -> tuple[Any, ...]:
-    heads = (args.n_heads, args.n_kv_heads, args.hidden_dim, args.vocab_size)
-    return args.dim, args.n_layers, *heads, args.norm_eps, args.rope_theta, args.rope_scaling is None
-
-
-def from_meta_parts(name: str, parts: Sequence[Tensor], shape: torch.Size, args: LlamaArgs) -> Tensor:
-    """A weight from its parts in Meta's files; along the dimension they were split, or whole in each of them."""
-    dim = next((d for d, size in enumerate(shape) if parts[0].shape[d] != size), None)
-    weight = parts[0] if dim is None else torch.cat(list(parts), dim)
-    heads = {"wq": args.n_heads, "wk": args.n_kv_heads}.get(name.split(".")[-2])
-    if heads is None:
-        return weight
-    # Meta rotates neighbours (2i, 2i + 1) of a head, this model i and i + D/2: rows change places.
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # [H, D/2, 2, C] -> [H, 2, D/2, C]

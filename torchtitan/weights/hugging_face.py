@@ -1,28 +1,20 @@
-"""Weights in and out: named tensors that are read one at a time, from checkpoints and Hugging Face folders, into
-this rank's parameters, another checkpoint or safetensors files. What does not fit is refused, all of it at once."""
+"""Hugging Face folders: safetensors are read by name, and written one tensor at a time with all that belongs there."""
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.refusal import Refusal
+from torchtitan.weights.tensors import Weights, copy_part
 
 SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
-_MODEL = "model."  # what a checkpoint's names of parameters begin with
 _ASSETS = ("tokenizer*", "original/tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
            "generation_config.json")  # fmt: skip
 _DTYPES = {
@@ -31,38 +23,6 @@ _DTYPES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Named tensors, none of them read yet."""
-
-    where: str
-    outline: dict[str, Tensor]  # on the meta device
-    fill: Callable[[str, Tensor], None]  # reads into a tensor, of a sharded one only what this rank holds
-
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        like = self.outline[name]
-        tensor = torch.empty(like.shape, dtype=dtype or like.dtype)
-        self.fill(name, tensor)
-        return tensor
-
-    def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """Refuse other names than those wanted, and other shapes."""
-        faults = [f"missing: {name}" for name in wanted if name not in self.outline]
-        faults += [f"unexpected: {name}" for name in self.outline if name not in wanted]
-        faults += [
-            f"wrong shape: {name} is {tuple(found.shape)}, the model's is {tuple(wanted[name].shape)}"
-            for name, found in self.outline.items()
-            if name in wanted and found.shape != wanted[name].shape
-        ]
-        if faults:
-            raise Refusal("\n  ".join([f"{self.where} does not fit the model:", *faults]))
-
-    def renamed(self, old_names: Mapping[str, str]) -> "Weights":
-        """The same under new names, given as new -> old."""
-        outline = {new: self.outline[old] for new, old in old_names.items()}
-        return replace(self, outline=outline, fill=lambda name, tensor: self.fill(old_names[name], tensor))
 
 
 def open_hf(folder: str | Path) -> Weights:
@@ -123,48 +83,6 @@ def save_hf(
     if not (writing / "generation_config.json").exists():
         _write_json(writing / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
     writing.rename(target)
-
-
-def open_checkpoint(storage: Storage, step: int) -> Weights:
-    """The model of a checkpoint, under the model's names."""
-    reader = storage.reader(step)
-    metadata = reader.read_metadata()
-    outline = {
-        name.removeprefix(_MODEL): torch.empty(kind.size, dtype=kind.properties.dtype, device="meta")
-        for name, kind in metadata.state_dict_metadata.items()
-        if name.startswith(_MODEL) and isinstance(kind, TensorStorageMetadata)
-    }
-
-    def fill(name: str, tensor: Tensor) -> None:
-        planner = DefaultLoadPlanner()  # what dcp.load does, less its collectives and reading the metadata every time
-        planner.set_up_planner({_MODEL + name: tensor.detach()}, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-
-    return Weights(storage.folder(step), outline, fill)
-
-
-def save_checkpoint(weights: Weights, storage: Storage, config: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """Write the model as the checkpoint of step 0, holding one tensor at a time."""
-    outline = {_MODEL + name: like.to(dtype or like.dtype) for name, like in weights.outline.items()}
-    writer = storage.writer(0)
-    writer.single_file_per_rank = False  # a file a tensor: torch keeps what it has written until the file is closed
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what is wanted
-        dcp.save(outline, storage_writer=writer, planner=_ReadingPlanner(weights, dtype), no_dist=True)
-    files = storage.describe(storage.being_written(0), storage.names(storage.being_written(0)))
-    storage.complete(Manifest(0, files, config, layout="1 rank", versions={"torch": torch.__version__}, run={}))
-
-
-class _ReadingPlanner(DefaultSavePlanner):
-    """Plans with tensors on the meta device, and reads each when it is written."""
-
-    def __init__(self, weights: Weights, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self._weights, self._dtype = weights, dtype
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._weights.read(index.fqn.removeprefix(_MODEL), self._dtype)
 
 
 def refuse_existing(folder: str) -> Path:
@@ -231,15 +149,3 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise Refusal(f"{path} is damaged ({error}); get the file again") from None
-
-
-@torch.no_grad()
-def copy_part(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Read what this rank holds of a tensor, in the tensor's own type."""
-    part = tuple(slice(0, size) for size in tensor.shape)
-    if isinstance(tensor, DTensor):
-        for chunk in tensor.__create_chunk_list__():  # DTensor's description of itself for checkpoints
-            part = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        tensor = tensor.to_local()
-    if tensor.numel():  # a rank beyond the last row holds nothing
-        tensor.copy_(read(part))

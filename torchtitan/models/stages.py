@@ -1,6 +1,7 @@
-"""Which modules of a Llama each pipeline stage holds, and which rank holds the stage; no torch."""
+"""Which parts of a model each pipeline stage holds, and which rank holds the stage; no torch."""
 
 import csv
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config.schema import Parallelism
-from torchtitan.models.llama.args import LlamaArgs, block_parameters
+from torchtitan.models.spec import Part
 from torchtitan.refusal import Refusal
 
 _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
@@ -19,9 +20,9 @@ _SPLIT_KEYS = ("module_fqns_per_model_part", "pipeline_parallel_layer_counts", "
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The modules of each stage by name, in order, the pipeline rank of each stage, and what the schedule does."""
+    """The parts of each stage in order, the pipeline rank of each stage, and what the schedule does."""
 
-    modules: tuple[tuple[str, ...], ...]
+    stages: tuple[tuple[Part, ...], ...]
     ranks: tuple[int, ...]
     backward_in_two_parts: bool = False  # the gradients of inputs, and later those of weights
     csv_microbatches: int | None = None
@@ -31,48 +32,56 @@ class StagePlan:
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
 
     def __str__(self) -> str:
-        counts = [sum(name.startswith("layers.") for name in names) for names in self.modules]
+        counts = [sum(part.kind == "layer" for part in stage) for stage in self.stages]
         return f"{len(counts)} stages of {'+'.join(map(str, counts))} layers on ranks {', '.join(map(str, self.ranks))}"
 
 
-def plan_stages(args: LlamaArgs, parallelism: Parallelism, seq_len: int) -> StagePlan:
+def plan_stages(parts: Sequence[Part], parallelism: Parallelism) -> StagePlan:
     """Cut the model as the configuration says; by default so that the slowest stage is as fast as can be."""
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if degree == 1:
-        return StagePlan((tuple(_module_names(args.n_layers)),), (0,))
+        return StagePlan((tuple(parts),), (0,))
     given = [key for key in _SPLIT_KEYS if getattr(parallelism, key) is not None]
     if len(given) > 1:
         raise Refusal(f"parallelism.{given[0]} and {given[1]} both say how the stages are cut; remove one of them")
     ranks, csv_microbatches, in_two_parts = None, None, schedule in _BACKWARD_IN_TWO_PARTS
     if parallelism.pipeline_parallel_schedule_csv:
         ranks, csv_microbatches, in_two_parts = _read_csv(parallelism.pipeline_parallel_schedule_csv, degree)
-
-    modules = parallelism.module_fqns_per_model_part
-    counts = parallelism.pipeline_parallel_layer_counts
-    if modules is not None:
-        _check_modules(modules, args.n_layers)
-    elif counts is not None:
-        _check_counts(counts, args.n_layers)
-        modules = _cut(counts)
-    else:
-        num_stages = len(ranks) if ranks else _default_num_stages(args, parallelism)
-        if num_stages > args.n_layers:
-            raise Refusal(
-                f"parallelism.pipeline_parallel_degree = {degree} with {schedule} makes {num_stages} stages, but the "
-                f"model has only {args.n_layers} layers; use fewer ranks, or say pipeline_parallel_layer_counts"
-            )
-        modules = _cut(_spread(args, parallelism, num_stages, seq_len))
-    num_stages = len(modules)
+    stages = _cut(parts, parallelism, len(ranks) if ranks else None)
     if ranks is None:
-        _check_stages_a_rank(num_stages, degree, schedule)
-        stages = range(num_stages)
-        ranks = [min(s, 2 * degree - 1 - s) if schedule in V_SHAPED else s % degree for s in stages]
-    elif len(ranks) != num_stages:
+        _check_stages_a_rank(len(stages), degree, schedule)
+        numbers = range(len(stages))
+        ranks = [min(s, 2 * degree - 1 - s) if schedule in V_SHAPED else s % degree for s in numbers]
+    elif len(ranks) != len(stages):
         raise Refusal(
             f"parallelism.pipeline_parallel_schedule_csv schedules {len(ranks)} stages, but the model is cut into "
-            f"{num_stages}; cut it into {len(ranks)}"
+            f"{len(stages)}; cut it into {len(ranks)}"
         )
-    return StagePlan(tuple(map(tuple, modules)), tuple(ranks), in_two_parts, csv_microbatches)
+    return StagePlan(stages, tuple(ranks), in_two_parts, csv_microbatches)
+
+
+def _cut(parts: Sequence[Part], parallelism: Parallelism, num_stages: int | None) -> tuple[tuple[Part, ...], ...]:
+    """The parts of each stage; the number of stages is the schedule file's where there is one."""
+    if (names := parallelism.module_fqns_per_model_part) is not None:
+        _check_modules(names, [part.name for part in parts])
+        by_name = {part.name: part for part in parts}
+        return tuple(tuple(by_name[name] for name in stage) for stage in names)
+    layers = [part for part in parts if part.kind == "layer"]
+    if (counts := parallelism.pipeline_parallel_layer_counts) is not None:
+        _check_counts(counts, len(layers))
+    else:
+        num_stages = num_stages or _default_num_stages(len(layers), parallelism)
+        if num_stages > len(layers):
+            raise Refusal(
+                f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree} with "
+                f"{parallelism.pipeline_parallel_schedule} makes {num_stages} stages, but the model has only "
+                f"{len(layers)} layers; use fewer ranks, or say pipeline_parallel_layer_counts"
+            )
+        counts = _spread(parts, parallelism, num_stages)
+    first = parts.index(layers[0])
+    ends = [*itertools.accumulate(counts, initial=first)]
+    ends[0], ends[-1] = 0, len(parts)
+    return tuple(tuple(parts[begin:end]) for begin, end in itertools.pairwise(ends))
 
 
 def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_size: int) -> int:
@@ -106,27 +115,12 @@ def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_siz
     return count
 
 
-def _module_names(num_layers: int) -> list[str]:
-    return ["tok_embeddings", *(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
-
-
-def _cut(counts: Sequence[int]) -> list[list[str]]:
-    """As many layers for each stage, the embedding to the first and the end to the last."""
-    names, stages = _module_names(sum(counts)), []
-    begin = 0
-    for i, count in enumerate(counts):
-        end = begin + count + (i == 0) + 2 * (i == len(counts) - 1)
-        stages.append(names[begin:end])
-        begin = end
-    return stages
-
-
-def _default_num_stages(args: LlamaArgs, parallelism: Parallelism) -> int:
+def _default_num_stages(num_layers: int, parallelism: Parallelism) -> int:
     degree = parallelism.pipeline_parallel_degree
     if parallelism.pipeline_parallel_layers_per_stage is None:
         return degree * (1 if parallelism.pipeline_parallel_schedule in _ONE_STAGE_A_RANK else 2)
     weights = _end_weights(parallelism) or (1, 1)
-    return math.ceil((args.n_layers + sum(weights)) / parallelism.pipeline_parallel_layers_per_stage)
+    return math.ceil((num_layers + sum(weights)) / parallelism.pipeline_parallel_layers_per_stage)
 
 
 def _end_weights(parallelism: Parallelism) -> tuple[int, int] | None:
@@ -138,67 +132,76 @@ def _end_weights(parallelism: Parallelism) -> tuple[int, int] | None:
     return (1 if first is None else first, 1 if last is None else last)
 
 
-def _spread(args: LlamaArgs, parallelism: Parallelism, num_stages: int, seq_len: int) -> list[int]:
+def _spread(parts: Sequence[Part], parallelism: Parallelism, num_stages: int) -> list[int]:
     """Layers of each stage."""
+    num_layers = sum(part.kind == "layer" for part in parts)
     weights = _end_weights(parallelism)
     if num_stages == 1:
-        return [args.n_layers]
+        return [num_layers]
     if weights is None:
-        return _balance(args, num_stages, seq_len)
+        return _balance(parts, num_stages)
     # torchtitan's rule: embedding and output count as so many layers, the first stages take what is left over
-    each, more = divmod(args.n_layers + sum(weights), num_stages)
+    each, more = divmod(num_layers + sum(weights), num_stages)
     counts = [each + (i < more) for i in range(num_stages)]
     counts[0] -= weights[0]
     counts[-1] -= weights[1]
     if min(counts) < 0:
         raise Refusal(
             f"parallelism.pipeline_parallel_first_stage_less_layers = {weights[0]} and last_stage_less_layers = "
-            f"{weights[1]} leave a stage with {min(counts)} of the {args.n_layers} layers; use smaller numbers, or None"
+            f"{weights[1]} leave a stage with {min(counts)} of the {num_layers} layers; use smaller numbers, or None"
         )
     return counts
 
 
-def _balance(args: LlamaArgs, num_stages: int, seq_len: int) -> list[int]:
+def _balance(parts: Sequence[Part], num_stages: int) -> list[int]:
     """The slowest stage as fast as possible; among such cuts, the largest stage as small as possible.
 
-    Time is counted in FLOPs, where the embedding costs nothing, and size in parameters, where it does.
+    Time is counted in FLOPs, where a lookup costs nothing, and size in parameters, where it does. Layers are taken
+    for alike.
     """
-    assert args.vocab_size is not None
-    end = args.vocab_size * args.dim  # parameters of the embedding, or of the output layer
-    size = block_parameters(args)
-    time = size + 2 * args.dim * seq_len  # attention's 12 dim seq_len FLOPs, where a parameter costs 6
+    layers = [part for part in parts if part.kind == "layer"]
+    begin, end = parts[: parts.index(layers[0])], parts[parts.index(layers[-1]) + 1 :]
+    time, size = layers[0].flops, layers[0].parameters
 
     def cost(first: int, last: int) -> tuple[int, int, int]:
-        inner = math.ceil((args.n_layers - first - last) / (num_stages - 2)) if num_stages > 2 else 0
-        times = (first * time, inner * time, last * time + end)
-        sizes = (first * size + end, inner * size, last * size + end)
+        inner = math.ceil((len(layers) - first - last) / (num_stages - 2)) if num_stages > 2 else 0
+        times = (
+            first * time + sum(part.flops for part in begin),
+            inner * time,
+            last * time + sum(part.flops for part in end),
+        )
+        sizes = (
+            first * size + sum(part.parameters for part in begin),
+            inner * size,
+            last * size + sum(part.parameters for part in end),
+        )
         return max(times), max(sizes), sum(t * t for t in times)
 
     def possible(first: int, last: int) -> bool:
-        rest = args.n_layers - first - last
+        rest = len(layers) - first - last
         return rest >= num_stages - 2 if num_stages > 2 else rest == 0
 
-    most = args.n_layers - num_stages + 2
+    most = len(layers) - num_stages + 2
     choices = [(a, b) for a in range(1, most) for b in range(1, most) if possible(a, b)]
     first, last = min(choices, key=lambda choice: cost(*choice))
-    each, more = divmod(args.n_layers - first - last, max(1, num_stages - 2))
+    each, more = divmod(len(layers) - first - last, max(1, num_stages - 2))
     # In 1F1B early stages hold more activations: the longer ones come late.
     inner = [each + (i >= num_stages - 2 - more) for i in range(num_stages - 2)]
     return [first, *inner, last]
 
 
-def _check_modules(modules: list[list[str]], num_layers: int) -> None:
-    given, wanted = [name for stage in modules for name in stage], _module_names(num_layers)
-    if given == wanted and all(modules):
+def _check_modules(stages: list[list[str]], wanted: list[str]) -> None:
+    given = [name for stage in stages for name in stage]
+    if given == wanted and all(stages):
         return
     name = "parallelism.module_fqns_per_model_part"
-    if not all(modules):
+    if not all(stages):
         raise Refusal(f"{name} has an empty stage; every stage needs a module")
     missing, unknown = [n for n in wanted if n not in given], [n for n in given if n not in wanted]
     reason = "names a module twice or out of order"
     if missing or unknown:
         reason = f"leaves out {', '.join(missing)}" if missing else f"names {unknown[0]}, which the model has not"
-    raise Refusal(f"{name} {reason}; use each of tok_embeddings, layers.0 to {num_layers - 1}, norm, output in order")
+    raise Refusal(f"{name} {reason}; use each of the model's parts once and in order: {', '.join(wanted)}")
 
 
 def _check_counts(counts: list[int], num_layers: int) -> None:

@@ -1,0 +1,159 @@
+"""From [model] to a Blueprint: which family, which shape, and what that model cannot be under its layout; no torch."""
+
+import functools
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.load import ConfigError, load_config, run_or_exit
+from torchtitan.config.schema import Config, Model
+from torchtitan.models.rules import find_refusals
+from torchtitan.models.spec import Blueprint, ModelSpec
+from torchtitan.refusal import Refusal
+
+# name -> where its ModelSpec is, imported when a run asks for it
+FAMILIES = {
+    "llama3": "torchtitan.models.llama.spec:LLAMA3",
+    "llama2": "torchtitan.models.llama.spec:LLAMA2",
+}
+FROM_DOWNLOAD = "config.json"  # as model.flavor: the shape that this file in model.hf_assets_path describes
+
+
+def load_run(
+    argv: Sequence[str], world_size: int | None, prog: str = "train.py", rank: int = 0
+) -> tuple[Config, Blueprint]:
+    """The configuration that a command line asks for, and its model; raises ConfigError with all mistakes."""
+    config = load_config(argv, world_size, prog, rank)
+    return config, plan_model(config, config.job.config_file or "command line")
+
+
+def load_run_or_exit(
+    argv: Sequence[str], world_size: int | None, rank: int, prog: str = "train.py"
+) -> tuple[Config, Blueprint]:
+    """load_run for a program: rank 0 alone shows the mistakes, and the exit code is 2."""
+    return run_or_exit(lambda: load_run(argv, world_size, prog, rank), rank)
+
+
+def plan_model(config: Config, origin: str = "the configuration") -> Blueprint:
+    """The model that a configuration with valid values names; raises ConfigError where it cannot be."""
+    try:
+        blueprint = find_model(config.model)
+    except Refusal as error:
+        raise ConfigError(origin, [str(error)]) from None
+    if refusals := list(find_refusals(blueprint, config)):
+        raise ConfigError(origin, refusals)
+    return blueprint
+
+
+def find_model(model: Model) -> Blueprint:
+    """The family's flavor, with what [model] says besides."""
+    spec = find_spec(model.name)
+    known = {field.name: field for field in fields(spec.shape)}
+    said = {key: getattr(model, key) for key in SHAPE_KEYS if getattr(model, key) is not None}
+    if unknown := [key for key in said if key not in known]:
+        raise Refusal(
+            f"model.{unknown[0]} = {said[unknown[0]]}: {model.name} has no {unknown[0]}; remove it, or use one of "
+            f"{', '.join(known)}"
+        )
+    needed = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
+    if model.flavor == FROM_DOWNLOAD:
+        shape = replace(read_shape(spec, model), **said)
+    elif needed and all(name in said for name in needed):
+        return Blueprint(f"{model.name} with the shape in [model]", spec, spec.shape(**said))
+    elif model.flavor in spec.flavors:
+        shape = replace(spec.flavors[model.flavor], **said)
+    else:
+        raise Refusal(
+            f'model.flavor = "{model.flavor}" is no flavor of {model.name}; use one of {", ".join(spec.flavors)}, or '
+            f'"{FROM_DOWNLOAD}" for the model in model.hf_assets_path, or say all of {", ".join(needed)} under [model]'
+        )
+    changed = "".join(f", {key} {value}" for key, value in said.items() if key != "vocab_size")
+    return Blueprint(f"{model.name} {model.flavor}{changed}", spec, shape)
+
+
+SHAPE_KEYS = (
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps"),
+    *("rope_theta", "rope_scaling", "tied_embeddings", "max_seq_len"),
+)
+
+
+@functools.cache
+def find_spec(name: str) -> ModelSpec:
+    """The family that `model.name` stands for: a name of the table, `package.module:SPEC` or `path/to/file.py:SPEC`."""
+    place, _, attribute = FAMILIES.get(name, name).rpartition(":")
+    if not place:
+        raise Refusal(
+            f'model.name = "{name}" is no family of this recipe; use one of {", ".join(FAMILIES)}, or name your own as '
+            f'"package.module:SPEC" or "path/to/file.py:SPEC"'
+        )
+    module = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
+    spec = getattr(module, attribute, None)
+    if not isinstance(spec, ModelSpec):
+        raise Refusal(
+            f'model.name = "{name}": {place} has no ModelSpec called {attribute}; define {attribute} = ModelSpec(...) '
+            f"there (torchtitan/models/spec.py)"
+        )
+    return spec
+
+
+def _load_file(path: Path, name: str) -> Any:
+    if not path.is_file():
+        raise Refusal(f'model.name = "{name}": there is no file {path} (looked from {Path.cwd()}); correct the path')
+    module_name = f"torchtitan_model_{path.stem}_{abs(hash(str(path.resolve())))}"
+    described = importlib.util.spec_from_file_location(module_name, path)
+    assert described is not None and described.loader is not None
+    module = importlib.util.module_from_spec(described)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up
+    described.loader.exec_module(module)
+    return module
+
+
+def _import(place: str, name: str) -> Any:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not place.startswith(error.name):
+            raise  # of something that the user's module imports
+        raise Refusal(
+            f'model.name = "{name}": there is no module {place}; correct the name, or set PYTHONPATH'
+        ) from None
+
+
+def families_of(model_type: str) -> Iterator[str]:
+    """The families in the table that Hugging Face calls so."""
+    for name in FAMILIES:
+        hugging_face = find_spec(name).hugging_face
+        if hugging_face is not None and hugging_face.model_type == model_type:
+            yield name
+
+
+def read_shape(spec: ModelSpec, model: Model) -> Any:
+    """The shape in config.json of model.hf_assets_path."""
+    path = Path(model.hf_assets_path) / FROM_DOWNLOAD
+    if spec.hugging_face is None:
+        raise Refusal(f'model.flavor = "{FROM_DOWNLOAD}": {model.name} does not read Hugging Face; name a flavor')
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError:
+        raise Refusal(
+            f'model.flavor = "{FROM_DOWNLOAD}": there is no {path}; set model.hf_assets_path to a downloaded model'
+        ) from None
+    except ValueError as error:
+        raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
+    return spec.hugging_face.from_config(content)
+
+
+def as_section(name: str, blueprint: Blueprint, hf_assets_path: str) -> Model:
+    """[model] that stands for this model: the flavor of its shape, or every key of it."""
+    shape = blueprint.shape
+    kept = {"vocab_size": shape.vocab_size, "max_seq_len": shape.max_seq_len}
+    for flavor, known in blueprint.spec.flavors.items():
+        if replace(known, **kept) == shape:
+            return Model(name=name, flavor=flavor, vocab_size=shape.vocab_size, hf_assets_path=hf_assets_path)
+    said = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name in SHAPE_KEYS}
+    return Model(name=name, hf_assets_path=hf_assets_path, **said)

@@ -1,0 +1,116 @@
+"""All that the recipe knows of a family of models, and of one model of it. No torch is imported here.
+
+A family is one `ModelSpec`. Its functions import torch when they are called, so that a launcher or a planner reads
+shapes in a moment. docs/architecture.md shows how to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan.config.schema import Config
+from torchtitan.refusal import Refusal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.tensor.parallel.style import ParallelStyle
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module that stays in one piece: a pipeline cuts between parts, FSDP gathers a part at a time."""
+
+    name: str  # in the model, as `layers.3`
+    parameters: int
+    flops: int  # model FLOPs of forward and backward of one token
+    kind: Literal["lookup", "layer", "other"] = "other"  # a lookup's backward needs no weights
+    tied: int = 0  # how many of the parameters belong to an earlier part, too
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """The same model in Hugging Face's files."""
+
+    model_type: str  # in config.json
+    to_name: Callable[[str], str]  # a parameter's name -> its name in safetensors
+    to_config: Callable[[Any, str, int | None, int], dict[str, Any]]  # shape, dtype, bos id, eos id -> config.json
+    from_config: Callable[[dict[str, Any]], Any]  # config.json -> shape; refuses what the model cannot be
+
+
+@dataclass(frozen=True)
+class OtherFormat:
+    """Weights that somebody else publishes in files of their own."""
+
+    shape: Any
+    outline: Mapping[str, Tensor]  # on the meta device, under the model's names
+    read: Callable[[str], Tensor]  # one whole tensor
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family of models. A shape is a frozen dataclass whose fields are keys of [model]."""
+
+    shape: type[Any]
+    flavors: Mapping[str, Any]
+    parts: Callable[[Any, int], Sequence[Part]]  # shape, tokens in a sequence -> its parts in the order of forward
+    build: Callable[[Any], nn.Module]  # the whole model, on torch's current device
+    initialize: Callable[[str, Tensor, Any, torch.Generator], None]  # gives a whole parameter its first values, by name
+    # Styles of tensor parallelism by module, `layers.*.` for every layer: shape, split_sequence, loss_parallel.
+    tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None
+    tied: Callable[[Any], tuple[str, str] | None] = lambda shape: None  # two names of one parameter, the first leads
+    takes_muon: Callable[[str], bool] = lambda name: False  # whether Muon updates this matrix, rather than AdamW
+    refusals: Callable[[Any, Config], Iterator[str]] = lambda shape, config: iter(())  # what cannot be, and the fix
+    hugging_face: HuggingFace | None = None
+    other_formats: Mapping[str, Callable[[Path], OtherFormat]] = field(default_factory=dict)  # by a file that marks one
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """One model of a family, before it is built."""
+
+    name: str
+    spec: ModelSpec
+    shape: Any
+
+    @property
+    def tied(self) -> tuple[str, str] | None:
+        """The two names of a parameter that serves twice, as embedding and as output."""
+        return self.spec.tied(self.shape)
+
+    def leading_name(self, name: str) -> str:
+        """The name that a parameter is initialised, saved and loaded by: of two tied ones the first."""
+        return self.tied[0] if self.tied and name == self.tied[1] else name
+
+    def parts(self, seq_len: int = 1) -> Sequence[Part]:
+        return self.spec.parts(self.shape, seq_len)
+
+    @property
+    def layers(self) -> list[str]:
+        return [part.name for part in self.parts() if part.kind == "layer"]
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, a tied one once."""
+        return sum(part.parameters - part.tied for part in self.parts())
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Model FLOPs of forward and backward, counted as torchtitan and PaLM (arXiv:2204.02311, appendix B) do.
+
+        6 per parameter of a matrix product (a lookup is none), and 12 * heads * head size * seq_len for each layer's
+        attention, not halved for causality.
+        """
+        return sum(part.flops for part in self.parts(seq_len))
+
+    def with_vocabulary(self, tokenizer_size: int) -> Blueprint:
+        """The same, with as many rows as the tokenizer has ids where nothing else fixed them."""
+        rows = self.shape.vocab_size or tokenizer_size
+        if tokenizer_size > rows:
+            raise Refusal(
+                f"the tokenizer has {tokenizer_size} ids, but {self.name} has only {rows} rows in its embedding; set "
+                f"model.vocab_size = {tokenizer_size} or more, or model.hf_assets_path to this model's tokenizer"
+            )
+        return replace(self, shape=replace(self.shape, vocab_size=rows))

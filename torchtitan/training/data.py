@@ -1,0 +1,74 @@
+"""A run's data: found before ranks meet, opened as the loader of training or of validation."""
+
+import torch
+
+from torchtitan.config.layout import BatchPlan
+from torchtitan.config.schema import Config, DataSource, Training, Validation
+from torchtitan.data.loader import Loader, build_loader
+from torchtitan.data.sources import locate_text
+from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.parallel.collectives import any_says_so
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.refusal import Refusal
+
+
+def check_data(config: Config) -> None:
+    """Refuse data that is not there; what is in it shows when the loaders are built."""
+    named: list[tuple[str, Training | Validation | DataSource]] = [
+        (f"training.sources[{i}]", source) for i, source in enumerate(config.training.sources)
+    ]
+    named = named or [("training", config.training)]
+    for section, source in [*named, *([("validation", config.validation)] if config.validation.enable else [])]:
+        try:
+            locate_text(source.dataset, source.dataset_path)
+        except Refusal as error:
+            raise Refusal(f"{section}: {error}") from None
+
+
+def build_training_loader(
+    config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, seed: int, device: torch.device
+) -> Loader:
+    """This rank's streams of the training data."""
+    training = config.training
+    single = DataSource(dataset=training.dataset, dataset_path=training.dataset_path, text_key=training.text_key)
+    return build_loader(
+        training.sources or [single],
+        tokenizer,
+        seq_len=training.seq_len,
+        global_batch_size=plan.global_batch_size,
+        num_streams=plan.num_streams,
+        dp_rank=mesh.batch.get_local_rank(),
+        dp_size=mesh.dims.dp,
+        seed=seed,
+        epochs=training.epochs,
+        shuffle=training.shuffle,
+        block_causal=config.model.attn_mask_type == "block_causal",
+        pin_memory=device.type == "cuda",
+    )
+
+
+def build_validation_loader(
+    config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, device: torch.device
+) -> Loader:
+    """The held-out data in file order.
+
+    It ends when no rank has any left; the last batches are filled up with ignored tokens. Its batches are as large as
+    the training's, so that what `validation.steps` of them hold does not depend on ranks.
+    """
+    validation = config.validation
+    source = DataSource(dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key)
+    return build_loader(
+        [source],
+        tokenizer,
+        seq_len=validation.seq_len,
+        global_batch_size=plan.global_batch_size,
+        num_streams=plan.num_streams,
+        dp_rank=mesh.batch.get_local_rank(),
+        dp_size=mesh.dims.dp,
+        seed=0,
+        epochs=1,
+        shuffle=False,
+        block_causal=config.model.attn_mask_type == "block_causal",
+        any_says_so=any_says_so,
+        pin_memory=device.type == "cuda",
+    )

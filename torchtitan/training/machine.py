@@ -1,0 +1,73 @@
+"""The last of three places where a run is refused: what this machine, or what is installed on it, cannot do.
+
+The values come first (config/rules.py), then the model under its layout (models/rules.py).
+"""
+
+from pathlib import Path
+
+import torch
+
+from torchtitan.checkpoint.storage import Storage
+from torchtitan.config.schema import Config
+from torchtitan.models.stages import V_SHAPED
+from torchtitan.observe.metrics import import_wandb
+from torchtitan.parallel.float8 import check_float8
+from torchtitan.refusal import Refusal
+
+
+def check_machine(config: Config, device: torch.device) -> None:
+    """Refuse before anything is started."""
+    if config.metrics.enable_wandb:
+        import_wandb()
+    if config.compile.enable:
+        _check_compiler(config, device)
+    if config.checkpoint.enable:
+        _check_places(config)
+    if config.float8 is not None:
+        check_float8(config.float8, device)
+    schedule = config.parallelism.pipeline_parallel_schedule
+    folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED
+    if folded and device.type == "cpu" and torch.__version__ < "2.13":
+        raise Refusal(
+            f'parallelism.pipeline_parallel_schedule = "{schedule}" needs torch 2.13 on a CPU: {torch.__version__} '
+            f"begins with a message from a rank to itself, which gloo cannot carry; use Interleaved1F1B, or torch 2.13"
+        )
+    early = config.optimizer.early_step_in_backward and config.training.enable_cpu_offload
+    if early and device.type == "cuda" and torch.__version__ < "2.13":
+        raise Refusal(
+            f"optimizer.early_step_in_backward = true with training.enable_cpu_offload = true needs torch 2.13 on a "
+            f"GPU: {torch.__version__} updates a parameter before its gradient is on the host; set one to false"
+        )
+    if config.parallelism.enable_async_tensor_parallel and device.type != "cuda":
+        raise Refusal(
+            "parallelism.enable_async_tensor_parallel = true needs GPUs that reach each other's memory; set it to false"
+        )
+    if config.profiling.enable_memory_snapshot and device.type != "cuda":
+        raise Refusal("profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false")
+
+
+def _check_compiler(config: Config, device: torch.device) -> None:
+    backends = torch._dynamo.list_backends(None)
+    if config.compile.backend not in backends:
+        raise Refusal(
+            f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
+            f"use one of {', '.join(backends)}"
+        )
+    degree, recompute = config.parallelism.tensor_parallel_degree, config.activation_checkpoint
+    whole = recompute.mode in ("selective", "full") and not recompute.by_operation
+    if degree > 1 and whole and config.compile.model and device.type == "cpu":
+        # The random state that a CPU's attention is recomputed with trades places with the mesh (docs/log.md).
+        raise Refusal(
+            f"compile.enable = true with tensor_parallel_degree = {degree} cannot recompute whole blocks on a CPU: "
+            f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
+            f'"selective", or mode = "none"'
+        )
+
+
+def _check_places(config: Config) -> None:
+    for key in ("folder", "initial_load_path"):
+        place = getattr(config.checkpoint, key) or ""
+        if "://" in place:
+            Storage(place)
+        elif key == "initial_load_path" and place and not Path(place).exists():
+            raise Refusal(f'checkpoint.initial_load_path = "{place}" is not there (looked from {Path.cwd()})')

@@ -1,0 +1,63 @@
+"""This rank's part of a model: laid out over the mesh without memory, given memory, filled with first values."""
+
+import hashlib
+
+import torch
+
+from torchtitan.config.schema import Config
+from torchtitan.models.spec import Blueprint
+from torchtitan.models.stages import plan_stages
+from torchtitan.observe.log import logger
+from torchtitan.parallel.float8 import apply_float8
+from torchtitan.parallel.fsdp import copy_first_replica
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.parallel.tied import TiedWeight
+from torchtitan.training.parallelize import apply_parallelism, keep_parts
+from torchtitan.weights.tensors import copy_part
+
+
+def build_model(config: Config, blueprint: Blueprint, mesh: Mesh, device: torch.device, seed: int) -> ModelParts:
+    """This rank's part of the model, with initial weights that depend on seed and name, not on the layout.
+
+    Each rank draws every whole parameter it has a part of, one at a time, and keeps its part. Kinds of devices have
+    generators of their own, so another kind gives other values; values are drawn on the device also where the
+    parameters are kept on the host.
+    """
+    model = lay_out_model(config, blueprint, mesh)
+    give_memory(model, config, device)
+    for name, parameter in model.named_parameters():
+        name = blueprint.leading_name(name)
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+        whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+        blueprint.spec.initialize(name, whole, blueprint.shape, generator)
+        copy_part(parameter, whole.__getitem__)
+    copy_first_replica(model.parameters(), mesh.devices["dp_replicate"])
+    return model
+
+
+def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelParts:
+    """This rank's part of the model under its layout, still on the meta device."""
+    parts = blueprint.parts(config.training.seq_len)
+    plan = plan_stages(parts, config.parallelism)
+    if mesh.dims.pp > 1 and mesh.devices.get_rank() == 0:
+        logger.info(f"pipeline: {plan}")
+    stages = {}
+    for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
+        with torch.device("meta"):
+            stage = blueprint.spec.build(blueprint.shape).to(getattr(torch, config.training.dtype))
+        if config.float8 is not None:
+            apply_float8(stage, config.float8, compiled=config.compile.model)
+        keep_parts(stage, parts, plan.stages[number])
+        apply_parallelism(stage, blueprint, mesh, config)
+        stages[number] = stage.train()
+    tied = TiedWeight(blueprint.tied, stages, plan.ranks, mesh.devices["pp"]) if blueprint.tied else None
+    shape = blueprint.shape
+    return ModelParts(stages, plan.ranks, mesh.devices["pp"], shape.dim, shape.vocab_size, tied)
+
+
+def give_memory(model: ModelParts, config: Config, device: torch.device) -> None:
+    """Parameters on the device, or on the host with `training.enable_cpu_offload`; without values yet."""
+    for stage in model.stages.values():
+        stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)

@@ -1,0 +1,180 @@
+"""The one place where a run is put together: everything there is before the model, and the builders of what follows.
+
+Training, evaluation, generation and the dry run all begin here.
+"""
+
+import os
+import secrets
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from torchtitan import hardware
+from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
+from torchtitan.config.schema import Config
+from torchtitan.data.loader import Loader
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.hardware import Peak, Place
+from torchtitan.models.spec import Blueprint
+from torchtitan.observe.log import logger
+from torchtitan.observe.run_folder import claim, open_run_folder
+from torchtitan.parallel import collectives
+from torchtitan.parallel.mesh import Mesh, build_mesh
+from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.training import data, model
+from torchtitan.training.loss import LossFunction, build_loss
+from torchtitan.training.machine import check_machine
+from torchtitan.training.step import ForwardBackward
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stands before there is a model: the ranks have met, and each knows its place and its share."""
+
+    config: Config
+    blueprint: Blueprint  # with the vocabulary fixed
+    place: Place
+    device: torch.device
+    tokenizer: Tokenizer | None  # None in a dry run, which reads no text
+    batch: BatchPlan
+    mesh: Mesh
+    folder: Path
+    lock: IO[str] | None = None  # keeps other runs out of the folder while it is open
+
+    @property
+    def dims(self) -> ParallelDims:
+        return self.mesh.dims
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch.global_batch_size * self.config.training.seq_len
+
+    @property
+    def flops_per_token(self) -> int:
+        return self.blueprint.flops_per_token(self.config.training.seq_len)
+
+    def describe_model(self) -> str:
+        name, parameters = self.blueprint.name, self.blueprint.num_parameters
+        batch = f"global batch {self.batch.global_batch_size} x {self.config.training.seq_len} tokens"
+        return f"{name}: {parameters:,} parameters, {batch}, local batches a rank: {self.batch.num_local_batches}"
+
+    def agree_on_seed(self, saved: int | None) -> int:
+        """The seed that the configuration names, or a resumed run began with, or that rank 0 draws."""
+        seed = saved if self.config.debug.seed is None else self.config.debug.seed
+        return collectives.from_rank_0(secrets.randbits(31) if seed is None else seed)
+
+    def find_peak(self) -> Peak:
+        """The FLOP/s that MFU is counted against; rank 0 logs it with the machine."""
+        used = self.config.training.mixed_precision_param
+        peak = hardware.find_peak(self.device, getattr(torch, used))
+        machine = f"{self.place.world_size} x {hardware.describe_device(self.device)}"
+        logger.info(f"{self.config.job.description}: {machine}, mesh {self.dims}")
+        logger.info(f"peak {peak.flops / 1e12:.2f} TFLOP/s a device ({peak.origin})")
+        if advice := hardware.advise_type(self.device, used):
+            logger.info(advice)
+        return peak
+
+    def pick_attention(self) -> AbstractContextManager:
+        """Inside, a GPU computes attention by the fastest kernel that can take this model's."""
+        shape, dims, training = self.blueprint.shape, self.dims, self.config.training
+        kernel, attention = hardware.pick_attention(
+            self.device,
+            getattr(torch, training.mixed_precision_param),
+            shape.n_heads // dims.tp,
+            shape.n_kv_heads // dims.tp,
+            shape.head_size,
+            training.seq_len // (2 * dims.cp if dims.cp > 1 else 1),
+            is_masked=self.config.model.attn_mask_type == "block_causal",
+        )
+        if kernel and dims.cp == 1:  # context parallelism has torch pick one for each piece
+            logger.info(f"attention by {kernel}")
+        return attention
+
+    def build_model(self, seed: int) -> ModelParts:
+        """This rank's part of the model, with its first weights."""
+        return model.build_model(self.config, self.blueprint, self.mesh, self.device, seed)
+
+    def lay_out_model(self) -> ModelParts:
+        """This rank's part of the model, on the meta device."""
+        return model.lay_out_model(self.config, self.blueprint, self.mesh)
+
+    def build_empty_model(self) -> ModelParts:
+        """This rank's part of the model, its parameters without values."""
+        parts = self.lay_out_model()
+        model.give_memory(parts, self.config, self.device)
+        return parts
+
+    def build_forward_backward(self, parts: ModelParts, loss: LossFunction | None = None) -> ForwardBackward:
+        loss = loss or build_loss(self.config.compile)
+        return ForwardBackward(parts, loss, self.mesh, self.config.training, self.config.parallelism, self.device)
+
+    def build_training_loader(self, seed: int) -> Loader:
+        assert self.tokenizer is not None
+        return data.build_training_loader(self.config, self.batch, self.tokenizer, self.mesh, seed, self.device)
+
+    def build_validation_loader(self) -> Loader | None:
+        """The held-out data, if validation is on."""
+        if not self.config.validation.enable:
+            return None
+        assert self.tokenizer is not None
+        return data.build_validation_loader(self.config, self.batch, self.tokenizer, self.mesh, self.device)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Part from the other ranks, and let others have the run folder."""
+        collectives.stop_process_group()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bool = False) -> Run:
+    """Refuse what this machine or the data cannot do, then meet the other ranks and lay them out.
+
+    Nothing is started, and no process waits for another, before the last refusal. A run that keeps records (training)
+    has the run folder to itself.
+    """
+    hardware.check_restarts(place.world_size)
+    device = hardware.pick_device(place.local_rank)
+    hardware.keep_to_own_cores(place, device)
+    check_machine(config, device)
+    if records:
+        data.check_data(config)
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    blueprint = blueprint.with_vocabulary(tokenizer.vocab_size)
+    plan_batch(config.training, plan_layout(config.parallelism, place.world_size).dp)
+    if config.debug.deterministic:
+        hardware.use_deterministic_kernels(config.debug.deterministic_warn_only)
+    folder, lock = Path(config.job.dump_folder), None
+    if records and place.rank == 0:
+        lock = claim(open_run_folder(config))
+
+    os.environ |= collectives.flight_recorder(config.comm, folder)
+    timeout = config.comm.init_timeout_seconds
+    collectives.start_process_group(device, place.rank, place.world_size, timeout)
+    run = lay_out_ranks(config, blueprint, place, device, tokenizer, folder, lock)
+    collectives.set_timeout(timeout, run.mesh.groups)
+    return run
+
+
+def lay_out_ranks(
+    config: Config,
+    blueprint: Blueprint,
+    place: Place,
+    device: torch.device,
+    tokenizer: Tokenizer | None = None,
+    folder: Path | None = None,
+    lock: IO[str] | None = None,
+) -> Run:
+    """The run on its mesh, once there is a process group."""
+    dims = plan_layout(config.parallelism, place.world_size)
+    batch = plan_batch(config.training, dims.dp)
+    mesh = build_mesh(dims, device.type)
+    return Run(config, blueprint, place, device, tokenizer, batch, mesh, folder or Path(config.job.dump_folder), lock)

@@ -1,0 +1,42 @@
+"""What follows backward: the gradient norm, the optimizer at the step's learning rate, and what depends on weights."""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torchtitan.config.schema import Config
+from torchtitan.parallel.collectives import GlobalNorm
+from torchtitan.parallel.float8 import update_float8_scales
+from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.training.lr_schedule import learning_rate_factor
+from torchtitan.training.optimizer import apply_update, update_in_backward
+
+
+class Update:
+    """One optimizer step: `begin` before backward, `apply` after it."""
+
+    def __init__(
+        self, config: Config, model: ModelParts, optimizer: torch.optim.Optimizer, stages: ProcessGroup
+    ) -> None:
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.learning_rate = 0.0
+        self._norm = GlobalNorm(stages)
+        if config.optimizer.early_step_in_backward:
+            update_in_backward(optimizer, self._norm.add, lambda: self.learning_rate)
+
+    def begin(self, step: int) -> None:
+        """Set the learning rate, which an update in backward needs already."""
+        factor = learning_rate_factor(step, self.config.lr_scheduler, self.config.training.steps)
+        self.learning_rate = self.config.optimizer.lr * factor
+
+    def apply(self) -> Tensor:
+        """Clip and update; the gradient norm before clipping, still on the device."""
+        self._norm.add(*self.model.own_gradients())
+        gradient_norm = self._norm.total()
+        apply_update(self.optimizer, self.learning_rate, gradient_norm, self.config.training.max_norm)
+        self.after_update()
+        return gradient_norm
+
+    def after_update(self) -> None:
+        """What follows from the new weights; a model's buffers that an update moves (a router's bias) belong here."""
+        update_float8_scales(self.model.stages.values(), self.config.float8)

@@ -1,0 +1,194 @@
+"""The model that a path leads to: a run's checkpoint, a Hugging Face folder, or a family's own files.
+
+All three are opened alike, and their weights are read when they are asked for.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
+from torchtitan.config.schema import Config, Job, Parallelism
+from torchtitan.data.prompts import follow_training
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.models.families import FAMILIES, as_section, families_of, find_model, find_spec
+from torchtitan.models.spec import Blueprint, OtherFormat
+from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.refusal import Refusal
+from torchtitan.weights.checkpoint import open_checkpoint
+from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, read_json, save_hf
+from torchtitan.weights.tensors import Weights, copy_part
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model that is stored somewhere."""
+
+    weights: Weights  # under the model's names, complete
+    family: str  # as model.name
+    blueprint: Blueprint
+    assets: Path  # folder of the tokenizer and generation_config.json
+    dtype: torch.dtype  # to compute in
+    config: Config | None = None  # the run's
+    place: tuple[Storage, Manifest] | None = None
+
+    @property
+    def trained_here(self) -> bool:
+        """Whether this recipe has trained the model. Step 0 is a new model, or one that was only converted."""
+        return self.place is not None and self.place[1].step > 0
+
+    def reading(self) -> AbstractContextManager:
+        """Inside, a run that goes on does not remove the checkpoint."""
+        return self.place[0].reading(self.place[1].step) if self.place else nullcontext()
+
+    def plain_config(self, folder: str, assets: Path, degree: int = 1) -> Config:
+        """A configuration to train, evaluate or run such a model with, at this degree of tensor parallelism."""
+        model = as_section(self.family, self.blueprint, str(assets))
+        return Config(job=Job(dump_folder=folder), model=model, parallelism=Parallelism(tensor_parallel_degree=degree))
+
+
+def open_model(path: str, family: str | None = None) -> StoredModel:
+    """The newest complete checkpoint of a run or of a folder of checkpoints, a step, or a download from elsewhere.
+
+    `family` is what model.name would be, for a download that does not tell it.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return _open_hf(folder, family)
+    for name in [family] if family else FAMILIES:
+        for mark, open_folder in find_spec(name).other_formats.items():
+            if (folder / mark).is_file():
+                return _open_other(folder, name, open_folder)
+    storage, step = find_checkpoints(path)
+    passed_over = []
+    for number in storage.steps() if step < 0 else [step]:
+        manifest = storage.examine(number)
+        if isinstance(manifest, Manifest):
+            return open_run(storage, manifest)
+        passed_over.append(f"step-{number}: {manifest}")
+    why = "; ".join(passed_over) or "no checkpoint/step-N, config.json (Hugging Face) or params.json (Meta) in it"
+    raise Refusal(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
+
+
+def build_tokenizer_for(source: StoredModel, path: str | Path) -> Tokenizer:
+    """The tokenizer there, if the model has a row for each of its ids."""
+    tokenizer = build_tokenizer(path)
+    source.blueprint.with_vocabulary(tokenizer.vocab_size)
+    return tokenizer
+
+
+def outline_of(blueprint: Blueprint) -> dict[str, Tensor]:
+    """All parameters, on the meta device."""
+    with torch.device("meta"):
+        return dict(blueprint.spec.build(blueprint.shape).named_parameters())
+
+
+def check_shape(source: StoredModel, blueprint: Blueprint) -> None:
+    """Refuse weights of another model than a run's; max_seq_len may differ, no weight depends on it."""
+    if source.blueprint.spec.shape is not blueprint.spec.shape:
+        raise Refusal(f"{source.weights.where} holds {source.blueprint.name}, this run trains {blueprint.name}")
+    ours = asdict(blueprint.shape)
+    theirs = asdict(replace(source.blueprint.shape, max_seq_len=blueprint.shape.max_seq_len))
+    if differing := [f"{k} {theirs[k]}, this run's {ours[k]}" for k in ours if ours[k] != theirs[k]]:
+        raise Refusal(
+            f"{source.weights.where} holds another model: its {'; its '.join(differing)}; set model.flavor and "
+            f'model.vocab_size for it, or model.flavor = "config.json" and model.hf_assets_path to its folder'
+        )
+
+
+def load_weights(source: StoredModel, model: ModelParts) -> None:
+    """Fill this rank's part of a model of the same shape."""
+    for name, parameter in model.named_parameters():
+        source.weights.fill(source.blueprint.leading_name(name), parameter)
+
+
+def write_hf(
+    source: StoredModel, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """A folder that transformers loads."""
+    hugging_face = source.blueprint.spec.hugging_face
+    if hugging_face is None:
+        raise Refusal(
+            f"{source.family} does not say how Hugging Face names its weights; give its ModelSpec `hugging_face`"
+        )
+    tokenizer = build_tokenizer_for(source, assets)
+    stored = dtype or next(iter(source.weights.outline.values())).dtype
+    config = hugging_face.to_config(
+        source.blueprint.shape, str(stored).removeprefix("torch."), tokenizer.bos_id, tokenizer.eos_id
+    )
+    with TemporaryDirectory() as copy:
+        copy_tokenizer(source, assets, Path(copy))
+        save_hf(source.weights, folder, hugging_face.to_name, config, copy, dtype, shard_bytes)
+
+
+def copy_tokenizer(source: StoredModel, assets: Path, target: Path) -> None:
+    """Copy the tokenizer's files. For a model that was trained here, make them begin a text as training did."""
+    copy_assets(assets, target)
+    if source.trained_here:
+        follow_training(target)
+
+
+def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
+    """The model of a run's checkpoint."""
+    config = Config.model_validate(manifest.config)
+    blueprint = find_model(config.model)
+    weights = open_checkpoint(storage, manifest.step)
+    rows = _rows_of_embedding(blueprint, weights)  # what a tokenizer may have decided
+    blueprint = replace(blueprint, shape=replace(blueprint.shape, vocab_size=rows))
+    weights.check(outline_of(blueprint))
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    assets = Path(config.model.hf_assets_path)
+    return StoredModel(weights, config.model.name, blueprint, assets, dtype, config, (storage, manifest))
+
+
+def _rows_of_embedding(blueprint: Blueprint, weights: Weights) -> int:
+    lookup = next(part.name for part in blueprint.parts() if part.kind == "lookup")
+    embedding = weights.outline.get(f"{lookup}.weight")
+    return 1 if embedding is None else len(embedding)  # what is missing is found by the check that follows
+
+
+def read_hf_config(folder: Path, family: str | None = None) -> tuple[str, Blueprint]:
+    """The family and the shape that a Hugging Face folder's config.json tells. A model of no family is refused."""
+    config = read_json(folder / "config.json")
+    model_type = config.get("model_type")
+    if family is None:
+        family = next(families_of(str(model_type)), None)
+    if family is None:
+        raise Refusal(
+            f"{folder / 'config.json'} has model_type = {model_type!r}, which no family here is; name the one that "
+            f"reads it, as --model path/to/file.py:SPEC"
+        )
+    spec = find_spec(family)
+    if spec.hugging_face is None:
+        raise Refusal(f"{family} does not read Hugging Face's files; give its ModelSpec `hugging_face`")
+    return family, Blueprint(str(folder), spec, spec.hugging_face.from_config(config))
+
+
+def _open_hf(folder: Path, family: str | None) -> StoredModel:
+    family, blueprint = read_hf_config(folder, family)
+    assert blueprint.spec.hugging_face is not None
+    to_name = blueprint.spec.hugging_face.to_name
+    weights, outline = open_hf(folder), outline_of(blueprint)
+    weights.check({to_name(name): like for name, like in outline.items()})
+    config = read_json(folder / "config.json")
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    renamed = weights.renamed({name: to_name(name) for name in outline})
+    return StoredModel(renamed, family, blueprint, folder, dtype)
+
+
+def _open_other(folder: Path, family: str, open_folder: Callable[[Path], OtherFormat]) -> StoredModel:
+    found = open_folder(folder)
+
+    def fill(name: str, tensor: Tensor) -> None:
+        whole = found.read(name)
+        copy_part(tensor, lambda part: whole[part])
+
+    blueprint = Blueprint(str(folder), find_spec(family), found.shape)
+    weights = Weights(str(folder), dict(found.outline), fill)
+    weights.check(outline_of(blueprint))
+    return StoredModel(weights, family, blueprint, folder, next(iter(found.outline.values())).dtype)

@@ -1,0 +1,54 @@
+"""Named tensors that are read one at a time, into a plain tensor or into this rank's part of a sharded one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Named tensors, none of them read yet."""
+
+    where: str
+    outline: dict[str, Tensor]  # on the meta device
+    fill: Callable[[str, Tensor], None]  # reads into a tensor, of a sharded one only what this rank holds
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        like = self.outline[name]
+        tensor = torch.empty(like.shape, dtype=dtype or like.dtype)
+        self.fill(name, tensor)
+        return tensor
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        """Refuse other names than those wanted, and other shapes."""
+        faults = [f"missing: {name}" for name in wanted if name not in self.outline]
+        faults += [f"unexpected: {name}" for name in self.outline if name not in wanted]
+        faults += [
+            f"wrong shape: {name} is {tuple(found.shape)}, the model's is {tuple(wanted[name].shape)}"
+            for name, found in self.outline.items()
+            if name in wanted and found.shape != wanted[name].shape
+        ]
+        if faults:
+            raise Refusal("\n  ".join([f"{self.where} does not fit the model:", *faults]))
+
+    def renamed(self, old_names: Mapping[str, str]) -> "Weights":
+        """The same under new names, given as new -> old."""
+        outline = {new: self.outline[old] for new, old in old_names.items()}
+        return replace(self, outline=outline, fill=lambda name, tensor: self.fill(old_names[name], tensor))
+
+
+@torch.no_grad()
+def copy_part(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Read what this rank holds of a tensor, in the tensor's own type."""
+    part = tuple(slice(0, size) for size in tensor.shape)
+    if isinstance(tensor, DTensor):
+        for chunk in tensor.__create_chunk_list__():  # DTensor's description of itself for checkpoints
+            part = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        tensor = tensor.to_local()
+    if tensor.numel():  # a rank beyond the last row holds nothing
+        tensor.copy_(read(part))
