@@ -15,7 +15,7 @@ from torchtitan.__main__ import main
 from torchtitan.data.prompts import follow_training
 from torchtitan.data.sources import open_source
 from torchtitan.data.stream import Order, Source, Stream
-from torchtitan.data.tokenizer import LLAMA3_SPECIAL_TOKENS, build_tokenizer
+from torchtitan.data.tokenizer import TIKTOKEN_SPECIAL_TOKENS, build_tokenizer
 from torchtitan.weights.stored import open_model
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -194,7 +194,7 @@ def test_a_bare_tokenizer_model_begins_prompts_with_bos_unless_its_config_says_n
 
 def test_control_tokens_in_a_prompt_are_control_tokens_in_a_tiktoken_file(tiktoken_file: Path) -> None:
     tokenizer = build_tokenizer(tiktoken_file)
-    header = tokenizer.vocab_size - len(LLAMA3_SPECIAL_TOKENS) + LLAMA3_SPECIAL_TOKENS.index("<|start_header_id|>")
+    header = tokenizer.vocab_size - len(TIKTOKEN_SPECIAL_TOKENS) + TIKTOKEN_SPECIAL_TOKENS.index("<|start_header_id|>")
     assert tokenizer.encode_prompt("<|start_header_id|>user")[:2] == [tokenizer.bos_id, header]
 
 

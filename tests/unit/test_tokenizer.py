@@ -15,7 +15,7 @@ from small_tokenizers import KINDS, ROOT, SHIPPED, UNUSUAL_TEXTS, read_documents
 from small_tokenizers import sentencepiece_file as sentencepiece_file
 from small_tokenizers import tiktoken_file as tiktoken_file
 
-from torchtitan.data.tokenizer import LLAMA3_SPECIAL_TOKENS, Tokenizer, build_tokenizer
+from torchtitan.data.tokenizer import TIKTOKEN_SPECIAL_TOKENS, Tokenizer, build_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_control_tokens_in_text_are_encoded_as_text(tokenizer: Tokenizer) -> Non
     ids = tokenizer.encode(text, bos=False, eos=False)
     assert tokenizer.bos_id not in ids and tokenizer.eos_id not in ids
     if tokenizer.kind == "tiktoken":
-        assert max(ids) < tokenizer.vocab_size - len(LLAMA3_SPECIAL_TOKENS)
+        assert max(ids) < tokenizer.vocab_size - len(TIKTOKEN_SPECIAL_TOKENS)
     assert tokenizer.decode(ids) == text
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_is_no_tokenizer_is_named_by_what_it_is(
         build_tokenizer(tmp_path)
     assert str(tmp_path / name) in str(error.value)
     assert found in str(error.value)
-    assert "Hugging Face tokenizer.json, or Llama 3's (tiktoken) or Llama 2's (SentencePiece)" in str(error.value)
+    assert "Hugging Face tokenizer.json, or a tiktoken or SentencePiece tokenizer.model" in str(error.value)
 
 
 def test_a_missing_tokenizer_names_every_place_looked_at_and_the_fix(tmp_path: Path) -> None:

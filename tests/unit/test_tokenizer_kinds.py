@@ -17,7 +17,7 @@ from small_tokenizers import (
 from small_tokenizers import sentencepiece_file as sentencepiece_file
 from small_tokenizers import tiktoken_file as tiktoken_file
 
-from torchtitan.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, build_tokenizer
+from torchtitan.data.tokenizer import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL_TOKENS, build_tokenizer
 
 # Hugging Face
 
@@ -121,20 +121,20 @@ def test_llama3_control_tokens_follow_the_ranks_at_their_published_places(tiktok
     num_ranks = len(byte_level_tokens())
     assert tokenizer.vocab_size == num_ranks + 256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (num_ranks, num_ranks + 1)
-    assert len(set(LLAMA3_SPECIAL_TOKENS)) == 256
+    assert len(set(TIKTOKEN_SPECIAL_TOKENS)) == 256
     # Llama 3.1's ids less its 128,000 ranks
     places = {"<|finetune_right_pad_id|>": 4, "<|start_header_id|>": 6, "<|end_header_id|>": 7, "<|eom_id|>": 8}
     places |= {"<|eot_id|>": 9, "<|python_tag|>": 10, "<|reserved_special_token_247|>": 255}
-    assert {token: LLAMA3_SPECIAL_TOKENS.index(token) for token in places} == places
+    assert {token: TIKTOKEN_SPECIAL_TOKENS.index(token) for token in places} == places
 
 
 def test_a_tiktoken_file_and_its_hugging_face_conversion_give_the_same_ids(tiktoken_file: Path, tmp_path: Path) -> None:
     model = shipped_json()["model"]
     model["vocab"] = {token: rank - 2 for token, rank in model["vocab"].items() if rank >= 2} | {
-        token: len(model["vocab"]) - 2 + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS[:2])
+        token: len(model["vocab"]) - 2 + i for i, token in enumerate(TIKTOKEN_SPECIAL_TOKENS[:2])
     }
     added = [token | {"id": model["vocab"][token["content"]]} for token in shipped_json()["added_tokens"]]
-    split = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": TIKTOKEN_PATTERN}, "behavior": "Isolated", "invert": False}
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     converted = write_huggingface(
         tmp_path,

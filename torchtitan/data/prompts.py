@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.tokenizer import LLAMA3_SPECIAL_TOKENS, HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from torchtitan.data.tokenizer import TIKTOKEN_SPECIAL_TOKENS, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from torchtitan.data.tokenizer_files import find_file, load_config, load_json
 
 
@@ -24,9 +24,9 @@ def follow_training(folder: Path) -> None:
         # Without a class, transformers takes one by the model's type, which may split text by rules of its own.
         defaults["tokenizer_class"] = "PreTrainedTokenizerFast"
     if tokenizer.kind == "tiktoken":
-        first = tokenizer.vocab_size - len(LLAMA3_SPECIAL_TOKENS)
+        first = tokenizer.vocab_size - len(TIKTOKEN_SPECIAL_TOKENS)
         defaults["added_tokens_decoder"] = {
-            str(first + i): {"content": token, "special": True} for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)
+            str(first + i): {"content": token, "special": True} for i, token in enumerate(TIKTOKEN_SPECIAL_TOKENS)
         }
     if isinstance(tokenizer, HuggingFaceTokenizer):
         content = load_json(file)

@@ -24,11 +24,11 @@ KNOWN_BOS = ("<|begin_of_text|>", "<s>")
 KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 
 # A tiktoken file contains neither its split pattern nor its control tokens. These are Llama 3.1's.
-LLAMA3_PATTERN = (
+TIKTOKEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3_SPECIAL_TOKENS = (
+TIKTOKEN_SPECIAL_TOKENS = (
     "<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|> <|reserved_special_token_1|> "
     "<|finetune_right_pad_id|> <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> "
     "<|eom_id|> <|eot_id|> <|python_tag|>"
@@ -176,9 +176,9 @@ class TiktokenTokenizer(Tokenizer):
                 "byte; the file is damaged: download it again"
             )
         self._num_text_ids = len(ranks)
-        special = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
+        special = {token: len(ranks) + i for i, token in enumerate(TIKTOKEN_SPECIAL_TOKENS)}
         self._encoding = tiktoken.Encoding(
-            path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+            path.name, pat_str=TIKTOKEN_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
         self.vocab_size = self._encoding.n_vocab
         self.bos_token, self.bos_id = "<|begin_of_text|>", special["<|begin_of_text|>"]

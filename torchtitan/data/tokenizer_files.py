@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.refusal import Refusal
 
 FOLDER_CANDIDATES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
-EXPECTED = "a Hugging Face tokenizer.json, or Llama 3's (tiktoken) or Llama 2's (SentencePiece) tokenizer.model"
+EXPECTED = "a Hugging Face tokenizer.json, or a tiktoken or SentencePiece tokenizer.model"
 
 
 def find_file(path: Path) -> Path:
