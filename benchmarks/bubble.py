@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torchtitan.models.llama.stages import plan_stages
 
-from torchtitan.config.schema import Parallelism
-from torchtitan.models.llama.args import FLAVORS
+from torchtitan.config.schema import Model, Parallelism
+from torchtitan.models.families import find_model
+from torchtitan.models.stages import plan_stages
 from torchtitan.parallel.pipeline import ModelParts, Pipeline
 
 # schedule -> idle units on p ranks. With two stages a rank, each stage takes one unit for forward, one for the input
@@ -73,13 +73,13 @@ def measure(rank: int, world_size: int, port: int, num_microbatches: int, second
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     axis = init_device_mesh("cpu", (world_size,), mesh_dim_names=("pp",))
-    args = FLAVORS["llama3"]["70B"]
+    parts = find_model(Model(flavor="70B")).parts(8192)
     if rank == 0:
         print(f"{world_size} ranks, {num_microbatches} microbatches\n\n| schedule | idle, measured | closed form |")
         print("| --- | --- | --- |")
     for schedule, idle in IDLE.items():
         parallelism = Parallelism(pipeline_parallel_degree=world_size, pipeline_parallel_schedule=schedule)
-        plan = plan_stages(args, parallelism, 8192)
+        plan = plan_stages(parts, parallelism)
         mine = plan.of_rank(rank)
         stages = {number: Stage(seconds * 2 / len(mine), number == 0) for number in mine}
         parts = ModelParts(stages, plan.ranks, axis, dim=1, vocab_size=1)

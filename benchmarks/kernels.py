@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.config.schema import Compile
-from torchtitan.models.llama.model import CausalAttention
+from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.cpu_attention import causal_attention
 from torchtitan.training.loss import build_loss
 

@@ -41,14 +41,14 @@ def run_as_rank() -> None:
 
     from torchtitan import hardware
     from torchtitan.parallel import collectives
-    from torchtitan.training import build, checkpoints, report, step
+    from torchtitan.training import checkpoints, data, model, report, step
 
     marks["torch and the project are imported"] = time.time()
     note(collectives, "start_process_group", "the ranks have met")
     note(checkpoints.Checkpoints, "__init__", "the checkpoint is found and its checksums are right")
     note(hardware, "find_peak", "the machine's peak is measured")
-    note(build, "build_training_loader", "the data is open")
-    note(build, "build_model", "the model is built")
+    note(data, "build_training_loader", "the data is open")
+    note(model, "build_model", "the model is built")
     note(checkpoints.Checkpoints, "restore", "the checkpoint is loaded")
     note(step.ForwardBackward, "__call__", "forward and backward of the first step")
     note(report.Reporter, "add", "the first step is done", last=True)

@@ -13,14 +13,14 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.run import PRESETS, ROOT, measure
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
-from torchtitan.models.llama.args import FLAVORS, count_parameters
+from torchtitan.models.families import find_model
 
 # name -> the program that trains, its packages besides torch, and its options
 PEERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
@@ -59,12 +59,11 @@ def set_up(program: str, packages: list[str]) -> Path:
 def run_peer(name: str, config: Config) -> dict[str, Any]:
     """Run a peer. Return the figures of its median step after warm-up, as benchmarks.run does, or why it failed."""
     program, packages, options = PEERS[name]
-    flavor = FLAVORS[config.model.name][config.model.flavor]
-    args = replace(flavor, vocab_size=config.model.vocab_size or flavor.vocab_size)
+    blueprint = find_model(config.model)
     float8 = config.quantize.linear.float8.model_dump(exclude={"emulate"})
     asked = options | {
-        "model": asdict(args),
-        "parameters": count_parameters(args),
+        "model": {key: value for key, value in asdict(blueprint.shape).items() if key != "rope_scaling"},
+        "parameters": blueprint.num_parameters,
         "float8": float8 if config.model.converters else None,
         "batch": config.training.local_batch_size,
         "seq_len": config.training.seq_len,

@@ -20,7 +20,7 @@ from torchtitan.config.load import (
     sections,
     to_toml,
 )
-from torchtitan.config.schema import Config, Float8, Parallelism, Training
+from torchtitan.config.schema import Config, Float8, Model, Parallelism, RopeScaling, Training
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -168,9 +168,10 @@ def test_the_documentation_of_all_keys_is_current() -> None:
 
 def test_every_key_has_a_doc() -> None:
     for name, section in sections().items():
-        assert section.__doc__
+        assert section.__doc__ and "\n" not in section.__doc__
         for key, field in section.model_fields.items():
-            assert field.description, f"{name}.{key}"
+            assert field.description and "\n" not in field.description, f"{name}.{key}"
+    assert '"description": "' in export.to_json_schema() and "\\n" not in export.to_json_schema()
 
 
 def test_the_resolved_file_loads_to_the_same_configuration(tmp_path: Path) -> None:
@@ -179,6 +180,34 @@ def test_the_resolved_file_loads_to_the_same_configuration(tmp_path: Path) -> No
     config = load_config(["--job.config_file", path])
     resolved = written(tmp_path, to_toml(config))
     assert load_config(["--job.config_file", resolved]) == config
+
+
+def test_a_models_shape_survives_the_resolved_file_and_the_command_line(tmp_path: Path) -> None:
+    shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "head_dim": 64, "hidden_dim": 1408}
+    other = {"vocab_size": 4096, "norm_eps": 1e-6, "rope_theta": 1e6, "tied_embeddings": False, "max_seq_len": 8192}
+    scaling = RopeScaling(factor=32.0, original_max_seq_len=4096)
+    config = Config(model=Model(**shape, **other, rope_scaling=scaling))
+    assert Config.model_validate(tomli.loads(to_toml(config))) == config
+    assert not Config().model_dump(exclude_none=True)["model"].keys() & {*shape, *other, "rope_scaling"}
+
+    text = "[model]\nn_layers = 8\nrope_theta = 10000\n[model.rope_scaling]\nfactor = 32\n"
+    model = load_config(["--job.config_file", written(tmp_path, text), "--model.n_layers=4"]).model
+    assert model == Model(n_layers=4, rope_theta=10000.0, rope_scaling=RopeScaling(factor=32.0))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dim = 0", "model.dim = 0: input should be greater than 0"),
+        ("norm_eps = inf", "model.norm_eps = Infinity: input should be a finite number"),
+        ("tied_embeddings = 1", "model.tied_embeddings = 1: input should be a valid boolean"),
+        ("rope_scaling = {factor = -1.0}", "model.rope_scaling.factor = -1.0: input should be greater than 0"),
+        ("rope_scaling = {scale = 8.0}", "model.rope_scaling.scale = 8.0: unknown key"),
+    ],
+)
+def test_a_wrong_value_in_a_shape_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (mistake,) = mistakes_of(tmp_path, f"[model]\n{line}")
+    assert mistake.startswith(message)
 
 
 def test_all_mistakes_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
@@ -201,7 +230,7 @@ components = ["model", "los"]
 """
     mistakes = mistakes_of(tmp_path, text)
     expected = [
-        "fault_tolerance.enable = true: torchtitan v0.2.2 has this key, this version does not yet",
+        "fault_tolerance.enable = true: torchtitan v0.2.2 has this key, but this recipe does not support it yet",
         'job.dump_foler = "x": unknown key; did you mean job.dump_folder?',
         "[trainig]: unknown section; did you mean training?",
         "training.lr = 3: unknown key; did you mean optimizer.lr?",
@@ -298,10 +327,10 @@ components = ["model", "los"]
         ('[comm]\nsave_traces_file_prefix = "a/b"', 'comm.save_traces_file_prefix = "a/b": string should match'),
         ("[profiling]\nenable_profiling = true\nprofile_freq = 2", "profiling.profile_freq = 2 is shorter than"),
         ("[parallelism]\nexpert_parallel_degree = 8",
-         "parallelism.expert_parallel_degree = 8: torchtitan v0.2.2 has this key, this version does not yet; remove "
-         "it, or leave it at 1"),
-        ('[model]\ntokenizer_path = "x"', 'model.tokenizer_path = "x": torchtitan v0.2.2 has this key, this version '
-         "does not yet; torchtitan deprecated it; set model.hf_assets_path"),
+         "parallelism.expert_parallel_degree = 8: torchtitan v0.2.2 has this key, but this recipe does not support "
+         "it yet; remove it, or set it to 1, which changes nothing"),
+        ('[model]\ntokenizer_path = "x"', 'model.tokenizer_path = "x": torchtitan deprecated this key; set '
+         "model.hf_assets_path instead"),
     ],
 )  # fmt: skip
 def test_a_mistake_says_value_rule_and_fix(tmp_path: Path, line: str, message: str) -> None:

@@ -1,7 +1,7 @@
-"""torchtitan v0.2.2's keys that this version does not have, with the value that asks for nothing.
+"""torchtitan v0.2.2's keys that this recipe does not support, each with the value that switches nothing on.
 
-Such a key is accepted at that value, or where another of them switches it on, so that torchtitan's files load.
-Anything else is refused by name: a run must never ignore what its file asks for.
+A file may set such a key to that value, so that torchtitan's files load; so may it set the details of a feature whose
+own switch is off. Any other value is refused by name: a run must never ignore what its file asks for.
 """
 
 import copy
@@ -11,10 +11,10 @@ from typing import Any
 
 from torchtitan.config.schema import Config
 
-_OFF_WITH_SECTION = object()  # any value is idle while the section's switch is off
+_OFF_WITH_SECTION = object()  # any value is accepted: another key would have to switch the feature on
 _DATALOADER = {"num_workers": 0, "persistent_workers": False, "pin_memory": False, "prefetch_factor": None}
 
-# section -> key -> the value that asks for nothing
+# section -> key -> the value that switches nothing on
 KEYS: dict[str, dict[str, Any]] = {
     "job": {"save_config_file": None, "custom_config_module": ""},
     "metrics": {"save_for_all_ranks": False},
@@ -35,7 +35,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "visualize_memory_budget_pareto": False,
         "debug": False,
     },
-    # model.converters cannot name these sections, and without that they do nothing in torchtitan either.
+    # These sections do nothing unless model.converters names them, in torchtitan too; here it cannot name them.
     "quantize.linear.mx": dict.fromkeys(
         "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns".split(), _OFF_WITH_SECTION
     ),
@@ -54,14 +54,15 @@ KEYS: dict[str, dict[str, Any]] = {
     "debug": {"moe_force_load_balance": False},
 }
 
+# Keys that never come: the reason, and what to type instead.
 _INSTEAD = {
-    "model.tokenizer_path": "torchtitan deprecated it; set model.hf_assets_path",
-    "job.save_config_file": "config.toml is always written to the run folder; remove the key",
+    "model.tokenizer_path": "torchtitan deprecated this key; set model.hf_assets_path instead",
+    "job.save_config_file": "every run writes config.toml to its run folder; remove the key",
 }
 
 
 def take_out(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Split a parsed TOML file into what the schema knows and refusals of what this version does not have."""
+    """Split a parsed TOML file into the part that goes to the schema, and a refusal of each unsupported key."""
     rest: dict[str, Any] = copy.deepcopy(data)
     refusals: list[str] = []
     for section, keys in KEYS.items():
@@ -76,7 +77,9 @@ def take_out(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 is_idle = value == idle and type(value) is type(idle)  # 1 is not true
                 if idle is not _OFF_WITH_SECTION and not is_idle:
                     refusals.append(_refusal(f"{section}.{key}", value, idle))
-        if section not in Config.model_fields:  # the schema will not meet what is left here
+        if (
+            section not in Config.model_fields
+        ):  # the schema never sees such a section, so its unknown keys are found here
             for key in [key for key, value in table.items() if not isinstance(value, dict)]:
                 near = [f"{section}.{name}" for name in difflib.get_close_matches(key, keys, n=1)]
                 shown = json.dumps(table.pop(key), default=str)
@@ -87,20 +90,18 @@ def take_out(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def did_you_mean(near: list[str]) -> str:
-    """The end of a message about a name that is not known."""
+    """The end of a message about an unknown name, given the known names that are nearest to it."""
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _refusal(name: str, value: Any, idle: Any) -> str:
-    advice = _INSTEAD.get(name) or (
-        "remove it" if idle is None else f"remove it, or leave it at {json.dumps(idle)}, which asks for nothing"
-    )
-    shown = json.dumps(value, default=str)
-    return f"{name} = {shown}: torchtitan v0.2.2 has this key, this version does not yet; {advice}"
+    fix = "remove it" if idle is None else f"remove it, or set it to {json.dumps(idle)}, which changes nothing"
+    reason = _INSTEAD.get(name) or f"torchtitan v0.2.2 has this key, but this recipe does not support it yet; {fix}"
+    return f"{name} = {json.dumps(value, default=str)}: {reason}"
 
 
 def _drop_if_empty(table: dict[str, Any], path: list[str]) -> None:
-    """Remove a section that held nothing but keys of the table, so that the schema does not meet it."""
+    """Remove a section that held only unsupported keys, so that the schema does not refuse it as unknown."""
     if isinstance(table.get(path[0]), dict):
         if len(path) > 1:
             _drop_if_empty(table[path[0]], path[1:])
