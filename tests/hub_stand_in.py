@@ -1,4 +1,4 @@
-"""What downloads use of the Hugging Face hub, on loopback: repositories of one commit, gates, old names, faults."""
+"""A small Hugging Face hub on loopback: repositories with one commit, gated ones, renamed ones, and faults."""
 
 import hashlib
 import json
@@ -15,10 +15,10 @@ TOKENS = {"hf_member": "has access", "hf_stranger": "has none"}
 class Repository:
     files: dict[str, bytes]
     gated: bool = False
-    claimed: dict[str, int] = field(default_factory=dict)  # sizes of files that are larger than they are here
-    cut: set[str] = field(default_factory=set)  # files whose next answer breaks off in the middle
-    stalled: set[str] = field(default_factory=set)  # files of which half comes, and then nothing
-    faults: dict[str, int] = field(default_factory=dict)  # status instead of a file
+    claimed: dict[str, int] = field(default_factory=dict)  # sizes that the hub reports instead of the true ones
+    cut: set[str] = field(default_factory=set)  # files whose next transfer breaks off half-way
+    stalled: set[str] = field(default_factory=set)  # files whose transfer stops half-way without an end
+    faults: dict[str, int] = field(default_factory=dict)  # HTTP status to answer instead of the file
 
     @property
     def commit(self) -> str:
@@ -29,7 +29,7 @@ class Repository:
 
 
 class Hub:
-    """`repositories` by path: owner/name, datasets/owner/name. `fetched` are the files whose bytes were asked for."""
+    """`repositories` by path, as owner/name or datasets/owner/name. `fetched` lists the files that were requested."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}

@@ -1,4 +1,4 @@
-"""What the data tests share: a tokenizer of bytes, small files, and loaders over them."""
+"""Shared by the data tests: a byte tokenizer, small files, and loaders that read them."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ BOS, EOS = 256, 257
 
 
 class ByteTokenizer:
-    """A token a byte."""
+    """Each byte is one token."""
 
     vocab_size, bos_id, eos_id = 258, BOS, EOS
 
@@ -28,7 +28,7 @@ class ByteTokenizer:
 
 
 def make_texts(count: int, name: str = "d") -> list[str]:
-    """No two alike, of very different lengths."""
+    """Texts that all differ, of very different lengths."""
     return [f"{name}{i}:" + "abcdefgh"[i % 8] * (i * 37 % 101) for i in range(count)]
 
 
@@ -56,7 +56,7 @@ def small_loader(*paths: str, **options: Any) -> Loader:
 
 
 def take(loader: Loader, count: int = 10**6) -> list[torch.Tensor]:
-    """The next batches as [B, S + 1]: inputs and the last label."""
+    """The next batches as tensors of [B, S + 1]: the inputs and the last label."""
     batches = []
     while len(batches) < count and (batch := loader.next()) is not None:
         batches.append(torch.cat([batch.inputs, batch.labels[:, -1:]], dim=1))

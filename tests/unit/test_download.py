@@ -1,4 +1,4 @@
-"""Downloads from a hub that is here: what comes is used as it is, and what goes wrong is said with what to do."""
+"""Downloads from a hub on this machine: the result is usable as it is, and each error says what to do."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from tests.tiny_runs import TINY
 from torchtitan.__main__ import main
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.training import weights
 from torchtitan.verbs.download import choose
+from torchtitan.weights import stored
 from torchtitan.weights.hugging_face import open_hf
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def test_a_downloaded_model_converts_to_a_checkpoint_bit_for_bit(machine: Machin
     assert f"{sum(tensor.numel() for tensor in expected.values()):,} parameters" in said
     assert "next:  python -m torchtitan generate --checkpoint assets/hf/tiny" in said
     main(["convert", str(machine.folder / "assets/hf/tiny"), str(machine.folder / "imported")])
-    imported = weights.open_model(str(machine.folder / "imported")).weights
+    imported = stored.open_model(str(machine.folder / "imported")).weights
     assert all(torch.equal(imported.read(name), tensor) for name, tensor in expected.items())
     assert set(open_hf(machine.folder / "assets/hf/tiny").outline) > {"model.embed_tokens.weight"}
 
@@ -158,7 +158,7 @@ def test_a_downloaded_dataset_is_read_as_it_is(machine: Machine) -> None:
     machine.hub.repositories["datasets/me/texts"] = Repository(files | about)
     said, error = machine.download("dataset me/texts")
     assert not error and machine.files("assets/datasets/texts") == files
-    assert "2 files, 0.0 MB, all jsonl, 1 of them not to train on by their names (data/test-0.jsonl)" in said
+    assert "2 files, 0.0 MB, all jsonl; 1 named like held-out data (data/test-0.jsonl)" in said
     documents = open_source(
         "texts", str(machine.folder / "assets/datasets/texts/**/*train*"), "text", build_tokenizer(SHIPPED)
     )
@@ -174,14 +174,15 @@ def test_a_broken_download_goes_on_where_it_was(machine: Machine) -> None:
     error = machine.download("tokenizer me/broken")[1]
     assert re.search(r"answered 403 for me/broken \(Something is broken here\); .*run this again", error)
     repository.faults.clear()
-    missing = set(TOKENIZER) - set(machine.files("assets/hf/broken"))  # files come side by side: perhaps the other, too
+    # Files are fetched in parallel, so the other one may be missing, too.
+    missing = set(TOKENIZER) - set(machine.files("assets/hf/broken"))
     assert "tokenizer.json" in missing
     assert not machine.download("tokenizer me/broken")[1] and set(machine.hub.fetched) == missing
-    # Another commit, of the same size, of which one file cannot be had: the older file is there, but is not it.
+    # Another commit of the same size, one file of which the hub does not give: the older file must not count.
     repository.files |= {"tokenizer_config.json": TOKENIZER["tokenizer_config.json"].replace(b" ", b"\t")}
     repository.faults["tokenizer_config.json"] = 500
     error = machine.download("tokenizer me/broken")[1]
-    assert "tokenizer_config.json is not yet that of me/broken at " + repository.commit[:12] in error
+    assert "tokenizer_config.json is not yet the file of me/broken at " + repository.commit[:12] in error
     repository.faults.clear()
     assert not machine.download("tokenizer me/broken")[1] and machine.files("assets/hf/broken") == repository.files
 
@@ -189,20 +190,20 @@ def test_a_broken_download_goes_on_where_it_was(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "token", "message"),
     [
-        (f"tokenizer {LLAMA}-gated", None, "is gated: .*no token.*1. ask for access at {hub}/{repo}\n"
+        (f"tokenizer {LLAMA}-gated", None, "is gated: .*no token is set.*1. ask for access at {hub}/{repo}\n"
          "  2. make a token .* {hub}/settings/tokens\n  3. export HF_TOKEN"),
-        (f"model {LLAMA}-gated", "hf_stranger", r"has no access, or not yet \(Access to {repo} is restricted.*"
+        (f"model {LLAMA}-gated", "hf_stranger", r"has no access yet \(Access to {repo} is restricted.*"
          "{hub}/settings/gated-repos"),
         (f"dataset {LLAMA}-gated", None, "is gated: .*ask for access at {hub}/datasets/{repo}\n"),
         (f"tokenizer {LLAMA}-gated", "hf_old", r"refuses your token \(Invalid credentials .* make one at {hub}/"),
-        ("tokenizer me/nothing", None, "has no model me/nothing to show; check owner .*if it is private, set HF_TOKEN"),
-        ("dataset me/nothing", "hf_member", "has no dataset me/nothing to show; .*what your token may read"),
-        ("model me/empty --revision v2", None, "me/empty has no --revision v2; take .* of {hub}/me/empty/commits"),
-        ("tokenizer me/empty", None, "has no tokenizer.json or tokenizer.model .it has README.md.; name a model"),
-        ("model me/huge", None, "needs 1,000,000.0 GB more, but the disk of assets/hf/huge has .* left; make room"),
-        ("tokenizer me/huge --to train_configs/schema.json/x", None, "cannot be written .*schema.json.*another by"),
+        ("tokenizer me/nothing", None, "shows no model me/nothing; check the owner, .*if it is private, set HF_TOKEN"),
+        ("dataset me/nothing", "hf_member", "shows no dataset me/nothing; .*that your token may read it"),
+        ("model me/empty --revision v2", None, "me/empty has no --revision v2; take .* from {hub}/me/empty/commits"),
+        ("tokenizer me/empty", None, "has no tokenizer.json or tokenizer.model .it has README.md.; name the repo"),
+        ("model me/huge", None, "needs 1,000,000.0 GB more, but the disk of assets/hf/huge has .* left; free some"),
+        ("tokenizer me/huge --to train_configs/schema.json/x", None, "cannot be written .*schema.json.*with --to"),
         ("tokenizer me/huge --include *.json", None, "--include chooses files of a dataset; .* leave it out"),
-        ("tokenizer me//huge", None, "me//huge"),
+        ("tokenizer me//huge", None, "me//huge is not the name of a repository .*owner/name"),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_is_said_with_what_to_do(
@@ -233,7 +234,7 @@ def test_ctrl_c_ends_at_once_and_leaves_no_parts(machine: Machine, tmp_path: Pat
                 break
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=10)[0] == b"\nstopped; run this again to go on\n"
+        assert process.communicate(timeout=10)[0] == b"\nstopped; run this again to resume\n"
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGINT and not any(tmp_path.rglob("*.incomplete"))
@@ -244,9 +245,9 @@ def test_ctrl_c_ends_at_once_and_leaves_no_parts(machine: Machine, tmp_path: Pat
     [
         (
             {"HF_HUB_OFFLINE": "1"},
-            "HF_HUB_OFFLINE is set, and me/tiny has to come from http://127.0.0.1:1; unset it, or",
+            "HF_HUB_OFFLINE is set, but me/tiny has to come from http://127.0.0.1:1; unset it, or",
         ),
-        ({}, "http://127.0.0.1:1 is out of reach or broke off .*Connection refused.*check the network"),
+        ({}, "http://127.0.0.1:1 cannot be reached or broke off .*Connection refused.*check the network"),
     ],
 )
 def test_without_a_network_it_says_so(tmp_path: Path, more: dict[str, str], message: str) -> None:
@@ -279,7 +280,7 @@ def test_only_what_is_read_here_is_chosen(kind: str, names: list[str], chosen: l
     [
         ("model", ["config.json", "pytorch_model.bin"], None, "neither config.json and model.*it has config.json, py"),
         ("model", [], None, "it has no file"),
-        ("dataset", ["a.jsonl", "b.parquet"], None, "1 jsonl, 1 parquet, but .* of one kind; choose them: --include"),
+        ("dataset", ["a.jsonl", "b.parquet"], None, "1 jsonl, 1 parquet, but .* of one kind; choose them.* --include"),
         ("dataset", ["a.arrow"], None, "none of JSONL .* \\(it has a.arrow\\), but"),
         ("dataset", [f"{i}.txt" for i in range(20)], ["*.md"], "matches no file of me/it; .* and 8 more"),
     ],

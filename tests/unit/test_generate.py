@@ -124,7 +124,7 @@ def test_the_verb_prints_prompt_and_continuation(tmp_path: Path, capsys: pytest.
 
     first, second = printed("--prompt", "The module"), printed("--prompt", "x = 1")
     tokenizer = build_tokenizer("tests/assets/tokenizer")
-    prompt = tokenizer.encode("The module", bos=True, eos=False)
+    prompt = tokenizer.encode_prompt("The module")
     tokens = new_tokens(model_of(run), [prompt], stop={1}, max_new_tokens=12)[0]
     assert first == tokenizer.decode(prompt + tokens) + "\n" and first.startswith("The module")
     assert printed("--prompt", "The module", "x = 1") == f"{first}\n{second}"

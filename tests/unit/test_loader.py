@@ -148,7 +148,7 @@ def test_changed_weights_hold_from_where_a_run_is_resumed(tmp_path, caplog):
     assert "shares" not in caplog.text
     resumed = small_loader(*paths, weights=[0.5, 0.5], epochs=-1)
     resumed.load_state_dict(state)
-    assert "shares are [0.5, 0.5] from here on; they were [0.9, 0.1]" in caplog.text
+    assert "shares change from [0.9, 0.1] to [0.5, 0.5]" in caplog.text
     batches = take(resumed, 20)
     uninterrupted = small_loader(*paths, weights=[0.9, 0.1], epochs=-1)
     take(uninterrupted, 200)
@@ -181,7 +181,7 @@ def test_a_resumed_run_keeps_the_order_it_was_begun_with(path, caplog):
     resumed = small_loader(path, epochs=-1, seed=2)
     resumed.load_state_dict(loader.state_dict())
     assert equal(take(resumed, 30), take(loader, 30))
-    assert "seed 1, not 2" in caplog.text
+    assert "order of seed 1; this run's seed, 2, is not used" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["path", "sharded_path"])
@@ -413,12 +413,12 @@ def test_fewer_documents_than_streams_are_refused(tmp_path):
 def test_few_documents_a_stream_are_told_before_and_what_was_read_after(path, caplog):
     caplog.set_level(logging.INFO, "torchtitan")
     loader = small_loader(path, num_streams=64, global_batch_size=64)
-    assert "has 200 documents for 64 streams, 3.1 each, and the run ends with the shortest" in caplog.text
+    assert "has 200 documents for 64 streams, 3.1 each. The run ends with its shortest" in caplog.text
     num_labels = sum(batch[:, 1:].numel() for batch in take(loader))
     loader.end()
     share = num_labels / sum(len(text) + 2 for text in make_texts(200))
     read, in_part = map(
-        int, re.search(r"of 200 documents .* (\d+) were read .* and (\d+) in part", caplog.text).groups()
+        int, re.search(r"streams read (\d+) of 200 documents .* to the end and (\d+) in part", caplog.text).groups()
     )
     assert 60 <= in_part <= 64 and read / 200 < share < (read + in_part) / 200 < 0.6
     caplog.clear()
@@ -432,7 +432,7 @@ def test_shards_that_streams_have_to_share_are_logged(sharded_path, caplog):
     small_loader(sharded_path, num_streams=2)
     assert not caplog.records
     small_loader(sharded_path, num_streams=8)
-    assert "has 3 shards for 8 streams, so each is read up to 3 times" in caplog.text
+    assert "has 3 shards for 8 streams, so up to 3 streams read each shard" in caplog.text
 
 
 def test_a_stream_without_a_document_in_its_shards_is_an_error_and_no_endless_search(tmp_path):
@@ -442,7 +442,7 @@ def test_a_stream_without_a_document_in_its_shards_is_an_error_and_no_endless_se
     resumed = small_loader(str(tmp_path / "few.jsonl.gz"), num_streams=4, dp_rank=3, dp_size=4)
     resumed.load_state_dict(fresh.state_dict())
     for loader in (fresh, resumed):
-        with pytest.raises(ValueError, match=r"stream 3 of 4 found no document in 1 shards; use fewer streams"):
+        with pytest.raises(ValueError, match=r"stream 3 of 4 found no document in 1 shards; set .*num_streams lower"):
             take(loader)
     (tmp_path / "few.jsonl").write_text('{"text": "a"}\n' * 3)
     options = {"num_streams": 4, "any_says_so": bool, "shuffle": False}  # validation: such a stream is padding
@@ -453,17 +453,17 @@ def test_a_stream_without_a_document_in_its_shards_is_an_error_and_no_endless_se
 def test_states_of_other_data_or_layouts_are_refused(path, tmp_path):
     loader = small_loader(path, num_streams=4)
     state = loader.state_dict()
-    with pytest.raises(ValueError, match="4 streams, this run 8; set training.num_streams = 4"):
+    with pytest.raises(ValueError, match="4 streams, this run has 8; set training.num_streams = 4"):
         small_loader(path, num_streams=8).load_state_dict(state)
-    with pytest.raises(ValueError, match="training.shuffle = True, this run False"):
+    with pytest.raises(ValueError, match="training.shuffle = True, this run has False; set training.shuffle = true"):
         small_loader(path, num_streams=4, shuffle=False).load_state_dict(state)
     other = write_jsonl(tmp_path / "other.jsonl", make_texts(100))
-    with pytest.raises(ValueError, match=r"other\.jsonl has 100 documents in .* saved data state is of 200 documents"):
+    with pytest.raises(ValueError, match=r"other\.jsonl has 100 documents in .* state was written for 200 documents"):
         small_loader(other, num_streams=4).load_state_dict(state)
     changed = write_jsonl(tmp_path / "changed.jsonl", make_texts(200, "another"))
     with pytest.raises(ValueError, match=r"changed\.jsonl has 200 documents in .* resume with the same data"):
         small_loader(changed, num_streams=4).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"has 1 sources, this run 2: .*train\.jsonl, .*changed\.jsonl"):
+    with pytest.raises(ValueError, match=r"has 1 sources, this run has 2: .*train\.jsonl, .*changed\.jsonl"):
         small_loader(path, changed, num_streams=4).load_state_dict(state)
     with pytest.raises(ValueError, match="another tokenizer; set model.hf_assets_path"):
         small_loader(path, num_streams=4).load_state_dict({**state, "tokenizer_sha256": "0"})

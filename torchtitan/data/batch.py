@@ -1,4 +1,4 @@
-"""A rank's part of a global batch, and the background thread that assembles one after the other."""
+"""A rank's part of a global batch, and the background thread that assembles batches ahead of training."""
 
 import queue
 import threading
@@ -14,14 +14,14 @@ from torchtitan.data.stream import DocumentRef, Source
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a batch's sequences came from: small, so that it can be kept when the tensors are gone."""
+    """Where a batch's sequences came from. It is small enough to keep when the tensors are gone."""
 
     slots: list[int]
     packed: list[Packed]
     sources: list[Source]
 
     def describe(self) -> str:
-        """A line a sequence: its first and last document."""
+        """One line for each sequence: its first and its last document."""
         lines = []
         for slot, packed in zip(self.slots, self.packed, strict=True):
             documents = [self._describe(ref) for ref in (packed.first, packed.last) if ref is not None]
@@ -38,12 +38,12 @@ class Batch:
     """One rank's sequences of a global batch, in slot order."""
 
     inputs: torch.Tensor  # int64 [B, S]
-    labels: torch.Tensor  # int64 [B, S], IGNORED_LABEL where there is nothing to learn
-    document_ids: torch.Tensor | None  # int32 [B, S], counted from 0 in each sequence
+    labels: torch.Tensor  # int64 [B, S]; the loss skips IGNORED_LABEL
+    document_ids: torch.Tensor | None  # int32 [B, S]; in each sequence they count from 0
     origin: Origin
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on the device; from pinned memory the host does not wait for the copy."""
+        """Copy the batch to the device. If its memory is pinned, the host does not wait for the copy."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
@@ -54,7 +54,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which slots and streams are this rank's."""
+    """Which slots of the global batch, and which streams, belong to this rank."""
 
     global_batch_size: int
     num_streams: int
@@ -73,7 +73,7 @@ class Layout:
 
 
 class Shape(NamedTuple):
-    """Of the tensors of a batch."""
+    """What the tensors of a batch look like."""
 
     seq_len: int
     pad_id: int
@@ -83,7 +83,7 @@ class Shape(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What the background thread hands over: a batch (None: the data has ended) and the streams' states after it."""
+    """What the background thread hands over: a batch (None at the end of the data) and the streams' states after it."""
 
     batch: Batch | None = None
     states: dict[int, Any] | None = None
@@ -99,7 +99,7 @@ def read_ahead(
     ahead: "queue.Queue[Ahead]",
     stop: threading.Event,
 ) -> None:
-    """Body of the background thread: assembles batches until there are no more or it is stopped."""
+    """Body of the background thread: assemble batches until the data ends or `stop` is set."""
     item = Ahead()
     try:
         for number, state in states.items():
@@ -109,7 +109,7 @@ def read_ahead(
             item = Ahead(batch, {number: packer.state() for number, packer in packers.items()})
             if batch is None or not _put(ahead, item, stop):
                 break
-    except BaseException as error:  # whatever it is, the thread that waits must learn of it
+    except BaseException as error:  # of any kind: `next()` raises it in the thread that waits
         item = Ahead(error=error)
     if item.batch is None:
         _put(ahead, item, stop)
@@ -126,7 +126,7 @@ def _put(ahead: "queue.Queue[Ahead]", item: Ahead, stop: threading.Event) -> boo
 
 
 def assemble(packers: dict[int, Packer], slots: list[int], shape: Shape, sources: list[Source]) -> Batch | None:
-    """The next batch of these slots; None where the data has ended."""
+    """Assemble the next batch of these slots. Returns None at the end of the data."""
     size = (len(slots), shape.seq_len)
     inputs, labels = np.empty(size, np.int64), np.empty(size, np.int64)
     ids = np.empty(size, np.int32) if shape.block_causal else None

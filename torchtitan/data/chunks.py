@@ -1,4 +1,4 @@
-"""How text is cut into chunks that can be tokenized apart, and how a chunk is read."""
+"""Cuts text into chunks that workers of `prepare` can tokenize independently, and reads a chunk."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.sources import Location, open_texts
 
 CHUNK_BYTES = 4 << 20
-MAX_CHUNKS = 4096  # files in one folder
+MAX_CHUNKS = 4096  # each chunk is two files in one folder
 BATCH_DOCUMENTS = 256
 
 
@@ -21,14 +21,14 @@ class Chunk:
     """Consecutive documents: bytes of a JSONL file, a whole shard, or a range of document numbers."""
 
     kind: str
-    part: int  # which file or shard
+    part: int  # number of the file or shard
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know."""
+    """What each worker needs to know of the whole task."""
 
     location: Location
     text_key: str
@@ -38,11 +38,11 @@ class Job:
 
 
 def describe_plan(job: Job, chunks: list[Chunk], tokenizer_sha256: str) -> str:
-    """What a later start must agree with."""
+    """A description of the task. A second start goes on only if its own description is the same."""
     files = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns)
         for path in job.location.files
-        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])  # a saved dataset is a folder
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])  # the dataset of `save_to_disk` is a folder
     ]
     plan = {
         "format_version": prepared.FORMAT_VERSION,
@@ -57,7 +57,7 @@ def describe_plan(job: Job, chunks: list[Chunk], tokenizer_sha256: str) -> str:
 
 
 def plan_chunks(location: Location, text_key: str) -> list[Chunk]:
-    """In the order of the documents."""
+    """The chunks, in the order of the documents."""
     if location.kind == "jsonl":
         sizes = [path.stat().st_size for path in location.files]
         step = max(CHUNK_BYTES, -(-sum(sizes) // MAX_CHUNKS))

@@ -1,6 +1,6 @@
-"""Texts that can be read in any order: JSON lines, text files, a saved Hugging Face dataset.
+"""Texts that can be read in any order: JSON lines, text files, a Hugging Face dataset saved with `save_to_disk`.
 
-Nothing is repaired: a line that is no JSON object with text in it is an error that names file and line.
+A line that is not a JSON object with text in it is an error that names the file and the line. Nothing is repaired.
 """
 
 import bisect
@@ -25,7 +25,7 @@ INDEX_BLOCK_BYTES = 64 << 20
 class Texts(Protocol):
     """Documents by number, as text."""
 
-    identity: str  # how many and how large; a resumed run compares it
+    identity: str  # number and size of the documents; a resumed run compares it
 
     def __len__(self) -> int: ...
 
@@ -35,7 +35,7 @@ class Texts(Protocol):
 
 
 class Documents(Protocol):
-    """Documents by number, as tokens: BOS (where there is one) first, EOS last."""
+    """Documents by number, as tokens. Each begins with BOS, if the tokenizer has one, and ends with EOS."""
 
     identity: str
 
@@ -47,7 +47,7 @@ class Documents(Protocol):
 
 
 class TokenizedTexts:
-    """Texts tokenized when they are read."""
+    """Tokenizes each text when it is read."""
 
     def __init__(self, texts: Texts, tokenizer: Tokenizer) -> None:
         self._texts, self._tokenizer = texts, tokenizer
@@ -61,7 +61,7 @@ class TokenizedTexts:
 
 
 class JsonLines:
-    """One JSON object a line; blank lines are skipped."""
+    """Each line is one JSON object. Blank lines are skipped."""
 
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         self._files, self._text_key = files, text_key
@@ -87,7 +87,7 @@ class JsonLines:
 
 
 class TextFiles:
-    """One file, one document."""
+    """Each file is one document."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -100,21 +100,23 @@ class TextFiles:
         try:
             return self._files[index].read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise Refusal(f"{self._files[index]}: cannot be read as UTF-8 text: {error}") from error
+            raise Refusal(
+                f"{self._files[index]}: cannot be read as UTF-8 text: {error}; convert it to UTF-8 or leave it out"
+            ) from error
 
     def describe(self, index: int) -> str:
         return str(self._files[index])
 
 
 class SavedDataset:
-    """A Hugging Face dataset written by `save_to_disk`."""
+    """A Hugging Face dataset that `save_to_disk` wrote."""
 
     def __init__(self, folder: Path, text_key: str) -> None:
         import datasets
 
         try:
             self._dataset: Any = datasets.load_from_disk(str(folder))
-        except Exception as error:  # whatever datasets and arrow raise for a damaged folder
+        except Exception as error:  # datasets and Arrow raise many kinds for a damaged folder
             raise Refusal(f"{folder}: datasets cannot load it: {error}; save it again with save_to_disk") from error
         if text_key not in self._dataset.column_names:
             raise Refusal(
@@ -135,24 +137,24 @@ class SavedDataset:
 
 
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """The part that holds `index`, given the parts' `ends`, and the place within that part."""
+    """Which part holds document `index`, and its number within the part; `ends` are the parts' ends."""
     part = bisect.bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit by `count` as far as the system allows: each file mapped or read from holds a descriptor."""
+    """Raise the soft limit on open files by `count`, up to the hard limit. Each mapped file keeps a descriptor open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
-        with contextlib.suppress(ValueError, OSError):  # macOS has a lower limit than it names
+        with contextlib.suppress(ValueError, OSError):  # macOS reports a higher limit than it grants
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:
     try:
         with path.open("rb") as file:
-            # An empty file cannot be mapped.
+            # mmap refuses an empty file.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
     except OSError as error:
         fix = "correct dataset_path or the permissions"
@@ -163,7 +165,7 @@ def map_file(path: Path) -> mmap.mmap | bytes:
 
 
 def index_lines(data: mmap.mmap | bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Start offset and number (from 1) of every line that is not blank."""
+    """The start offset and the number, from 1, of every line that is not blank."""
     if not len(data):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     view = np.frombuffer(data, np.uint8)
@@ -186,12 +188,12 @@ def line_at(data: mmap.mmap | bytes, start: int) -> bytes:
 
 
 def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
-    """The text of one JSON line; `where()` names it in an error, `hint` ends the error for a line that is not JSON."""
+    """The text of one JSON line. Errors begin with `where()`; if the line is not JSON, the error ends with `hint`."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise Refusal(
-            f"{where()}: not JSON ({error}); expected one object a line, such as "
+            f"{where()}: not JSON ({error}); expected one object per line, such as "
             f'{{"{text_key}": "..."}}, and found {line[:60].decode(errors="replace")!r}{hint}'
         ) from error
     if not isinstance(record, dict):

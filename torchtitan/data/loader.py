@@ -1,7 +1,7 @@
-"""Global batches that do not know the layout: each rank reads its own streams, ahead of the training step.
+"""Global batches that are the same on every layout: each rank reads its own streams, ahead of the training step.
 
-Slot i of a global batch is served by stream i mod num_streams; rank r of dp owns an equal run of consecutive streams.
-What ends on one rank ends on all of them; states are saved a stream, so that they can be handed to other ranks.
+Stream i mod num_streams serves slot i of a global batch, and each data-parallel rank owns an equal number of
+consecutive streams. The saved state has one entry per stream, so a resumed run can give a stream to another rank.
 """
 
 import functools
@@ -26,12 +26,12 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
-NUM_PREFETCHED = 3
-FEW_DOCUMENTS = 20  # a stream, below which a good part of the data is left over when the shortest stream ends
+NUM_PREFETCHED = 3  # batches
+FEW_DOCUMENTS = 20  # per stream; with fewer, much of the data is still unread when the shortest stream ends
 
 
 class Loader:
-    """Iterate with `next()`, from one thread. `close()` ends the background thread."""
+    """Call `next()` from one thread only. `close()` ends the background thread."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Loader:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the first batch."""
+        """Go back to the first batch."""
         self.close()
         self._states: dict[int, Any] = {}  # empty: the start of the data
         self._before = self._states  # the last batch
@@ -86,13 +86,13 @@ class Loader:
         return ahead.batch or self._padding()
 
     def close(self) -> None:
-        """The background thread ends; a later `next()` starts it again, after the last batch that was returned."""
+        """End the background thread. A later `next()` starts it again, after the last batch that it returned."""
         if self._stop is not None:
             self._stop()
             self._stop = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch `next()` returned, of this rank's streams; those of all ranks make a run's."""
+        """The place of this rank's streams after the last batch that `next()` returned. A run saves those of all."""
         states = self._states or {s: Packer(self._stream(s), 1, 0).state() for s in self._layout.own_streams}
         return {
             "num_streams": self._layout.num_streams,
@@ -101,7 +101,7 @@ class Loader:
             "tokenizer_sha256": self._tokenizer_sha256,
             "sources": [source.data.identity for source in self._sources],
             "weights": [source.weight for source in self._sources],
-            # As strings: what JSON and PyTorch's checkpoints make of the keys of a dictionary.
+            # Keys are strings because JSON and PyTorch's checkpoints turn them into strings.
             "streams": {str(stream): stream_state for stream, stream_state in states.items()},
         }
 
@@ -110,16 +110,18 @@ class Loader:
         return fingerprint(self._tokenizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes this rank's streams out of the merged state of all ranks, whatever their number was."""
+        """Take this rank's streams out of the merged state of all ranks, however many ranks there were."""
         check_state(state, self.state_dict(), [source.name for source in self._sources])
         if state["seed"] != self._order.seed:
-            logger.info(f"the data order goes on as drawn from seed {state['seed']}, not {self._order.seed}")
+            logger.info(
+                f"the data keeps the order of seed {state['seed']}; this run's seed, {self._order.seed}, is not used"
+            )
             self._order = Order(self._order.num_streams, state["seed"], self._order.shuffle)
         self.reset()
         self._states = {number: state["streams"][str(number)] for number in self._layout.own_streams}
         old, new = weight_shares(state["weights"]), weight_shares([source.weight for source in self._sources])
-        if not np.allclose(old, new, rtol=0, atol=1e-8):  # older states hold shares of nine digits
-            logger.info(f"the sources' shares are {new} from here on; they were {old}")
+        if not np.allclose(old, new, rtol=0, atol=1e-8):  # older states hold shares rounded to nine digits
+            logger.info(f"the sources' shares change from {old} to {new}")
             for number, saved in self._states.items():
                 self._states[number] = self._stream(number).restart_shares(saved, state["weights"])
 
@@ -134,7 +136,7 @@ class Loader:
                 number: Packer(self._stream(number), self._shape.seq_len, self._shape.pad_id)
                 for number in self._layout.own_streams
             }
-            # The thread knows no Loader, so that one nobody holds any more is collected and its thread ends.
+            # The thread holds no reference to the Loader. So a forgotten Loader is collected, which ends its thread.
             args = (packers, dict(self._states), self._layout.own_slots, self._shape, self._sources, self._queue, stop)
             thread = threading.Thread(target=read_ahead, args=args, name="loader", daemon=True)
             self._stop = weakref.finalize(self, end_thread, thread, stop)
@@ -180,12 +182,12 @@ def build_loader(
     for source in sources:
         data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
         if isinstance(data, ShardedTexts):
-            allow_open_files(num_streams // dp_size)  # each stream has one of it open
+            allow_open_files(num_streams // dp_size)  # each stream keeps one of its files open
         name = source.dataset_path or source.dataset
         source_epochs = epochs if source.epochs is None else source.epochs
         mean_tokens = sample_mean_tokens(data, tokenizer) if len(sources) > 1 else 0.0
         opened.append(Source(name, data, source.weight, source_epochs, mean_tokens, may_run_short=pads))
-        if not pads:  # a stream without data is padding there
+        if not pads:  # with padding, a stream without data is no error
             check_size(opened[-1], num_streams)
     return Loader(
         opened,
@@ -198,10 +200,10 @@ def build_loader(
 
 
 def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
-    """Also at the end of the process: a thread that is still inside of Arrow then would abort it."""
+    """Runs at the end of the process, too: a thread that is still inside Arrow would abort the process."""
     stop.set()
     if thread is not threading.current_thread():
-        # One that waits for the network may take longer; it ends on its own, and never holds the process.
+        # A thread that waits for the network may take longer. It is a daemon, so it cannot keep the process alive.
         thread.join(timeout=2)
 
 
@@ -210,57 +212,59 @@ def check_size(source: Source, num_streams: int) -> None:
         if (size := source.data.num_shards) < num_streams:
             times = -(-num_streams // size)
             logger.info(
-                f"{source.name} has {size} shards for {num_streams} streams, so each is read up to {times} times; "
-                f"training.num_streams = {size} or less, or prepared tokens, avoid it"
+                f"{source.name} has {size} shards for {num_streams} streams, so up to {times} streams read each shard; "
+                f"to avoid that, set training.num_streams = {size} or less, or prepare the tokens"
             )
     elif (size := len(source.data)) < num_streams:
         raise Refusal(
             f"{source.name} has {size} documents, fewer than the {num_streams} streams "
-            "(training.num_streams); use fewer streams, or split the text into more documents (JSONL: one a line)"
+            "(training.num_streams); use fewer streams, or split the text into more documents (in JSONL, one per line)"
         )
     elif 0 < size * source.epochs < FEW_DOCUMENTS * num_streams:
         logger.info(
             f"{source.name} has {size} documents for {num_streams} streams, {size * source.epochs / num_streams:.1f} "
-            "each, and the run ends with the shortest stream, so much of it may stay unread; set training.num_streams "
-            "lower, split long documents, or raise training.epochs"
+            "each. The run ends with its shortest stream, so much of the data may stay unread; set "
+            "training.num_streams lower, split long documents, or raise training.epochs"
         )
 
 
 def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]) -> None:
-    """Refuse a saved state of other data than this rank reads; `own` is its own state, of any place in the data."""
+    """Refuse a saved state of data that this run does not read. `own` is this rank's state at any place in the data."""
     if state["num_streams"] != own["num_streams"]:
         raise Refusal(
-            f"the saved data state has {state['num_streams']} streams, this run {own['num_streams']}; "
+            f"the saved data state has {state['num_streams']} streams, this run has {own['num_streams']}; "
             f"set training.num_streams = {state['num_streams']}"
         )
     if state["shuffle"] != own["shuffle"]:
         raise Refusal(
-            f"the saved data state has training.shuffle = {state['shuffle']}, this run {own['shuffle']}; set it back"
+            f"the saved data state has training.shuffle = {state['shuffle']}, this run has {own['shuffle']}; "
+            f"set training.shuffle = {str(state['shuffle']).lower()}"
         )
     if state["tokenizer_sha256"] != own["tokenizer_sha256"]:
         raise Refusal(
-            "the saved data state is of another tokenizer; set model.hf_assets_path to the one the run began with"
+            "the saved data state belongs to another tokenizer; set model.hf_assets_path to the tokenizer that the run "
+            "began with"
         )
     if len(state["sources"]) != len(own["sources"]):
         raise Refusal(
-            f"the saved data state has {len(state['sources'])} sources, this run {len(own['sources'])}: "
+            f"the saved data state has {len(state['sources'])} sources, this run has {len(own['sources'])}: "
             f"{', '.join(names)}; resume with the same sources"
         )
     for name, saved, found in zip(names, state["sources"], own["sources"], strict=True):
         if saved != found:
             raise Refusal(
-                f"{name} has {found}, and the saved data state is of {saved} there; resume with the same data"
+                f"{name} has {found}, but the saved data state was written for {saved}; resume with the same data"
             )
     if missing := [number for number in own["streams"] if number not in state["streams"]]:
-        raise Refusal(f"the saved data state lacks streams {', '.join(missing[:8])}; go on from another checkpoint")
+        raise Refusal(f"the saved data state lacks streams {', '.join(missing[:8])}; resume from another checkpoint")
 
 
 def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_streams: int) -> None:
-    """How much of the data was read when the shortest stream ended; rank 0 says it, of its own streams."""
+    """Log how much of the data was read when the shortest stream ended. Rank 0 logs this for its own streams."""
     weights = [source.weight for source in sources]
     for number, source in enumerate(sources):
         if isinstance(source.data, ShardedTexts) or source.epochs < 0:
-            continue  # how long a stream of it would be is not known
+            continue  # the length of such a stream is not known
         total = read = in_part = 0
         for stream, state in states.items():
             length = len(range(int(stream), len(source.data), num_streams))
@@ -269,8 +273,8 @@ def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_st
             read += length * epoch + position
             in_part += state["offset"] > 0 and due_source(state["num_tokens"], weights) == number
         logger.info(
-            f"the data has ended: of {total:,} documents of {source.name} in {len(states)} streams, {read:,} were read "
-            f"to the end ({read / total:.0%}) and {in_part:,} in part"
+            f"the data has ended: {len(states)} streams read {read:,} of {total:,} documents of {source.name} "
+            f"({read / total:.0%}) to the end and {in_part:,} in part"
         )
 
 

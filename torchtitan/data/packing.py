@@ -1,7 +1,7 @@
-"""Packs a stream's documents into sequences, without padding and without loss.
+"""Packs a stream's documents into sequences, without padding and without losing a token.
 
-A sequence is seq_len inputs and, shifted by one, seq_len labels. The last token of one is the first input of the
-next, so every token (but a stream's very first) is a label exactly once.
+A sequence is seq_len inputs and seq_len labels, which are the inputs shifted by one. The last label of a sequence is
+the first input of the next one, so every token but the stream's first is a label exactly once.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ IGNORED_LABEL = -100
 class Packed:
     """What went into a sequence."""
 
-    num_labels: int  # less than seq_len only where the stream ended
+    num_labels: int  # seq_len, or less if the stream has ended
     first: DocumentRef | None
     last: DocumentRef | None
 
 
 class Packer:
-    """One stream's packing remainder: a document, and how much of it was used."""
+    """Packs one stream. Between sequences it keeps the current document and how much of it was used."""
 
     def __init__(self, stream: Stream, seq_len: int, pad_id: int) -> None:
         self._stream, self._pad_id = stream, pad_id
         self._tokens = np.empty(seq_len + 1, np.int32)
         self._document: np.ndarray | None = None
         self._ref: DocumentRef | None = None
-        self._before = stream.state()  # the stream before it gave the current document
-        self._offset = 0  # of the next input in the current document
+        self._before = stream.state()  # the stream's state before it gave the current document
+        self._offset = 0  # position of the next input in the current document
 
     def state(self) -> dict[str, Any]:
         return {**self._before, "offset": self._offset}
@@ -43,7 +43,7 @@ class Packer:
         self._document = None
 
     def pack(self, inputs: np.ndarray, labels: np.ndarray, document_ids: np.ndarray | None) -> Packed:
-        """Fills one sequence, each argument [S]; where the stream ends early, the rest is padding."""
+        """Fill one sequence; each argument has the shape [S]. If the stream ends early, the rest is padding."""
         tokens = self._tokens
         filled, starts, first = 0, [], None
         while filled < len(tokens):
@@ -69,13 +69,13 @@ class Packer:
         return Packed(num_labels, first, self._ref)
 
     def _open_document(self) -> np.ndarray | None:
-        """The current document, or the next where that one is used up."""
+        """The current document, or the next one if the current one is used up."""
         while self._document is None or self._offset >= len(self._document):
             before = self._stream.state()
             document = self._stream.next()
             if document is None:
                 return None
-            # After load() the offset is into the document that is opened here.
+            # After load(), _document is None and _offset already belongs to the document that is opened here.
             if self._document is not None:
                 self._offset = 0
             self._before, (self._document, self._ref) = before, document
@@ -86,5 +86,5 @@ class Packer:
         for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
             document_ids[start:end] = number
             if start:
-                # its label would have the last token of one document predict the next's first
+                # The last token of a document must not predict the first token of the next.
                 labels[start - 1] = IGNORED_LABEL

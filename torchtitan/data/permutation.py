@@ -1,6 +1,6 @@
 """A seeded permutation of range(n) in constant memory: a Feistel network over the bits of the index.
 
-An index the network sends beyond n is sent through again until it lands inside (cycle walking).
+If the network maps an index to n or above, the result goes through the network again (cycle walking).
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ import numpy as np
 
 from torchtitan.refusal import Refusal
 
-NUM_ROUNDS = 6  # even, so that the two unequal halves of an odd number of bits are back in place at the end
+NUM_ROUNDS = 6  # even, so that an odd number of bits, cut into two unequal halves, ends with both in place
 
 
 def permute(n: int, seed: int | Sequence[int], indices: np.ndarray) -> np.ndarray:
-    """Where each of `indices` (each in range(n)) goes, as int64."""
+    """The place of each of `indices`, which are in range(n), as int64."""
     if n < 1:
-        raise Refusal(f"permutation of {n} elements; there must be at least 1")
+        raise Refusal(f"a permutation of {n} elements; give 1 or more")
     num_bits = max(2, (n - 1).bit_length())
     keys = np.random.SeedSequence(seed).generate_state(NUM_ROUNDS, np.uint64)
     values = _encrypt(indices.astype(np.uint64), num_bits, keys)
-    # At least n of the 2^num_bits < 2n values are inside, so this ends, after two passes on average.
+    # For n > 2 there are fewer than 2n values, and n of them are inside. So two passes are enough on average.
     while (outside := values >= np.uint64(n)).any():
         values[outside] = _encrypt(values[outside], num_bits, keys)
     return values.astype(np.int64)

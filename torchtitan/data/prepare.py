@@ -1,8 +1,9 @@
-"""Turns text into prepared tokens, on all cores; stopped at any point, the same command goes on where it was.
+"""Turns text into prepared tokens, on all cores. If it is stopped, the same command resumes where it was.
 
     python -m torchtitan prepare --dataset_path 'corpus/*.jsonl' --tokenizer tests/assets/tokenizer --out corpus.tokens
 
-The work is cut into chunks; each becomes a pair of files that counts once it is complete. At the end they are joined.
+The text is cut into chunks. A worker writes two files for each chunk, and the last step joins the files of all chunks.
+A chunk whose files are not complete is done again.
 """
 
 import argparse
@@ -43,14 +44,16 @@ def prepare(
     text_key: str = "text",
     workers: int | None = None,
 ) -> Meta:
-    """Writes the folder `out`; without `workers`, on all cores."""
+    """Write the folder `out`, with `workers` processes or one per core."""
     if workers is not None and workers < 1:
-        raise Refusal(f"--workers {workers}: at least one process has to work; leave it out for one a core")
+        raise Refusal(
+            f"--workers {workers} is less than one process; give 1 or more, or leave --workers out for one per core"
+        )
     if dataset_path is not None and Path(out).resolve().is_relative_to(Path(dataset_path).expanduser().resolve()):
-        raise Refusal(f"--out {out} lies inside dataset_path = {dataset_path!r}; give a folder outside of it")
+        raise Refusal(f"--out {out} is inside dataset_path = {dataset_path!r}; give a folder outside it")
     location = locate_text(dataset, dataset_path)
     if location.kind == "prepared":
-        raise Refusal(f"{location.name} is prepared already; give dataset_path the text it was made from")
+        raise Refusal(f"{location.name} is already prepared; set dataset_path to the text it was made from")
     tokenizer = build_tokenizer(tokenizer_path)
     folder = Path(out)
     job = Job(location, text_key, tokenizer_path, folder, token_dtype(tokenizer.vocab_size))
@@ -68,16 +71,16 @@ def prepare(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Two that write into one folder would mix their tokens; the system lets go of a lock whose holder was killed."""
+    """Lock the folder: two processes that write into it would mix their tokens. A killed process loses its lock."""
     if folder.exists() and (not folder.is_dir() or _is_foreign(set(os.listdir(folder)))):
-        raise Refusal(f"--out {folder} exists and holds something else; give a new folder")
+        raise Refusal(f"--out {folder} exists and has files that `prepare` did not write; give a new folder")
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             fcntl.flock(stack.enter_context((folder / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise Refusal(
-                f"--out {folder}: another `prepare` is writing there; wait for it or stop it, or give another folder"
+                f"--out {folder}: another `prepare` is writing there; wait for it, stop it, or give another folder"
             ) from error
         except OSError as error:
             raise Refusal(f"--out {folder} cannot be written: {error.strerror}; give another folder") from error
@@ -93,20 +96,20 @@ def _agree_with_plan(folder: Path, plan: str) -> None:
         _write_whole(folder / PLAN, plan.encode())
     elif (folder / PLAN).read_text() != plan:
         raise Refusal(
-            f"--out {folder} was begun from other text, text_key or tokenizer (or a file has changed since); "
+            f"--out {folder} was begun with another text, text_key or tokenizer, or a file has changed since; "
             "give a new folder, or delete this one"
         )
 
 
-# Workers: one tokenizer and one opened source a process.
+# Each worker process has one tokenizer and one opened source.
 _worker: tuple[Job, Tokenizer, Any]
 
 
 def _start_worker(job: Job, needs_texts: bool) -> None:
     global _worker
-    # A worker whose parent was killed would go on writing, perhaps against the worker of a second start.
+    # If the parent is killed, a worker must not go on: a second start may already write the same files.
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker a core already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core already has a worker
     texts = open_texts(job.location, job.text_key) if needs_texts else None
     _worker = (job, build_tokenizer(job.tokenizer_path), texts)
 
@@ -118,7 +121,7 @@ def _end_with_parent() -> None:
 
 
 def _tokenize_chunk(number: int, chunk: Chunk) -> int:
-    """Writes the tokens and the document lengths of a chunk; the lengths, last, mark it as complete."""
+    """Write the tokens of a chunk, then its document lengths. The file of lengths marks the chunk as complete."""
     job, tokenizer, texts = _worker
     lengths: list[int] = []
     documents = read_chunk(job, chunk, texts)
@@ -153,7 +156,7 @@ def _tokenize(job: Job, chunks: list[Chunk], workers: int) -> None:
         ) as pool,
     ):
         bar = progress.add_task(job.location.name, total=len(chunks), completed=len(done))
-        # Workers begin here, and inherit that Ctrl-C is for the parent alone; it lets the running chunks finish.
+        # Workers start here and inherit that they ignore Ctrl-C. The parent gets it and lets running chunks finish.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         futures = [pool.submit(_tokenize_chunk, number, chunks[number]) for number in todo]
         signal.signal(signal.SIGINT, handler)
@@ -167,14 +170,14 @@ def _tokenize(job: Job, chunks: list[Chunk], workers: int) -> None:
 
 
 def _finished(job: Job, num_chunks: int) -> set[int]:
-    """Chunks whose files are complete, or already joined."""
+    """Chunks that need no more work: their files are complete, or their tokens are already joined."""
     itemsize = np.dtype(job.dtype).itemsize
     joined = _size(job.out / TOKENS)
     finished, end = set(), 0
     for number in range(num_chunks):
         tokens_path, lengths_path = _chunk_files(job.out, number)
         if not lengths_path.is_file():
-            # What was joined is in order, so nothing after a missing chunk can have been.
+            # Chunks are joined in order, so no chunk after a missing one can be joined.
             joined = 0
             continue
         num_bytes = int(np.fromfile(lengths_path, "<i8").sum()) * itemsize
@@ -185,12 +188,12 @@ def _finished(job: Job, num_chunks: int) -> set[int]:
 
 
 def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
-    """Appends chunk after chunk to one file and deletes it, so that the disk never holds the tokens twice."""
+    """Append chunk after chunk to one file. Each is deleted at once, so the disk never holds all tokens twice."""
     itemsize = np.dtype(job.dtype).itemsize
     lengths = [np.fromfile(_chunk_files(job.out, number)[1], "<i8") for number in range(len(chunks))]
     offsets = np.cumsum(np.concatenate([np.zeros(1, "<i8"), *lengths]), dtype="<i8")
     if len(offsets) == 1:
-        raise Refusal(f"{job.location.name} holds no document; give text to prepare")
+        raise Refusal(f"{job.location.name} holds no document; give a source with text in it")
     tokens_path = job.out / TOKENS
     tokens_path.touch()
     begin = 0
@@ -234,7 +237,7 @@ def _size(path: Path) -> int:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """All of it or nothing: written beside its place, then renamed."""
+    """Write the whole file or nothing: the data goes into a temporary file, which is then renamed."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         file.write(data)
@@ -245,12 +248,16 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--dataset_path", help="JSONL, Parquet or text: a file, a folder or a quoted glob")
-    source.add_argument("--dataset", help="a name as in training.dataset: c4, pydocs, owner/name")
-    parser.add_argument("--tokenizer", required=True, help="tokenizer file, or the folder that holds it")
-    parser.add_argument("--out", required=True, help="folder for the prepared tokens")
-    parser.add_argument("--text_key", default="text", help="field or column that holds the text (default: text)")
-    parser.add_argument("--workers", type=int, help="processes (default: one a core)")
+    source.add_argument("--dataset_path", help="JSONL, Parquet or text to tokenize: a file, a folder or a quoted glob")
+    source.add_argument("--dataset", help="text to tokenize, by a name as in training.dataset: c4, pydocs, owner/name")
+    parser.add_argument("--tokenizer", required=True, help="the tokenizer: a file, or the folder that holds it")
+    parser.add_argument(
+        "--out", required=True, help="the folder to write the tokens to; give the same one again to resume"
+    )
+    parser.add_argument("--text_key", default="text", help="the field or column that holds the text (default: text)")
+    parser.add_argument(
+        "--workers", type=int, help="number of processes (default: one per core); give fewer if memory is short"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -260,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
             args.dataset or "local text", args.dataset_path, args.tokenizer, args.out, args.text_key, args.workers
         )
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; run the same command again to resume", file=sys.stderr)
         raise SystemExit(128 + signal.SIGINT) from None
     seconds = time.perf_counter() - start
     print(f"{args.out}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens ({meta.dtype}), {seconds:.1f} s")

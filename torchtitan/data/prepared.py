@@ -1,6 +1,7 @@
-"""Prepared tokens: one flat file of ids, one of document offsets, and what they were made with; read memory-mapped.
+"""Prepared tokens: a flat file of ids, a file of document offsets, and meta.json; read memory-mapped.
 
-`meta.json` is written last, so a folder without it is unfinished and refused. So is another tokenizer.
+`prepare` writes meta.json last, so a folder without it is unfinished and refused. Training with a tokenizer that gives
+other ids is refused, too.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from torchtitan.refusal import Refusal
 FORMAT_VERSION = 1
 TOKENS, OFFSETS, META, PLAN = "tokens.bin", "documents.bin", "meta.json", "plan.json"
 DTYPES = ("<u2", "<u4")
-DAMAGED = "the copy is damaged: copy or prepare it again"
+DAMAGED = "the folder is damaged: copy it again or prepare it again"
 PROBE = (
     "The quick brown fox jumps over 13 lazy dogs, 1234567 times!\n\n\tdef f(x):\n        return x ** 2  # naïve\r\n"
     "Ünïcödé: Привет, мир. 你好,世界。 こんにちは 🙂👩‍🚀 don't <|end_of_text|> </s> https://example.org/?a=b&c=%20"
@@ -25,7 +26,7 @@ PROBE = (
 
 @dataclass(frozen=True)
 class Meta:
-    """What `meta.json` holds."""
+    """The content of `meta.json`."""
 
     format_version: int
     num_documents: int
@@ -39,12 +40,12 @@ class Meta:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether this is a folder of prepared tokens, complete or only begun."""
+    """Whether `prepare` has written or begun this folder."""
     return (folder / META).is_file() or (folder / PLAN).is_file() or (folder / TOKENS).is_file()
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Equal for tokenizers that turn text into the same ids, whatever file they came from."""
+    """A hash that is the same for tokenizers that turn text into the same ids, whichever files they come from."""
     sampled = range(0, tokenizer.vocab_size, max(1, tokenizer.vocab_size // 512))
     facts = [
         tokenizer.vocab_size,
@@ -57,24 +58,24 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The smallest unsigned type, in the byte order of the file, that holds every id."""
+    """The smallest unsigned little-endian type that holds every id."""
     return DTYPES[vocab_size > 1 << 16]
 
 
 class PreparedTokens:
-    """Documents by number. Memory is the operating system's page cache, shared by the ranks of a machine."""
+    """Documents by number. They stay in the operating system's page cache, which the ranks of a machine share."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self.meta = load_meta(folder)
         if self.meta.tokenizer_sha256 != fingerprint(tokenizer):
             raise Refusal(
-                f"{folder} was prepared with another tokenizer (vocabulary {self.meta.vocab_size}, here "
-                f"{tokenizer.vocab_size}); set model.hf_assets_path to that one, or prepare the text again"
+                f"{folder} was prepared with another tokenizer ({self.meta.vocab_size} ids, this one has "
+                f"{tokenizer.vocab_size}); set model.hf_assets_path to that tokenizer, or prepare the text again"
             )
         if self.meta.largest_id >= tokenizer.vocab_size:
             raise Refusal(
-                f"{folder} holds the id {self.meta.largest_id}, and the tokenizer has {tokenizer.vocab_size}; "
-                "the disk damaged it while it was written: prepare the text again"
+                f"{folder} holds the id {self.meta.largest_id}, but the tokenizer has only {tokenizer.vocab_size} ids; "
+                "the disk damaged the file during writing: prepare the text again"
             )
         self._folder = folder
         self._offsets = _map(folder / OFFSETS, "<i8", self.meta.num_documents + 1)
@@ -98,8 +99,8 @@ def load_meta(folder: Path) -> Meta:
     path = folder / META
     if not path.is_file():
         raise Refusal(
-            f"{folder} is prepared only in part ({META} is missing); run the same `python -m torchtitan prepare` "
-            "again, which goes on where it stopped"
+            f"{folder} is only partly prepared ({META} is missing); run the same `python -m torchtitan prepare` "
+            "command again to finish it"
         )
     try:
         content = json.loads(path.read_bytes())
@@ -109,12 +110,13 @@ def load_meta(folder: Path) -> Meta:
         raise Refusal(f"{path} is not a JSON object; {DAMAGED}")
     if content.get("format_version") != FORMAT_VERSION:
         raise Refusal(
-            f"{path}: format {content.get('format_version')}, and this version reads {FORMAT_VERSION}; prepare it again"
+            f"{path} has format {content.get('format_version')}, but this version reads {FORMAT_VERSION}; "
+            "prepare the text again"
         )
     types = {field.name: field.type for field in fields(Meta)}
     wrong = [name for name in types | content if type(content.get(name)) is not types.get(name)]
     if wrong or content["dtype"] not in DTYPES:
-        raise Refusal(f"{path}: not as `prepare` writes it: {', '.join(wrong) or 'dtype'}; {DAMAGED}")
+        raise Refusal(f"{path} is not as `prepare` writes it: {', '.join(wrong) or 'dtype'}; {DAMAGED}")
     return Meta(**content)
 
 
@@ -124,5 +126,5 @@ def _map(path: Path, dtype: str, count: int) -> np.ndarray:
     if size != expected:
         found = f"has {size:,} bytes" if size >= 0 else "is missing"
         raise Refusal(f"{path} {found}, expected {expected:,}; {DAMAGED}")
-    # A plain array over the map: slicing a np.memmap costs several times as much.
+    # A plain array over the map, because slicing an np.memmap takes several times as long.
     return np.asarray(np.memmap(path, dtype, mode="r"))

@@ -1,4 +1,4 @@
-"""Texts that can only be read forwards, shard by shard: Hugging Face hub datasets, compressed JSON lines, Parquet."""
+"""Texts that can only be read forwards, shard by shard: compressed JSON lines, Parquet, Hugging Face hub datasets."""
 
 import bz2
 import gzip
@@ -14,21 +14,21 @@ from typing import Any, Protocol
 from torchtitan.data.documents import check_text, parse_line
 from torchtitan.refusal import Refusal
 
-# How to open a file, and what a shell tests it with.
+# How to open a file, and the shell command that tests it.
 COMPRESSIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ".gz": (gzip.open, "gzip -t"),
     ".bz2": (bz2.open, "bzip2 -t"),
     ".xz": (lzma.open, "xz -t"),
 }
-PARQUET_ROWS = 256  # decoded at a time
+PARQUET_ROWS = 256  # rows to decode at a time
 PARQUET_BUFFER_BYTES = 1 << 20
 
 
 class ShardReader(Protocol):
-    """One shard from some place on. `state()` is that place, as small plain data."""
+    """Reads one shard. `state()` is the place it has reached, as small plain data."""
 
     def read(self, count: int) -> list[str]:
-        """The next `count` texts; fewer only at the end of the shard."""
+        """The next `count` texts, or fewer at the end of the shard."""
 
     def state(self) -> Any: ...
 
@@ -36,7 +36,7 @@ class ShardReader(Protocol):
 class ShardedTexts(ABC):
     name: str
     num_shards: int
-    identity: str  # how many and how large; a resumed run compares it
+    identity: str  # number and size of the shards; a resumed run compares it
 
     @abstractmethod
     def open(self, shard: int, state: Any | None) -> ShardReader:
@@ -47,7 +47,7 @@ class ShardedTexts(ABC):
 
 
 class CompressedJsonLines(ShardedTexts):
-    """A shard is a file."""
+    """Each file is one shard."""
 
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         self.name, self.num_shards = str(files[0]), len(files)
@@ -65,7 +65,7 @@ class _CompressedReader:
     def __init__(self, path: Path, text_key: str, lines_read: int) -> None:
         self._path, self._text_key, self._lines_read = path, text_key, lines_read
         self._open, test = COMPRESSIONS[path.suffix]
-        self._test = f"`{test} {path}` tells whether it is damaged"
+        self._test = f"test it with `{test} {path}`"
         self._lines = islice(self._read_lines(), lines_read, None)
 
     def _read_lines(self) -> Iterator[bytes]:
@@ -73,7 +73,9 @@ class _CompressedReader:
             with self._open(self._path) as file:
                 yield from file
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise Refusal(f"{self._path} cannot be read: {error}; is it complete? {self._test}") from error
+            raise Refusal(
+                f"{self._path} cannot be read: {error}; it may be incomplete or damaged: {self._test}"
+            ) from error
 
     def read(self, count: int) -> list[str]:
         texts: list[str] = []
@@ -92,7 +94,7 @@ class _CompressedReader:
 
 
 class ParquetFiles(ShardedTexts):
-    """A shard is a row group: where reading can begin."""
+    """Each row group is one shard, because reading can begin at a row group."""
 
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         import pyarrow.parquet
@@ -104,7 +106,7 @@ class ParquetFiles(ShardedTexts):
             try:
                 metadata = pyarrow.parquet.read_metadata(path)
             except (OSError, pyarrow.ArrowException) as error:
-                raise Refusal(f"{path} cannot be read as Parquet: {error}") from error
+                raise Refusal(f"{path} cannot be read as Parquet: {error}; copy or download it again") from error
             names = metadata.schema.to_arrow_schema().names
             if text_key not in names:
                 raise Refusal(f"{path} has no column {text_key!r} (it has {', '.join(names)}); set text_key")
@@ -122,7 +124,7 @@ class ParquetFiles(ShardedTexts):
         return _RowReader(rows, state or 0, self._text_key, lambda number: self.describe(shard, number))
 
     def _read_rows(self, shard: int, first: int) -> Iterator[Any]:
-        """From row `first` on, some at a time: row groups are large, and each stream reads one."""
+        """Rows from `first` on, decoded some at a time: a row group is large, and each stream reads one."""
         import pyarrow.parquet
 
         path, group, _ = self._groups[shard]
@@ -134,7 +136,9 @@ class ParquetFiles(ShardedTexts):
                         yield from batch.column(0).slice(max(first - begin, 0)).to_pylist()
                     begin += len(batch)
         except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-            raise Refusal(f"{path} row group {group} cannot be read: {error}") from error
+            raise Refusal(
+                f"{path} row group {group} cannot be read: {error}; copy or download the file again"
+            ) from error
 
     def describe(self, shard: int, number: int) -> str:
         path, _, first_row = self._groups[shard]
@@ -156,17 +160,17 @@ class _RowReader:
 
 
 class HubDataset(ShardedTexts):
-    """A dataset of the Hugging Face hub, streamed; a shard is one of its files."""
+    """A dataset that is streamed from the Hugging Face hub. Each of its files is one shard."""
 
     def __init__(self, repo: str, config: str | None, split: str, text_key: str) -> None:
         self.name, self._text_key = f"{repo}{f' ({config})' if config else ''} {split}", text_key
         try:
             self._dataset = load_hub_dataset(repo, config, split)
-        except Exception as error:  # datasets, huggingface_hub and the network raise many kinds
+        except Exception as error:  # datasets, huggingface_hub and the network raise many kinds of errors
             raise Refusal(
                 f"dataset {self.name!r} cannot be opened: {type(error).__name__}: {error}\n"
-                "  offline: set dataset_path to a local copy; gated or private: accept its terms and set HF_TOKEN; "
-                "several configurations: dataset = 'owner/name:config' or 'owner/name:config:split'"
+                "  no network: set dataset_path to a local copy; gated or private: accept its terms and set HF_TOKEN; "
+                "several configurations: set dataset = 'owner/name:config' or 'owner/name:config:split'"
             ) from error
         self.num_shards: int = self._dataset.num_shards
         self.identity = f"{self.name} in {self.num_shards:,} shards"
@@ -193,8 +197,10 @@ class _HubReader:
         while len(texts) < count:
             try:
                 row = next(self._rows, None)
-            except Exception as error:  # as above, and whatever a damaged file makes a parser raise
-                raise Refusal(f"{self._where()}: reading failed: {type(error).__name__}: {error}") from error
+            except Exception as error:  # as above, and what parsers raise for a damaged file
+                raise Refusal(
+                    f"{self._where()} cannot be read: {type(error).__name__}: {error}; resume from the last checkpoint"
+                ) from error
             if row is None:
                 break
             if self._text_key not in row:
@@ -209,12 +215,15 @@ class _HubReader:
 
     def state(self) -> list[Any]:
         if self._begin is not None and self._rows_read == self._begin[0]:
-            return list(self._begin)  # the library knows the place it was given only once a row was read from there
-        return [self._rows_read, json.dumps(self._dataset.state_dict())]  # JSON: its shape is the library's affair
+            return list(self._begin)  # after load_state_dict, datasets reports its place only once it has read a row
+        return [
+            self._rows_read,
+            json.dumps(self._dataset.state_dict()),
+        ]  # JSON: only datasets knows its structure
 
 
 def load_hub_dataset(repo: str, config: str | None, split: str) -> Any:
-    """Only the call that opens the stream, so that a test can put local files in its place."""
+    """Open the stream. A test replaces this function to read local files."""
     import datasets
 
     return datasets.load_dataset(repo, config, split=split, streaming=True)

@@ -1,6 +1,6 @@
-"""Finds the text a `dataset` or `dataset_path` names, and says what it is.
+"""Finds the text that `dataset` or `dataset_path` names, and determines its kind.
 
-It refuses files of unknown or mixed kinds; it never guesses that an unknown file is text.
+Files of an unknown kind and a mix of kinds are refused. An unknown file is never taken for text.
 """
 
 import difflib
@@ -39,7 +39,7 @@ READABLE = "JSONL (also .gz, .bz2, .xz), Parquet, text (.txt, .md, .rst)"
 
 @dataclass(frozen=True)
 class Location:
-    """Text that was found: its kind, and its files or its place on the hub."""
+    """Where a text is: its kind, and its files or its repository on the hub."""
 
     kind: Kind
     files: tuple[Path, ...] = ()
@@ -56,12 +56,15 @@ def locate_text(dataset: str, dataset_path: str | None) -> Location:
     if dataset in SHIPPED:
         file = SHIPPED_TEXT / SHIPPED[dataset]
         if not file.is_file():
-            raise Refusal(f"dataset = {dataset!r} ships with a clone of this repository, but {file} is not there")
+            raise Refusal(
+                f"dataset = {dataset!r} needs {file}, which is missing; run in a clone of the repository, or set "
+                "dataset_path to your own text"
+            )
         return Location("jsonl", (file,))
     if dataset in HUB:
         return Location("hub", hub=HUB[dataset])
     if Path(dataset).exists():
-        raise Refusal(f"dataset = {dataset!r} is a path here; set dataset_path to it (dataset is then only a label)")
+        raise Refusal(f"dataset = {dataset!r} is a path; set dataset_path to that path (dataset is then only a label)")
     repo, _, rest = dataset.partition(":")
     config, _, split = rest.partition(":")
     if repo.count("/") == 1 and all(repo.split("/")) and not repo.startswith("."):
@@ -78,11 +81,12 @@ def locate_text(dataset: str, dataset_path: str | None) -> Location:
 def open_source(
     dataset: str, dataset_path: str | None, text_key: str, tokenizer: Tokenizer
 ) -> Documents | ShardedTexts:
-    """Documents by number where they can be read in any order, else shards of text."""
+    """Documents by number if the text can be read in any order, otherwise shards of text."""
     location = locate_text(dataset, dataset_path)
     if dataset == "c4_test" and dataset_path is None:
         logger.info(
-            f"dataset c4_test is the small text that ships here ({location.name}), not torchtitan's excerpt of C4"
+            f"dataset c4_test is the small text that ships with this repository ({location.name}), not torchtitan's "
+            "excerpt of C4"
         )
     if location.kind == "prepared":
         return PreparedTokens(location.files[0], tokenizer)
@@ -93,7 +97,7 @@ def open_source(
 def open_texts(location: Location, text_key: str) -> Texts | ShardedTexts:
     texts = _open_kind(location, text_key)
     if not (texts.num_shards if isinstance(texts, ShardedTexts) else len(texts)):
-        raise Refusal(f"{location.name} holds no document; a source needs at least one")
+        raise Refusal(f"{location.name} holds no document; give a source with at least one")
     return texts
 
 
@@ -124,11 +128,11 @@ def _locate_path(dataset_path: str) -> Location:
             return Location("saved", (path,))
         files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file, path)]
         if not files:
-            raise Refusal(f"dataset_path = {dataset_path!r} is a folder without files; expected {READABLE}")
+            raise Refusal(f"dataset_path = {dataset_path!r} is a folder without files; give a folder with {READABLE}")
     elif path.is_file():
         files = [path]
     elif path.exists():
-        raise Refusal(f"dataset_path = {dataset_path!r} is neither a file nor a folder; expected {READABLE}")
+        raise Refusal(f"dataset_path = {dataset_path!r} is neither a file nor a folder; give {READABLE}")
     else:
         found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
         files = [file for file in found if file.is_file()]
@@ -139,7 +143,7 @@ def _locate_path(dataset_path: str) -> Location:
             )
         if not files:
             raise Refusal(
-                f"dataset_path = {dataset_path!r}: no file matches (looked from {Path.cwd()}); "
+                f"dataset_path = {dataset_path!r}: no file matches (relative paths begin at {Path.cwd()}); "
                 "give a file, a folder or a glob such as 'corpus/*.jsonl'"
             )
     return Location(_one_kind(dataset_path, files), tuple(files))
@@ -150,8 +154,8 @@ def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
     unknown = [str(file) for file, kind in kinds.items() if kind is None]
     if unknown:
         raise Refusal(
-            f"dataset_path = {dataset_path!r}: files of unknown type: {', '.join(unknown[:5])}"
-            f"{f' and {len(unknown) - 5} more' if len(unknown) > 5 else ''}; expected {READABLE}; "
+            f"dataset_path = {dataset_path!r} has files of an unknown kind: {', '.join(unknown[:5])}"
+            f"{f' and {len(unknown) - 5} more' if len(unknown) > 5 else ''}; give {READABLE}; "
             "a glob such as 'corpus/*.jsonl' leaves other files out"
         )
     found = {kind: file for file, kind in kinds.items() if kind is not None}
@@ -159,7 +163,7 @@ def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
         examples = ", ".join(f"{kind} ({file})" for kind, file in sorted(found.items()))
         raise Refusal(
             f"dataset_path = {dataset_path!r} mixes kinds of files: {examples}; "
-            "give a glob that matches one kind, or one source a kind ([[training.sources]])"
+            "give a glob that matches one kind, or one source for each kind ([[training.sources]])"
         )
     return next(iter(found))
 

@@ -1,6 +1,6 @@
-"""One stream of documents: its own part of every source, its own order, and a position small enough to save.
+"""A stream of documents. It has its own part of every source, its own order, and a position small enough to save.
 
-Which documents a stream reads depends on the data, the seed and the number of streams; never on ranks.
+Which documents a stream reads depends on the data, the seed and the number of streams, but never on the ranks.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
-INDEX_BLOCK = 256  # permuted indices are computed this many at a time: some microseconds a call, spread out
-SHUFFLE_BLOCK = 512  # documents of a shard are shuffled within blocks of this many a stream; they are held as text
+INDEX_BLOCK = 256  # permuted indices are computed in blocks of this size, which spreads the cost of a call
+SHUFFLE_BLOCK = 512  # a stream shuffles a shard within blocks of this many documents, which it holds as text
 
 
 class DocumentRef(NamedTuple):
-    """Where a document came from; put into words only when something went wrong."""
+    """Where a document came from. Only an error turns it into words."""
 
     source: int
     epoch: int
@@ -30,14 +30,14 @@ class DocumentRef(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """What a stream needs to know of a source."""
+    """What a stream needs to know about a source."""
 
     name: str
     data: Documents | ShardedTexts
     weight: float = 1.0
-    epochs: int = 1  # times it may be read; -1: without end
-    mean_tokens: float = 0.0  # of a document, roughly; only a mix needs it
-    may_run_short: bool = False  # a stream may have no document at all
+    epochs: int = 1  # how often it may be read; -1: without end
+    mean_tokens: float = 0.0  # estimated tokens per document; only a mix of sources uses it
+    may_run_short: bool = False  # a stream without any document is no error
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cursor(Protocol):
     """A stream's place in one source."""
 
     def next(self) -> tuple[np.ndarray, DocumentRef] | None:
-        """Tokens of the next document; None once all epochs are read."""
+        """The tokens of the next document, or None when all epochs are read."""
 
     def state(self) -> list[Any]: ...
 
@@ -61,7 +61,7 @@ class Cursor(Protocol):
 
 
 class IndexedCursor:
-    """Reads documents order[stream::num_streams], where order is a permutation of its own for each epoch."""
+    """Reads documents order[stream::num_streams]. Each epoch has its own permutation as order."""
 
     def __init__(self, source: Source, data: Documents, number: int, order: Order, stream: int) -> None:
         self._source, self._data, self._number, self._order, self._stream = source, data, number, order, stream
@@ -99,10 +99,11 @@ class IndexedCursor:
 
 
 class ShardedCursor:
-    """Reads its shards one after the other, shuffled within blocks; a shard may be shared with other streams.
+    """Reads shards one after the other and shuffles documents within blocks. Streams may share a shard.
 
-    With at most as many streams as shards a stream owns shards order[stream::num_streams]. With more, the streams
-    congruent modulo the number of shards read the same one, and each keeps every so many-th document.
+    If there are at most as many streams as shards, a stream owns shards order[stream::num_streams]. If there are more,
+    all streams that are congruent modulo the number of shards read the same shard, and n such streams each keep every
+    n-th document.
     """
 
     def __init__(
@@ -123,11 +124,11 @@ class ShardedCursor:
         self._begin_shard(0)
 
     def _begin_shard(self, shard: int) -> None:
-        self._shard, self._num_read = shard, 0  # num_read: documents of the shard before the block
+        self._shard, self._num_read = shard, 0  # num_read: documents of the shard before the current block
         self._reader: ShardReader | None = None
-        self._reader_state: Any = None  # at the start of the block
+        self._reader_state: Any = None  # at the start of the current block
         self._block: list[tuple[int, str]] = []
-        self._block_size = self._offset = 0  # offset: own documents of the block that were handed out
+        self._block_size = self._offset = 0  # offset: how many of this stream's documents in the block it has returned
 
     def state(self) -> list[Any]:
         return [self._epoch, self._shard, self._num_read, self._reader_state, self._offset]
@@ -151,7 +152,7 @@ class ShardedCursor:
                 if not self._found:
                     raise Refusal(
                         f"{self._source.name}: stream {self._stream} of {self._order.num_streams} found no document in "
-                        f"{self._data.num_shards} shards; use fewer streams (training.num_streams)"
+                        f"{self._data.num_shards} shards; set training.num_streams lower"
                     )
                 if 0 < self._source.epochs <= self._epoch + 1:
                     return None
@@ -174,7 +175,7 @@ class ShardedCursor:
         if not texts:
             self._begin_shard(self._shard + 1)
             return
-        # Blocks begin at multiples of the share, so that every stream of a shared shard counts alike.
+        # Blocks begin at multiples of the share, so all streams that share a shard count its documents alike.
         own = np.arange(self._first, len(texts), self._share)
         if self._order.shuffle and len(own):
             key = (self._order.seed, self._number, self._epoch, shard, self._num_read)
@@ -184,18 +185,18 @@ class ShardedCursor:
 
 
 class Stream:
-    """Takes each document from the source whose tokens lag most behind its weight; ends when that one has ended.
+    """Takes each document from the source whose tokens lag most behind its weight, and ends when that source ends.
 
-    Streams begin at different points of that cycle. Otherwise a source of few, long documents would fill whole batches,
-    in all streams at once, and then none for long.
+    Streams begin at different points of this cycle. Otherwise all streams would take the long documents of a source at
+    the same time: such a source would fill whole batches, and then be absent for many.
     """
 
     def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer, order: Order, stream: int) -> None:
         self._weights = [source.weight for source in sources]
         self._num_tokens = [0] * len(sources)
         if len(sources) > 1:
-            # A source counts as having given this much already, so that its first document is due somewhere within
-            # mean_tokens / share, the distance from one to the next.
+            # Each source starts with some tokens to its account, so that its first document is due within
+            # mean_tokens / share tokens, the distance from one of its documents to the next.
             for number, source in enumerate(sources):
                 others = 1 - source.weight / sum(self._weights)
                 self._num_tokens[number] = int(spread(order, stream, number) * source.mean_tokens / others)
@@ -215,7 +216,7 @@ class Stream:
         return document
 
     def state(self) -> dict[str, Any]:
-        """Numbers, strings and lists only, so that JSON and PyTorch's checkpoints give back what they were given."""
+        """Only numbers, strings and lists, which JSON and PyTorch's checkpoints return unchanged."""
         return {"num_tokens": list(self._num_tokens), "cursors": [cursor.state() for cursor in self._cursors]}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -224,9 +225,9 @@ class Stream:
             cursor.load(cursor_state)
 
     def restart_shares(self, state: dict[str, Any], old_weights: Sequence[float]) -> dict[str, Any]:
-        """A state saved under other weights, counting anew from here; to be called on a stream that was not used."""
+        """A state saved with other weights, with the count of tokens restarted. Call this on an unused stream."""
         counts = list(self._num_tokens)
-        counts[due_source(state["num_tokens"], old_weights)] = -1  # the document under way is read to its end
+        counts[due_source(state["num_tokens"], old_weights)] = -1  # so the stream first finishes the current document
         return {**state, "num_tokens": counts}
 
 
@@ -236,7 +237,7 @@ def due_source(num_tokens: Sequence[int], weights: Sequence[float]) -> int:
 
 
 def spread(order: Order, stream: int, number: int) -> float:
-    """Between 0 and 1, evenly over the streams, and in another order for each source."""
+    """A number between 0 and 1. The streams' numbers are evenly spaced, in another order for each source."""
     place = permute(order.num_streams, (order.seed, number), np.array([stream]))
     return float(place[0] + 0.5) / order.num_streams
 
@@ -251,6 +252,6 @@ def sample_mean_tokens(data: Documents | ShardedTexts, tokenizer: Tokenizer, cou
 
 
 def log_epoch(source: Source, epoch: int, order: Order, stream: int) -> None:
-    if stream == 0:  # the others follow at about the same time
+    if stream == 0:  # the other streams follow at about the same time
         order_text = "in a new order" if order.shuffle else "in the same order"
         logger.info(f"epoch {epoch + 1} of {source.name} begins, {order_text}")

@@ -1,13 +1,13 @@
-"""Hugging Face, Llama 3 tiktoken and Llama 2 SentencePiece tokenizer files behind one small interface.
+"""One interface to three kinds of tokenizer: Hugging Face's, Llama 3's (tiktoken) and Llama 2's (SentencePiece).
 
-The kind of a file is read from its content, never from its name. Text can hold no control token: `<|end_of_text|>`
-inside a document is encoded as the characters it is made of. A file that is no tokenizer is refused, with a guess at
-what it is.
+A document never contains a control token: the text `<|end_of_text|>` in it is encoded as ordinary characters.
+A prompt is encoded as transformers encodes it with the same folder.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import os
 import re
@@ -17,35 +17,36 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from torchtitan.data.tokenizer_files import EXPECTED, describe, find_file, load_config, load_json
 from torchtitan.refusal import Refusal
 
-FOLDER_CANDIDATES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
-EXPECTED = "a Hugging Face tokenizer.json, or Llama 3's (tiktoken) or Llama 2's (SentencePiece) tokenizer.model"
 KNOWN_BOS = ("<|begin_of_text|>", "<s>")
 KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 
-# A tiktoken file holds neither its pattern nor its special tokens; these are Llama 3.1's.
-LLAMA3_PATTERN = (
+# A tiktoken file contains neither its split pattern nor its control tokens. These are Llama 3.1's.
+TIKTOKEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3_SPECIAL_TOKENS = (
+TIKTOKEN_SPECIAL_TOKENS = (
     "<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|> <|reserved_special_token_1|> "
     "<|finetune_right_pad_id|> <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> "
     "<|eom_id|> <|eot_id|> <|python_tag|>"
 ).split() + [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
-# tiktoken panics on longer texts and is quadratic in the length of a run without (or of nothing but) white space.
-# Llama 3's own code cuts at the same places, so the ids agree with it.
+# tiktoken panics on a longer text, and its time grows with the square of a run of white space or of other characters.
+# Llama 3's own code cuts texts at the same places, so the ids are the same.
 TIKTOKEN_MAX_CHARS = 400_000
 TIKTOKEN_MAX_RUN = 25_000
 
 
 class Tokenizer(ABC):
-    """Safe to use from several threads: nothing changes after construction."""
+    """Several threads may share a tokenizer."""
 
     kind: str
-    vocab_size: int  # ids an embedding needs: the largest id + 1
+    vocab_size: int  # rows that an embedding needs: the largest id + 1
+    bos_token: str | None
     bos_id: int | None
+    eos_token: str
     eos_id: int
 
     @abstractmethod
@@ -56,14 +57,22 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, without control tokens: what `encode` was given, whatever `bos` and `eos` were."""
+        """The text without control tokens: exactly what was encoded, with or without BOS and EOS."""
+
+    @abstractmethod
+    def encode_prompt(self, text: str, as_trained: bool = False) -> list[int]:
+        """The ids that transformers gives for the text with this tokenizer's folder.
+
+        With `as_trained`, the ids begin as training begins a document: with BOS if the tokenizer has one, and with
+        nothing else. transformers does the same with the exported folder (see prompts.py).
+        """
 
     def encode(self, text: str, bos: bool, eos: bool) -> list[int]:
-        """`bos` adds nothing where the tokenizer has no BOS (`bos_id` is None)."""
+        """The ids of a document. `bos` adds nothing if the tokenizer has no BOS (`bos_id` is None)."""
         return self._frame(self._encode(_encodable(text)), bos, eos)
 
     def encode_batch(self, texts: list[str], bos: bool, eos: bool) -> list[list[int]]:
-        """The same as `encode` of each, on several cores."""
+        """The same ids as `encode` of each text, computed on several cores."""
         return [self._frame(ids, bos, eos) for ids in self._encode_batch([_encodable(text) for text in texts])]
 
     def _frame(self, ids: list[int], bos: bool, eos: bool) -> list[int]:
@@ -81,8 +90,7 @@ class HuggingFaceTokenizer(Tokenizer):
         import tokenizers
 
         added = [token["content"] for token in content.get("added_tokens") or []]
-        config_path = path.parent / "tokenizer_config.json"
-        config = _load_json(config_path) if config_path.is_file() else {}
+        config_path, config = load_config(path.parent)
         bos = _named_token(config, "bos_token", KNOWN_BOS, added)
         eos = _named_token(config, "eos_token", KNOWN_EOS, added)
         if eos is None:
@@ -90,31 +98,34 @@ class HuggingFaceTokenizer(Tokenizer):
             if "eos_token" in config:
                 found = "names null as eos_token"
             raise Refusal(
-                f'{path}: no end-of-text token: {config_path} {found}; write {{"eos_token": "..."}} to {config_path}'
+                f'{path} has no end-of-text token: {config_path} {found}; write {{"eos_token": "..."}} to {config_path}'
             )
         for token in content.get("added_tokens") or []:
             token["special"] = token.get("special", False) or token["content"] in (bos, eos)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-        except Exception as error:  # the library raises bare Exception
-            message = f"{path}: tokenizers {tokenizers.__version__} cannot read it ({error}); expected {EXPECTED}"
+        except Exception as error:  # tokenizers raises bare Exception
+            message = f"{path}: tokenizers {tokenizers.__version__} cannot read it ({error}); give {EXPECTED}"
             raise Refusal(message) from error
-        # A file may say "at most 512 tokens" or "pad to the longest", which would lose or invent training text.
+        # The file may ask for at most 512 tokens, or for padding. Training would lose text or learn from padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # that is, as text
+        self._tokenizer.encode_special_tokens = True  # that is, as ordinary text
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         for token in filter(None, (bos, eos)):
             if token not in vocab:
-                raise Refusal(f"{config_path} names {token!r}, which is not in {path}; correct one of the two")
+                raise Refusal(
+                    f"{config_path} names {token!r}, which is not in {path}; download both files from one repository"
+                )
             if vocab[token] in self._encode(token):
                 raise Refusal(
-                    f"{path}: the text {token!r} is encoded as the control token, so a document could end itself; "
-                    "use a byte-level BPE tokenizer"
+                    f"{path} encodes the text {token!r} as the control token, so a document could end itself; use a "
+                    "byte-level BPE tokenizer"
                 )
         self.vocab_size = max(vocab.values()) + 1
-        self.bos_id = vocab[bos] if bos is not None else None
-        self.eos_id = vocab[eos]
+        self.bos_token, self.bos_id = bos, vocab[bos] if bos is not None else None
+        self.eos_token, self.eos_id = eos, vocab[eos]
+        self._prompts_are_plain = bool(config.get("split_special_tokens"))
 
     # add_special_tokens=False: the file's post-processor would add a second BOS.
     def _encode(self, text: str) -> list[int]:
@@ -125,6 +136,23 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    # transformers 5 ignores add_bos_token in tokenizer_config.json if there is a tokenizer.json: the post-processor
+    # in tokenizer.json alone decides. Control tokens that are written in the text become control tokens.
+    def encode_prompt(self, text: str, as_trained: bool = False) -> list[int]:
+        ids = self._prompt_tokenizer.encode(_encodable(text), add_special_tokens=not as_trained).ids
+        return self._frame(ids, bos=as_trained, eos=False)
+
+    @functools.cached_property
+    def _prompt_tokenizer(self) -> Any:
+        import tokenizers
+
+        tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        named = [token for token in (self.bos_token, self.eos_token) if token and token not in known]
+        tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in named])
+        tokenizer.encode_special_tokens = self._prompts_are_plain
+        return tokenizer
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -139,23 +167,26 @@ class TiktokenTokenizer(Tokenizer):
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except ValueError as error:
-                raise Refusal(f"{path}, line {number}: {line[:60]!r} is not a base64 token and its rank") from error
+                raise Refusal(
+                    f"{path}, line {number}: {line[:60]!r} is not a base64 token and its rank; download the file again"
+                ) from error
         if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
             raise Refusal(
-                f"{path}: {len(ranks)} ranks, which should be 0, 1, 2 ... without a gap and include every single byte; "
-                "the file is damaged, get it again"
+                f"{path} has {len(ranks)} ranks, which should be 0, 1, 2 ... without a gap and include every single "
+                "byte; the file is damaged: download it again"
             )
         self._num_text_ids = len(ranks)
-        special = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
+        special = {token: len(ranks) + i for i, token in enumerate(TIKTOKEN_SPECIAL_TOKENS)}
         self._encoding = tiktoken.Encoding(
-            path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
+            path.name, pat_str=TIKTOKEN_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
         self.vocab_size = self._encoding.n_vocab
-        self.bos_id = special["<|begin_of_text|>"]
-        self.eos_id = special["<|end_of_text|>"]
+        self.bos_token, self.bos_id = "<|begin_of_text|>", special["<|begin_of_text|>"]
+        self.eos_token, self.eos_id = "<|end_of_text|>", special["<|end_of_text|>"]
+        _, self._config = load_config(path.parent)
 
     def _encode(self, text: str) -> list[int]:
-        # encode_ordinary knows no special token, wherever the text holds one.
+        # encode_ordinary encodes a control token in the text as ordinary characters.
         return [token for piece in _tiktoken_pieces(text) for token in self._encoding.encode_ordinary(piece)]
 
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -164,6 +195,10 @@ class TiktokenTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([token for token in ids if token < self._num_text_ids])
+
+    def encode_prompt(self, text: str, as_trained: bool = False) -> list[int]:
+        ids = self._encoding.encode(_encodable(text), allowed_special="all")
+        return self._frame(ids, *_frame_of_prompts(self._config, as_trained))
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -175,13 +210,14 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as error:
-            raise Refusal(f"{path}: a damaged SentencePiece model ({error}); get the file again") from error
+            raise Refusal(f"{path} is a damaged SentencePiece model ({error}); download it again") from error
         bos_id, eos_id = self._processor.bos_id(), self._processor.eos_id()
         if eos_id < 0:
-            raise Refusal(f"{path}: the SentencePiece model has no EOS piece; train it with one (--eos_id)")
+            raise Refusal(f"{path} is a SentencePiece model without an EOS piece; train it with one (--eos_id)")
         self.vocab_size = self._processor.get_piece_size()
-        self.bos_id = bos_id if bos_id >= 0 else None
-        self.eos_id = eos_id
+        self.bos_token, self.bos_id = (self._processor.id_to_piece(bos_id), bos_id) if bos_id >= 0 else (None, None)
+        self.eos_token, self.eos_id = self._processor.id_to_piece(eos_id), eos_id
+        _, self._config = load_config(path.parent)
 
     def _encode(self, text: str) -> list[int]:
         return self._processor.encode(text, out_type=int)
@@ -192,39 +228,34 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([token for token in ids if token < self.vocab_size])
 
+    # SentencePiece has no way to recognise <s> in a text, so here, unlike in transformers, it stays ordinary text.
+    def encode_prompt(self, text: str, as_trained: bool = False) -> list[int]:
+        return self._frame(self._encode(_encodable(text)), *_frame_of_prompts(self._config, as_trained))
+
 
 def build_tokenizer(path: str | Path) -> Tokenizer:
-    """From a tokenizer file, or a folder (such as a Hugging Face model's) that holds one."""
-    file = _find_file(Path(path))
+    """Open a tokenizer file, or a folder that holds one, such as a downloaded Hugging Face model.
+
+    The content of the file decides its kind; its name does not.
+    """
+    file = find_file(Path(path))
     data = file.read_bytes()
     if data.lstrip()[:1] == b"{":
-        content = _load_json(file)
+        content = load_json(file)
         if "model" in content:
             return HuggingFaceTokenizer(file, content)
     elif re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", data):
         return TiktokenTokenizer(file, data)
     elif re.match(rb"\x0a[\x80-\xff]*[\x00-\x7f]\x0a", data):  # field 1 (a piece) whose field 1 is a string
         return SentencePieceTokenizer(file, data)
-    raise Refusal(f"{file} is no tokenizer: it looks like {_describe(data)}. Expected {EXPECTED}")
+    raise Refusal(f"{file} is not a tokenizer: it looks like {describe(data)}. Give {EXPECTED}")
 
 
-def _find_file(path: Path) -> Path:
-    looked = [path / name for name in FOLDER_CANDIDATES] if path.is_dir() else [path]
-    for candidate in looked:
-        if candidate.is_file():
-            return candidate
-    raise Refusal(
-        f"no tokenizer at {path}; looked for {', '.join(map(str, looked))}. Fetch one by `python -m torchtitan "
-        f"download tokenizer OWNER/NAME --to {path}`, put its files there ({EXPECTED}), or set model.hf_assets_path "
-        "to where they are"
-    )
-
-
-def _load_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from error
+def _frame_of_prompts(config: dict[str, Any], as_trained: bool) -> tuple[bool, bool]:
+    """Whether BOS and EOS belong around a prompt. Llama's own code puts BOS first, unless the folder says otherwise."""
+    if as_trained:
+        return True, False
+    return config.get("add_bos_token", True), config.get("add_eos_token", False)
 
 
 def _named_token(config: dict[str, Any], key: str, known: Sequence[str], added: Sequence[str]) -> str | None:
@@ -234,27 +265,8 @@ def _named_token(config: dict[str, Any], key: str, known: Sequence[str], added: 
     return next((token for token in known if token in added), None)
 
 
-def _describe(data: bytes) -> str:
-    head = data[:400].lstrip()
-    if not head:
-        return "an empty file"
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, not the file it points to; run `git lfs pull` where it was cloned"
-    if re.match(rb"(<!--.*?-->\s*)?<(!doctype|html|\?xml)", head, re.IGNORECASE | re.DOTALL):
-        return "an HTML page, often a log-in or error page saved in its place; accept the model's licence and log in"
-    if head.startswith(b"{"):
-        return f"JSON without a 'model' key (its keys: {', '.join(list(json.loads(data))[:8]) or 'none'})"
-    if data[8:9] == b"{" and int.from_bytes(data[:8], "little") < 1 << 32:
-        return "a safetensors file (weights)"
-    if head.startswith(b"PK\x03\x04"):
-        return "a zip archive, such as a PyTorch checkpoint"
-    if re.fullmatch(rb"[\t\n\r\x20-\x7e]+", head):
-        return f"text that begins with {head[:60].decode()!r}"
-    return f"a binary file that begins with {head[:8].hex(' ')}"
-
-
 def _encodable(text: str) -> str:
-    """Half a surrogate pair (JSON can hold one) has no bytes to encode; it becomes U+FFFD."""
+    """Replace half of a surrogate pair, which JSON can contain but UTF-8 cannot encode, by U+FFFD."""
     try:
         text.encode()
         return text

@@ -14,8 +14,8 @@ from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import save_checkpoint
-from torchtitan.weights.hugging_face import copy_assets, refuse_existing
-from torchtitan.weights.stored import StoredModel, build_tokenizer_for, open_model, write_hf
+from torchtitan.weights.hugging_face import refuse_existing
+from torchtitan.weights.stored import StoredModel, build_tokenizer_for, copy_tokenizer, open_model, write_hf
 
 
 def run(args: argparse.Namespace) -> None:
@@ -45,5 +45,5 @@ def write_checkpoint(source: StoredModel, folder: str, assets: Path, dtype: torc
     build_tokenizer_for(source, assets)
     own_assets = Path(folder) / "tokenizer"
     config = source.plain_config(folder, own_assets)
-    copy_assets(assets, own_assets)
+    copy_tokenizer(source, assets, own_assets)
     save_checkpoint(source.weights, Storage(f"{folder}/checkpoint"), config.model_dump(mode="json"), dtype)

@@ -163,7 +163,7 @@ def write_texts(run: Run, source: StoredModel, args: argparse.Namespace) -> None
     model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, run.device, axis)
     seed = secrets.randbits(31) if args.seed is None else args.seed
     sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
-    prompts = [tokenizer.encode(text, bos=True, eos=False) for text in args.prompt]
+    prompts = [tokenizer.encode_prompt(text, as_trained=source.trained_here) for text in args.prompt]
     texts, shown = [list(prompt) for prompt in prompts], ""
     stop, longest = stop_ids(source.assets, tokenizer), source.blueprint.shape.max_seq_len
     for tokens in generate(model, longest, prompts, stop, args.max_new_tokens, sampling):

@@ -7,19 +7,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import Config, Job, Parallelism
+from torchtitan.data.prompts import follow_training
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.families import FAMILIES, as_section, families_of, find_model, find_spec
 from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint
-from torchtitan.weights.hugging_face import SHARD_BYTES, open_hf, read_json, save_hf
+from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, read_json, save_hf
 from torchtitan.weights.tensors import Weights, copy_part
 
 
@@ -34,6 +36,11 @@ class StoredModel:
     dtype: torch.dtype  # to compute in
     config: Config | None = None  # the run's
     place: tuple[Storage, Manifest] | None = None
+
+    @property
+    def trained_here(self) -> bool:
+        """Whether this recipe has trained the model. Step 0 is a new model, or one that was only converted."""
+        return self.place is not None and self.place[1].step > 0
 
     def reading(self) -> AbstractContextManager:
         """Inside, a run that goes on does not remove the checkpoint."""
@@ -114,7 +121,16 @@ def write_hf(
     config = hugging_face.to_config(
         source.blueprint.shape, str(stored).removeprefix("torch."), tokenizer.bos_id, tokenizer.eos_id
     )
-    save_hf(source.weights, folder, hugging_face.to_name, config, assets, dtype, shard_bytes)
+    with TemporaryDirectory() as copy:
+        copy_tokenizer(source, assets, Path(copy))
+        save_hf(source.weights, folder, hugging_face.to_name, config, copy, dtype, shard_bytes)
+
+
+def copy_tokenizer(source: StoredModel, assets: Path, target: Path) -> None:
+    """Copy the tokenizer's files. For a model that was trained here, make them begin a text as training did."""
+    copy_assets(assets, target)
+    if source.trained_here:
+        follow_training(target)
 
 
 def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
@@ -136,7 +152,8 @@ def _rows_of_embedding(blueprint: Blueprint, weights: Weights) -> int:
     return 1 if embedding is None else len(embedding)  # what is missing is found by the check that follows
 
 
-def _open_hf(folder: Path, family: str | None) -> StoredModel:
+def read_hf_config(folder: Path, family: str | None = None) -> tuple[str, Blueprint]:
+    """The family and the shape that a Hugging Face folder's config.json tells. A model of no family is refused."""
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     if family is None:
@@ -149,10 +166,16 @@ def _open_hf(folder: Path, family: str | None) -> StoredModel:
     spec = find_spec(family)
     if spec.hugging_face is None:
         raise Refusal(f"{family} does not read Hugging Face's files; give its ModelSpec `hugging_face`")
-    to_name = spec.hugging_face.to_name
-    blueprint = Blueprint(str(folder), spec, spec.hugging_face.from_config(config))
+    return family, Blueprint(str(folder), spec, spec.hugging_face.from_config(config))
+
+
+def _open_hf(folder: Path, family: str | None) -> StoredModel:
+    family, blueprint = read_hf_config(folder, family)
+    assert blueprint.spec.hugging_face is not None
+    to_name = blueprint.spec.hugging_face.to_name
     weights, outline = open_hf(folder), outline_of(blueprint)
     weights.check({to_name(name): like for name, like in outline.items()})
+    config = read_json(folder / "config.json")
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
     renamed = weights.renamed({name: to_name(name) for name in outline})
     return StoredModel(renamed, family, blueprint, folder, dtype)
