@@ -124,6 +124,7 @@ class Loader:
             logger.info(f"the sources' shares change from {old} to {new}")
             for number, saved in self._states.items():
                 self._states[number] = self._stream(number).restart_shares(saved, state["weights"])
+        self._before = self._states
 
     def _stream(self, number: int) -> Stream:
         return Stream(self._sources, self._tokenizer, self._order, number)

@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def find_model(model: Model) -> Blueprint:
         )
     needed = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
     if model.flavor == FROM_DOWNLOAD:
-        shape = replace(read_shape(spec, model), **said)
+        shape = replace(find_download(Path(model.hf_assets_path), model.name)[1].shape, **said)
     elif needed and all(name in said for name in needed):
         return Blueprint(f"{model.name} with the shape in [model]", spec, spec.shape(**said))
     elif model.flavor in spec.flavors:
@@ -124,28 +124,26 @@ def _import(place: str, name: str) -> Any:
         ) from None
 
 
-def families_of(model_type: str) -> Iterator[str]:
-    """The families in the table that Hugging Face calls so."""
-    for name in FAMILIES:
-        hugging_face = find_spec(name).hugging_face
-        if hugging_face is not None and hugging_face.model_type == model_type:
-            yield name
-
-
-def read_shape(spec: ModelSpec, model: Model) -> Any:
-    """The shape in config.json of model.hf_assets_path."""
-    path = Path(model.hf_assets_path) / FROM_DOWNLOAD
-    if spec.hugging_face is None:
-        raise Refusal(f'model.flavor = "{FROM_DOWNLOAD}": {model.name} does not read Hugging Face; name a flavor')
+def find_download(folder: Path, family: str | None = None) -> tuple[str, Blueprint]:
+    """The family and the shape that config.json of a Hugging Face folder tells; a model of no family is refused."""
+    path = folder / FROM_DOWNLOAD
     try:
         content = json.loads(path.read_bytes())
-    except OSError:
-        raise Refusal(
-            f'model.flavor = "{FROM_DOWNLOAD}": there is no {path}; set model.hf_assets_path to a downloaded model'
-        ) from None
+    except OSError as error:
+        raise Refusal(f"{path} cannot be read ({error.strerror}); name the folder of a downloaded model") from None
     except ValueError as error:
         raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
-    return spec.hugging_face.from_config(content)
+    model_type = content.get("model_type")
+    for name in [family] if family else FAMILIES:
+        hugging_face = find_spec(name).hugging_face
+        if hugging_face is not None and (family or hugging_face.model_type == model_type):
+            return name, Blueprint(str(folder), find_spec(name), hugging_face.from_config(content))
+    if family:
+        raise Refusal(f"{family} does not read Hugging Face's files; give its ModelSpec `hugging_face`")
+    raise Refusal(
+        f"{path} has model_type = {model_type!r}, which no family here is; name the one that reads it, as --model "
+        f"path/to/file.py:SPEC"
+    )
 
 
 def as_section(name: str, blueprint: Blueprint, hf_assets_path: str) -> Model:

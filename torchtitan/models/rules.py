@@ -102,6 +102,6 @@ def _float8(blueprint: Blueprint, config: Config) -> Iterator[str]:
     module = blueprint.tied[1].rpartition(".")[0]
     if not any(part in module for part in float8.filter_fqns):
         yield (
-            f"quantize.linear.float8.enable_fsdp_float8_all_gather = true would part {blueprint.name}'s {module} layer from "
-            f'the embedding that it shares its weight with; set filter_fqns = ["{module}"]'
+            f"quantize.linear.float8.enable_fsdp_float8_all_gather = true would part {blueprint.name}'s {module} layer "
+            f'from the embedding that it shares its weight with; set filter_fqns = ["{module}"]'
         )

@@ -162,6 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=("tokenizer", "model", "dataset"), help="what to fetch from the repository")
     parser.add_argument("repo", metavar="REPO", help="owner/name on the hub, as in the address of its page")
     parser.add_argument("--to", type=Path, help="folder to write to (default: assets/hf/NAME, or assets/datasets/NAME)")
+    parser.add_argument("--model", help="family of a model that its config.json does not tell: path/to/file.py:SPEC")
     parser.add_argument("--revision", help="branch, tag or commit to fetch (default: main)")
     parser.add_argument("--include", nargs="+", metavar="GLOB", help="files of a dataset to fetch: 'en/*.json.gz'")
 
@@ -183,10 +184,10 @@ def run(args: argparse.Namespace) -> None:
         folder = args.to or Path("assets", "datasets" if kind == "dataset" else "hf", info.id.split("/")[-1])
         signal.signal(signal.SIGINT, lambda *_: _stop(folder))
         if kind == "model" and "config.json" in names:  # refuse an unusable model before fetching 100 GB of it
-            from torchtitan.weights.stored import read_hf_config
+            from torchtitan.models.families import find_download
 
             fetch(kind, repo, info.sha, {"config.json": sizes["config.json"]}, folder)
-            read_hf_config(folder)
+            find_download(folder, args.model)
         fetch(kind, repo, info.sha, {name: sizes[name] for name in names}, folder)
     except errors.HFValidationError as error:
         raise Refusal(f"{repo} is not the name of a repository ({error}); give owner/name") from error

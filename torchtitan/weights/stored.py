@@ -16,7 +16,7 @@ from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import Config, Job, Parallelism
 from torchtitan.data.prompts import follow_training
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models.families import FAMILIES, as_section, families_of, find_model, find_spec
+from torchtitan.models.families import FAMILIES, as_section, find_download, find_model, find_spec
 from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.refusal import Refusal
@@ -152,25 +152,8 @@ def _rows_of_embedding(blueprint: Blueprint, weights: Weights) -> int:
     return 1 if embedding is None else len(embedding)  # what is missing is found by the check that follows
 
 
-def read_hf_config(folder: Path, family: str | None = None) -> tuple[str, Blueprint]:
-    """The family and the shape that a Hugging Face folder's config.json tells. A model of no family is refused."""
-    config = read_json(folder / "config.json")
-    model_type = config.get("model_type")
-    if family is None:
-        family = next(families_of(str(model_type)), None)
-    if family is None:
-        raise Refusal(
-            f"{folder / 'config.json'} has model_type = {model_type!r}, which no family here is; name the one that "
-            f"reads it, as --model path/to/file.py:SPEC"
-        )
-    spec = find_spec(family)
-    if spec.hugging_face is None:
-        raise Refusal(f"{family} does not read Hugging Face's files; give its ModelSpec `hugging_face`")
-    return family, Blueprint(str(folder), spec, spec.hugging_face.from_config(config))
-
-
 def _open_hf(folder: Path, family: str | None) -> StoredModel:
-    family, blueprint = read_hf_config(folder, family)
+    family, blueprint = find_download(folder, family)
     assert blueprint.spec.hugging_face is not None
     to_name = blueprint.spec.hugging_face.to_name
     weights, outline = open_hf(folder), outline_of(blueprint)
