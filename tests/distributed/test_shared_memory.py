@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
-from torchtitan.parallel.shared_memory import ReduceScatterOfOne, SharedMemory
+from torchtitan.parallel.fsdp import ReduceScatterOfOne
+from torchtitan.parallel.shared_memory import SharedMemory
 
 
 @pytest.mark.parametrize("folder_of_rank_1", ["/dev/shm", "/no/such/folder"])

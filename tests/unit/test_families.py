@@ -36,9 +36,7 @@ def test_config_json_of_a_download_is_a_shape(tmp_path: Path) -> None:
     model = Model(flavor="config.json", hf_assets_path=str(tmp_path))
     assert find_model(model).shape == shape
     assert find_model(model.model_copy(update={"n_layers": 2})).shape == replace(shape, n_layers=2)
-    with pytest.raises(
-        Refusal, match="elsewhere/config.json cannot be read .No such file or directory.; name the folder of a d"
-    ):
+    with pytest.raises(Refusal, match="elsewhere/config.json cannot be read .No such file or dir"):
         find_model(Model(flavor="config.json", hf_assets_path=str(tmp_path / "elsewhere")))
 
 

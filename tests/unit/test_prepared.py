@@ -8,7 +8,8 @@ from small_corpus import ByteTokenizer
 from test_prepare import prepared as prepared
 from test_prepare import tokenizer as tokenizer
 
-from torchtitan.data.prepared import PreparedTokens, fingerprint, token_dtype
+from torchtitan.data.fingerprint import fingerprint
+from torchtitan.data.prepared import PreparedTokens, token_dtype
 
 
 def test_another_tokenizer_is_refused(prepared):

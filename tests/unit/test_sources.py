@@ -10,7 +10,7 @@ import pytest
 from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loader, take, write_jsonl
 
 from torchtitan.data import documents, sharded, sources, stream
-from torchtitan.data.sharded import CompressedJsonLines, HubDataset, ParquetFiles
+from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
 from torchtitan.data.sources import open_source
 
 TEXTS = make_texts(40)

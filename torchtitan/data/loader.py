@@ -17,8 +17,8 @@ import torch
 from torchtitan.config.schema import DataSource
 from torchtitan.data.batch import Ahead, Batch, Layout, Origin, Shape, read_ahead
 from torchtitan.data.documents import allow_open_files
+from torchtitan.data.fingerprint import fingerprint
 from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
-from torchtitan.data.prepared import fingerprint
 from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.sources import open_source
 from torchtitan.data.stream import Order, Source, Stream, due_source, sample_mean_tokens

@@ -28,7 +28,8 @@ import numpy as np
 
 from torchtitan.data import prepared
 from torchtitan.data.chunks import BATCH_DOCUMENTS, Chunk, Job, describe_plan, plan_chunks, read_chunk
-from torchtitan.data.prepared import META, OFFSETS, PLAN, TOKENS, Meta, fingerprint, token_dtype
+from torchtitan.data.fingerprint import fingerprint
+from torchtitan.data.prepared import META, OFFSETS, PLAN, TOKENS, Meta, token_dtype
 from torchtitan.data.sources import locate_text, open_texts
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.refusal import Refusal

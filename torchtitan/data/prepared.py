@@ -4,7 +4,6 @@
 other ids is refused, too.
 """
 
-import hashlib
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,10 +17,6 @@ FORMAT_VERSION = 1
 TOKENS, OFFSETS, META, PLAN = "tokens.bin", "documents.bin", "meta.json", "plan.json"
 DTYPES = ("<u2", "<u4")
 DAMAGED = "the folder is damaged: copy it again or prepare it again"
-PROBE = (
-    "The quick brown fox jumps over 13 lazy dogs, 1234567 times!\n\n\tdef f(x):\n        return x ** 2  # naïve\r\n"
-    "Ünïcödé: Привет, мир. 你好,世界。 こんにちは 🙂👩‍🚀 don't <|end_of_text|> </s> https://example.org/?a=b&c=%20"
-)
 
 
 @dataclass(frozen=True)
@@ -42,19 +37,6 @@ class Meta:
 def is_prepared(folder: Path) -> bool:
     """Whether `prepare` has written or begun this folder."""
     return (folder / META).is_file() or (folder / PLAN).is_file() or (folder / TOKENS).is_file()
-
-
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """A hash that is the same for tokenizers that turn text into the same ids, whichever files they come from."""
-    sampled = range(0, tokenizer.vocab_size, max(1, tokenizer.vocab_size // 512))
-    facts = [
-        tokenizer.vocab_size,
-        tokenizer.bos_id,
-        tokenizer.eos_id,
-        tokenizer.encode(PROBE, bos=True, eos=True),
-        [tokenizer.decode([token]) for token in sampled],
-    ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def token_dtype(vocab_size: int) -> str:

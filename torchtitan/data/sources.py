@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.data.documents import Documents, JsonLines, SavedDataset, TextFiles, Texts, TokenizedTexts
-from torchtitan.data.prepared import PreparedTokens, is_prepared
-from torchtitan.data.sharded import COMPRESSIONS, CompressedJsonLines, HubDataset, ParquetFiles, ShardedTexts
+from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
@@ -19,6 +18,7 @@ from torchtitan.refusal import Refusal
 Kind = Literal["jsonl", "compressed", "parquet", "text", "saved", "prepared", "hub"]
 FileKind = Literal["jsonl", "compressed", "parquet", "text"]
 
+COMPRESSED = (".gz", ".bz2", ".xz")
 SHIPPED_TEXT = Path(__file__).parents[2] / "tests" / "assets" / "pydocs"
 SHIPPED = {"pydocs": "train.jsonl", "pydocs_validation": "validation.jsonl", "c4_test": "train.jsonl"}
 HUB: dict[str, tuple[str, str | None, str]] = {
@@ -89,6 +89,8 @@ def open_source(
             "excerpt of C4"
         )
     if location.kind == "prepared":
+        from torchtitan.data.prepared import PreparedTokens
+
         return PreparedTokens(location.files[0], tokenizer)
     texts = open_texts(location, text_key)
     return texts if isinstance(texts, ShardedTexts) else TokenizedTexts(texts, tokenizer)
@@ -102,23 +104,27 @@ def open_texts(location: Location, text_key: str) -> Texts | ShardedTexts:
 
 
 def _open_kind(location: Location, text_key: str) -> Texts | ShardedTexts:
-    if location.hub is not None:
-        return HubDataset(*location.hub, text_key)
     if location.kind == "jsonl":
         return JsonLines(location.files, text_key)
-    if location.kind == "compressed":
-        return CompressedJsonLines(location.files, text_key)
-    if location.kind == "parquet":
-        return ParquetFiles(location.files, text_key)
     if location.kind == "text":
         return TextFiles(location.files)
-    assert location.kind == "saved", location.kind
-    return SavedDataset(location.files[0], text_key)
+    if location.kind == "saved":
+        return SavedDataset(location.files[0], text_key)
+    from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
+
+    if location.hub is not None:
+        return HubDataset(*location.hub, text_key)
+    if location.kind == "compressed":
+        return CompressedJsonLines(location.files, text_key)
+    assert location.kind == "parquet", location.kind
+    return ParquetFiles(location.files, text_key)
 
 
 def _locate_path(dataset_path: str) -> Location:
     path = Path(dataset_path).expanduser()
     if path.is_dir():
+        from torchtitan.data.prepared import is_prepared
+
         if is_prepared(path):
             return Location("prepared", (path,))
         if (path / "dataset_dict.json").is_file():
@@ -169,7 +175,7 @@ def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
 
 
 def kind_by_name(file: Path) -> FileKind | None:
-    if file.suffix in COMPRESSIONS and SUFFIXES.get(Path(file.stem).suffix) == "jsonl":
+    if file.suffix in COMPRESSED and SUFFIXES.get(Path(file.stem).suffix) == "jsonl":
         return "compressed"
     return SUFFIXES.get(file.suffix)
 

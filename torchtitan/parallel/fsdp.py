@@ -1,18 +1,17 @@
 """Data parallelism. FSDP2's fully_shard is the only path: on one rank, on many, and with replicas (HSDP)."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Training
-from torchtitan.parallel.shared_memory import ReduceScatterOfOne, SharedGather, SharedReduceScatter
 
 
 def apply_fsdp(
@@ -46,7 +45,10 @@ def apply_fsdp(
     shard(model, reshard_after_forward=reshard == "always")
     shards = mesh.get_group(-1)
     shared = mesh.device_type == "cpu" and shards.size() > 1 and dist.get_backend(shards) == "gloo"
-    gather, reduce_scatter = SharedGather(shards), SharedReduceScatter(shards)
+    if shared:
+        from torchtitan.parallel.shared_memory import SharedGather, SharedReduceScatter
+
+        gather, reduce_scatter = SharedGather(shards), SharedReduceScatter(shards)
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -59,6 +61,25 @@ def apply_fsdp(
         elif shared:
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+
+
+class ReduceScatterOfOne:
+    """Reduce-scatter on one rank: input and output are the same tensor, so FSDP's copy between them does nothing."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP calls this twice a reduction. On a GPU the second call runs in FSDP's stream, which keeps the tensor."""
+        output, self._input = self._input, None
+        if output is None:
+            output = self._input = torch.empty(*size, dtype=dtype, device=device)
+        elif output.is_cuda:
+            output.record_stream(torch.cuda.current_stream(output.device))
+        return output
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_args: object, **_options: object) -> None:
+        raise AssertionError("FSDP does not reduce over one rank")
 
 
 def free_gathered(stages: Iterable[nn.Module]) -> None:

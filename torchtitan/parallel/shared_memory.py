@@ -144,22 +144,3 @@ class SharedReduceScatter:
             output_tensor += other
         self._memory.wait_for_all()  # every rank has read, so the next gradients may be written
         return None
-
-
-class ReduceScatterOfOne:
-    """Reduce-scatter on one rank: input and output are the same tensor, so FSDP's copy between them does nothing."""
-
-    def __init__(self) -> None:
-        self._input: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP calls this twice a reduction. On a GPU the second call runs in FSDP's stream, which keeps the tensor."""
-        output, self._input = self._input, None
-        if output is None:
-            output = self._input = torch.empty(*size, dtype=dtype, device=device)
-        elif output.is_cuda:
-            output.record_stream(torch.cuda.current_stream(output.device))
-        return output
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_args: object, **_options: object) -> None:
-        raise AssertionError("FSDP does not reduce over one rank")
