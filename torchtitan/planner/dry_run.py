@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
@@ -33,6 +31,7 @@ from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import GlobalNorm, stop_process_group
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.planner.footprint import COLLECTIVES, KINDS, Footprint
+from torchtitan.planner.kernels import apply_gpu_attention, gpu_norms
 from torchtitan.planner.replay import Replay
 from torchtitan.refusal import Refusal
 from torchtitan.training import build
@@ -123,7 +122,9 @@ def estimate(
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
         if gpu:
-            stack.enter_context(_gpu_kernels())
+            stack.enter_context(gpu_norms())
+            for part in model.stages.values():
+                apply_gpu_attention(part)
         stack.enter_context(warnings.catch_warnings())
         # Only a fake collective is done at once and leaves a view of it; nothing is written to it in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -198,36 +199,6 @@ class _AllAgree(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 1 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
-
-
-class _FusedNorm(torch.autograd.Function):
-    """RMS norm that saves what a GPU's kernel does, its input and a number a row; a CPU's saves all in between."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: Any, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
-        x, _, _ = ctx.saved_tensors
-        return torch.empty_like(x), None, arriving.sum(tuple(range(x.ndim - 1))), None
-
-
-@contextmanager
-def _gpu_kernels() -> Iterator[None]:
-    """Norms, and the causal bias of context parallelism, as GPUs have them: without all values in between."""
-
-    def make(*sizes: int) -> CausalBias:
-        with _disable_current_modes():  # it cannot be made of a tensor that a mode has seen
-            return causal_lower_right(*sizes)
-
-    with (
-        mock.patch("torch.nn.functional.rms_norm", _FusedNorm.apply),
-        mock.patch("torch.nn.attention.bias.can_use_flash_attention", lambda parameters: True),
-        mock.patch("torchtitan.parallel.context.causal_lower_right", make),
-    ):
-        yield
 
 
 def describe(estimate: Estimate, capacity: int | None) -> str:

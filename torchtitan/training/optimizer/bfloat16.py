@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.schema import Compile
 from torchtitan.training.optimizer.update import local_part
 
-_ELEMENTS = 1 << 24  # updated at a time without a compiler, because each operation then makes a tensor of that size
-Place = tuple[
-    tuple[int, int], ...
-]  # for each dim of a shard: its first index in the whole tensor, and the whole's size
+# Elements updated at a time without a compiler: each operation then makes a new tensor of this size.
+_ELEMENTS = 1 << 24
+# Where a shard lies in the whole tensor: for each dim, the shard's first index and the size of the whole.
+Place = tuple[tuple[int, int], ...]
 
 
 class BFloat16AdamW(torch.optim.AdamW):
@@ -35,7 +35,7 @@ class BFloat16AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         devices = [local_part(p).device for group in self.param_groups for p in group["params"]]
-        if not devices:  # an update in backward is at a parameter of Muon's
+        if not devices:  # update_in_backward is at one of Muon's matrices
             return
         device = devices[0]
         scale = self.grad_scale.to(device)  # type: ignore[attr-defined]
