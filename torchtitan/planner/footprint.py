@@ -65,11 +65,11 @@ class Footprint(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if len(self._fake.enter_stack) > 1:  # DTensor only asks for a shape, with fake tensors as large as the whole
             return result
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self.number(tensor)
         namespace, _, name = func.name().partition("::")
         if namespace in ("c10d", "_c10d_functional", "fsdp"):
-            tensors = [*_tensors(args), *_tensors((kwargs or {}).values()), *_tensors(result)]
+            tensors = [*tensors_in(args), *tensors_in((kwargs or {}).values()), *tensors_in(result)]
             kind = _FSDP.get(f"{namespace}::{name.partition('.')[0]}")
             if kind is not None:
                 self.mark(tensors, kind)
@@ -120,9 +120,9 @@ class Footprint(TorchDispatchMode):
         return at_peak
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (str, int, float, type(None))) or not isinstance(value, Iterable):
         return []
-    return [tensor for part in value for tensor in _tensors(part)]
+    return [tensor for part in value for tensor in tensors_in(part)]
