@@ -1,4 +1,4 @@
-"""The dry run: what it counts, what it prints, what it refuses. tests/distributed holds it against real memory."""
+"""The dry run: what it counts, prints and refuses. tests/distributed compares its estimates with real memory."""
 
 import functools
 import itertools
@@ -88,7 +88,7 @@ def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path)
     world_size = int(ranks[1]) if ranks else 1
     config = load_config(["--job.config_file", str(path), "--comm.mode", "fake_backend", *UNCOMPILED], world_size)
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
-        # 405B: of its pipeline ranks the first, which holds most microbatches, and the last, which has the output
+        # 405B: the first pipeline rank, which holds most microbatches, and the last, which has the output
         ends, args = (0, world_size // degree * (degree - 1)), build.build_model_args(config, None)
         estimates = [estimate(config, args, rank, world_size) for rank in ends]
     else:
@@ -234,7 +234,7 @@ def test_an_update_in_backward_never_holds_all_gradients() -> None:
     options = sizes | {"training__max_norm": math.inf, "training__mixed_precision_param": "bfloat16"}
     plain = estimate_tiny(1, **options)
     early = estimate_tiny(1, optimizer__early_step_in_backward=True, **options)
-    assert plain.peak["gradients"] > plain.peak["parameters"]  # all of them, and the last block's a second time
+    assert plain.peak["gradients"] > plain.peak["parameters"]  # all gradients, and those of the last block twice
     assert early.peak["gradients"] < plain.peak["gradients"] / 2 and early.peak_bytes < plain.peak_bytes
 
 
@@ -242,7 +242,7 @@ def test_one_rank_holds_all_parameters_gradients_and_two_states_of_each() -> Non
     found = estimate_tiny(1)
     size = 4 * found.parameters
     assert found.peak["parameters"] == size
-    assert found.peak["optimizer"] == pytest.approx(2 * size, rel=1e-3)  # and a count of steps
+    assert found.peak["optimizer"] == pytest.approx(2 * size, rel=1e-3)  # and the count of steps
     assert found.peak["gradients"] <= size
 
 
@@ -263,14 +263,22 @@ def test_what_a_compiler_does_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "options", "message"),
     [
-        (1, {}, "RANK=1: one process plays all ranks; start it without torchrun, as WORLD_SIZE=2"),
-        (0, {"training__enable_cpu_offload": True}, "training.enable_cpu_offload = true is about; set it to false"),
+        (1, {}, "RANK=1, but one process plays all ranks; start it without torchrun, as WORLD_SIZE=2"),
+        (
+            0,
+            {"training__enable_cpu_offload": True},
+            "enable_cpu_offload = true cannot be estimated: .*; set it to false",
+        ),
         (
             0,
             {"activation_checkpoint__mode": "memory_budget", "compile__enable": True},
-            'activation_checkpoint.mode = "memory_budget" is about; use "selective"',
+            'activation_checkpoint.mode = "memory_budget" cannot be estimated: .*; use "selective"',
         ),
-        (0, {"model__converters": ["quantize.linear.float8"]}, "model.converters = .* is about; leave it out"),
+        (
+            0,
+            {"model__converters": ["quantize.linear.float8"]},
+            "model.converters = .* cannot be estimated.*; leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(tmp_path: Path, rank: int, options: dict, message: str) -> None:
@@ -282,7 +290,7 @@ def test_what_cannot_be_estimated_is_refused(tmp_path: Path, rank: int, options:
 def test_a_rank_that_does_not_fit_is_refused() -> None:
     sizes = ({"parameters": 2 * 2**30}, {"parameters": 3 * 2**30})
     estimates = [Estimate(rank, 0, peak, {}) for rank, peak in enumerate(sizes)]
-    assert "rank 1 holds 3.00 GiB at its peak of this machine's GPU's 3.00" in verdict(estimates, 3 * 2**30)
+    assert "rank 1 holds 3.00 GiB at its peak, and this machine's GPU has 3.00" in verdict(estimates, 3 * 2**30)
     with pytest.raises(
         ValueError, match="rank 1 holds 3.00 GiB at its peak, but this machine's GPU has 2.50; use more"
     ):
@@ -290,7 +298,7 @@ def test_a_rank_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_weight_that_no_plan_splits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a change of the model alone: each rank would train it on its part of the sequence."""
+    """A change of the model alone leads to such a weight, and each rank would train it on its part of the sequence."""
 
     def build_with_a_norm(self: FeedForward, args: Any) -> None:
         build_plain(self, args)

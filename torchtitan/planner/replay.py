@@ -98,7 +98,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
         footprint, record = ctx.footprint, ctx.record
-        number, size = footprint.end_of(arriving)  # the record has its own
+        number, size = footprint.end_of(arriving)  # counted as freed meanwhile, because the record counts its own
         footprint.events += [(number, size), *record.backward, (number, -size)]
         footprint.moved += record.moved[1]
         return None, None, None, *(make() for make in record.gradients)
@@ -114,6 +114,6 @@ def _maker(tensor: Tensor | None) -> Maker:
 
     def make() -> Tensor:
         made = torch.empty(size, dtype=dtype, device=device)
-        return made if spec is None else DTensor(made, spec, requires_grad=False)  # from_local costs ten times this
+        return made if spec is None else DTensor(made, spec, requires_grad=False)  # ten times as fast as from_local
 
     return make

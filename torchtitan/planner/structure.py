@@ -1,4 +1,4 @@
-"""What a module or an argument looks like to the code that reads it, as a value to compare and to look up.
+"""Describe a module or an argument by everything that its work can depend on, as a key for look-ups.
 
 Two blocks with equal structures do the same work. The reverse need not hold: a number that nothing reads, such as a
 block's own index, makes two structures differ, which costs time and is never wrong.
@@ -8,7 +8,7 @@ import enum
 import functools
 import types
 from collections.abc import Hashable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class _Reader:
     def _object(self, value: Any) -> Hashable:
         """The value itself if its class defines equality, else its attributes. Objects in those count by class only."""
         if is_dataclass(value):
-            return type(value), self.read(vars(value))
+            return type(value), self.read([getattr(value, field.name) for field in fields(value)])
         if isinstance(value, Hashable) and type(value).__hash__ is not _BY_IDENTITY:
             return value
         if self._in_object:
