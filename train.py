@@ -62,7 +62,9 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     loader, held_out = run.build_training_loader(seed), run.build_validation_loader()
     model = run.build_model(seed)
     logger.info(f"{run.describe_model()}, seed {seed}")
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile)
+    optimizer = build_optimizer(
+        model.named_parameters(), config.optimizer, config.compile, run.blueprint.spec.takes_muon
+    )
     forward_backward = run.build_forward_backward(model)
     update = Update(config, model, optimizer, run.mesh.stage_group)
     begun = step = checkpoints.restore(with_seed(config, seed), run.blueprint, model, optimizer, loader)

@@ -1,4 +1,4 @@
-"""What real training steps hold at most: the reference for the dry run's estimates."""
+"""Measure how much memory real training steps hold at most: the reference for the dry run's estimates."""
 
 import ctypes
 import gc
@@ -19,11 +19,11 @@ from torchtitan.training.machine import check_machine
 from torchtitan.training.optimizer import apply_update, build_optimizer
 from torchtitan.training.start import lay_out_ranks
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 
 def train_two_steps(config: Config, world_size: int, device: torch.device) -> None:
-    """On nothing but padding; the second has the optimizer's states. The process group must be up."""
+    """Train on a batch of zeros; the second step has the optimizer's states. The process group must exist."""
     place = Place(dist.get_rank(), 0, world_size)
     run = lay_out_ranks(config, plan_model(config).with_vocabulary(VOCAB), place, device)
     model = run.build_model(seed=0)
@@ -38,18 +38,18 @@ def train_two_steps(config: Config, world_size: int, device: torch.device) -> No
 
 
 def peak_on_cpu(rank: int, world_size: int, overrides: dict[str, Any]) -> int:
-    """Bytes by which this rank's resident size grows at most; on Linux with glibc."""
+    """The most bytes by which this rank's resident size grows; needs Linux and glibc."""
     libc, device = ctypes.CDLL("libc.so.6"), torch.device("cpu")
-    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # so that a tensor's memory goes back when it does
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # so that a freed tensor's memory returns to the system
     libc.mallopt(_M_TRIM_THRESHOLD, 0)
     check_machine(tiny_config("unused", world_size, **overrides), device)
     collectives.start_process_group(device, rank, world_size, 60)
     small = overrides | {"model__name": "tests.tiny_models:LLAMA", "model__flavor": "tiny", "training__seq_len": 64}
-    train_two_steps(tiny_config("unused", world_size, **small), world_size, device)  # loads what kernels need
+    train_two_steps(tiny_config("unused", world_size, **small), world_size, device)  # loads the kernels' libraries
     gc.collect()
     libc.malloc_trim(0)
     before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is reset
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     train_two_steps(tiny_config("unused", world_size, **overrides), world_size, device)
     return _status("VmHWM") - before
 

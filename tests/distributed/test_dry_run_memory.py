@@ -1,6 +1,6 @@
-"""The dry run's estimate against what real gloo ranks hold: resident size, every page counted by the kernel.
+"""The dry run's estimate is compared with the resident size of real gloo ranks, in which the kernel counts every page.
 
-`-rP` shows the figures.
+`pytest -rP` shows the figures.
 """
 
 import sys

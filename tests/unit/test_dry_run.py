@@ -1,22 +1,32 @@
-"""The dry run: what it counts, what it prints, what it refuses. tests/distributed holds it against real memory."""
+"""The dry run: what it counts, prints and refuses. tests/distributed compares its estimates with real memory."""
 
+import functools
+import itertools
 import math
 import re
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-import train
 from tests.tiny_runs import TINY, tiny_config
-from torchtitan.config.load import load_config
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
-from torchtitan.models.llama.args import block_parameters
-from torchtitan.models.llama.model import FeedForward
-from torchtitan.planner.dry_run import Estimate, dry_run, estimate, verdict
-from torchtitan.training import build
+from torchtitan.models.families import load_run, plan_model
+from torchtitan.models.layers import FeedForward
+from torchtitan.models.llama.args import LlamaArgs, parts
+from torchtitan.models.llama.model import TransformerBlock
+from torchtitan.planner import dry_run as planner
+from torchtitan.planner.dry_run import Estimate, estimate, verdict
+from torchtitan.planner.footprint import Footprint
+from torchtitan.planner.replay import Replay
+from torchtitan.planner.structure import structure
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "train_configs").glob("*.toml"))
 UNCOMPILED = ("--compile.no_enable", "--parallelism.no_enable_async_tensor_parallel")
@@ -64,10 +74,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def dry_run(config: Config, place: Place) -> list[Estimate]:
+    return planner.dry_run(config, plan_model(config), place)
+
+
 def estimate_tiny(world_size: int, rank: int = 0, replay: bool = True, **overrides: Any) -> Estimate:
     config = tiny_config("unused", world_size, **overrides)
-    args = build.build_model_args(config, build_tokenizer(config.model.hf_assets_path))
-    return estimate(config, args, rank, world_size, replay=replay)
+    return estimate(config, plan_model(config).with_vocabulary(VOCABULARY), rank, world_size, replay=replay)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -75,11 +88,13 @@ def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path)
     header = path.read_text().partition("[job]")[0]
     ranks, gigabytes = re.search(r"NGPU=(\d+)", header), re.search(r"GPUs of (\d+) GB", header)
     world_size = int(ranks[1]) if ranks else 1
-    config = load_config(["--job.config_file", str(path), "--comm.mode", "fake_backend", *UNCOMPILED], world_size)
+    config, blueprint = load_run(
+        ["--job.config_file", str(path), "--comm.mode", "fake_backend", *UNCOMPILED], world_size
+    )
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
-        # 405B: of its pipeline ranks the first, which holds most microbatches, and the last, which has the output
-        ends, args = (0, world_size // degree * (degree - 1)), build.build_model_args(config, None)
-        estimates = [estimate(config, args, rank, world_size) for rank in ends]
+        # 405B: the first pipeline rank, which holds most microbatches, and the last, which has the output
+        ends = 0, world_size // degree * (degree - 1)
+        estimates = [estimate(config, blueprint, rank, world_size) for rank in ends]
     else:
         estimates = dry_run(config, Place(0, 0, world_size))
     verdict(estimates, capacity=(int(gigabytes[1]) if gigabytes else 80) * 10**9)
@@ -90,11 +105,118 @@ def test_replaying_one_block_estimates_what_running_all_does(name: str) -> None:
     world_size, overrides = LAYOUTS[name]
     replayed, run = (estimate_tiny(world_size, replay=replay, **overrides) for replay in (True, False))
     assert replayed.moved == run.moved
-    assert replayed.peak_bytes == pytest.approx(run.peak_bytes, rel=1e-3)  # pipelines count a few bytes more
+    assert replayed.peak_bytes == run.peak_bytes
+
+
+def with_unlike_feed_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hidden size of every second block is twice as large."""
+
+    def build(self: FeedForward, dim: int, hidden_dim: int) -> None:
+        build_plain(self, dim, hidden_dim * (1 + next(numbers) % 2))
+
+    build_plain, numbers = FeedForward.__init__, itertools.count()
+    monkeypatch.setattr(FeedForward, "__init__", build)
+
+
+def with_skipped_feed_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second block has the same weights and leaves half of them unused."""
+
+    def build(self: TransformerBlock, args: LlamaArgs) -> None:
+        build_plain(self, args)
+        self.skips = next(numbers) % 2 == 1
+
+    def run(self: TransformerBlock, x: Tensor, *rest: Any) -> Tensor:
+        return x + self.attention(self.attention_norm(x), *rest) if self.skips else run_plain(self, x, *rest)
+
+    build_plain, run_plain, numbers = TransformerBlock.__init__, TransformerBlock.forward, itertools.count()
+    monkeypatch.setattr(TransformerBlock, "__init__", build)
+    monkeypatch.setattr(TransformerBlock, "forward", run)
+
+
+@pytest.mark.parametrize("name", ["FSDP", "FSDP, full recompute", "TP", "CP x TP"])
+@pytest.mark.parametrize("change", [with_unlike_feed_forwards, with_skipped_feed_forwards])
+def test_blocks_of_one_class_that_differ_are_each_run(
+    change: Callable, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(monkeypatch)
+    world_size, overrides = LAYOUTS[name]
+    replayed, run = (estimate_tiny(world_size, replay=replay, **overrides) for replay in (True, False))
+    assert replayed == run
+
+
+class Block(nn.Module):
+    """A block whose work depends on more than the shapes of its weights."""
+
+    def __init__(self, activation: Callable = torch.relu, num_times: int = 1) -> None:
+        super().__init__()
+        self.linear, self.activation, self.options = nn.Linear(8, 8), activation, {"num_times": num_times}
+
+    def forward(self, x: Tensor, mask: Tensor, scaled: bool = False) -> Tensor:
+        for _ in range(self.options["num_times"]):
+            x = x + self.activation(self.linear(x)) * mask
+        return x * mask.cos() if scaled else x
+
+
+def gated(block: Block) -> Block:
+    block.linear.register_forward_hook(lambda module, inputs, output: output * output.sigmoid())
+    return block
+
+
+def tied(block: Block) -> Block:
+    block.second = block.linear
+    return block
+
+
+def run_blocks(makers: list[Callable[[], Block]], replayed: bool, **last: Any) -> tuple[int, dict[str, int]]:
+    """How many blocks ran, and the peak; `last` are arguments of the last block."""
+    with FakeTensorMode() as fake, Footprint(fake) as footprint:
+        replay, blocks = Replay(footprint), [make() for make in makers]
+        footprint.mark(nn.ModuleList(blocks).parameters(), "parameters")
+        if replayed:
+            replay.apply(blocks)
+        mask, x = torch.empty(4, 1), torch.empty(4, 8, requires_grad=True) * 1
+        for block in blocks[:-1]:
+            x = block(x, mask)
+        blocks[-1](x, mask, **last).square().sum().backward()
+        footprint.mark((p.grad for block in blocks for p in block.parameters() if p.grad is not None), "gradients")
+        return len(replay.records), footprint.peak()
+
+
+@pytest.mark.parametrize(
+    ("other", "last"),
+    [
+        (lambda: Block(), {"scaled": True}),
+        (lambda: Block(F.silu), {}),
+        (lambda: Block(num_times=2), {}),
+        (lambda: gated(Block()), {}),
+        (lambda: Block(lambda x: x * x), {}),
+    ],
+    ids=["a flag at the call", "another function", "another number", "a hook", "a lambda"],
+)
+def test_each_difference_in_work_makes_a_record(other: Callable[[], Block], last: dict[str, Any]) -> None:
+    records, replayed = run_blocks([Block, Block, other], replayed=True, **last)
+    assert (records, replayed) == (2, run_blocks([Block, Block, other], replayed=False, **last)[1])
+
+
+def test_blocks_that_are_alike_share_one_record() -> None:
+    def make() -> Block:
+        return tied(gated(Block(functools.partial(F.leaky_relu, negative_slope=0.1))))
+
+    assert run_blocks([make, make, make], replayed=True)[0] == 1
+
+
+def test_an_attribute_of_an_attribute_and_a_cycle_are_part_of_the_structure() -> None:
+    def structure_of(scale: float) -> Any:
+        options = types.SimpleNamespace(scale=scale)
+        options.itself = options
+        return structure([options, {1, 2}, functools.partial(torch.relu, options)])
+
+    assert structure_of(1.0) == structure_of(1.0) != structure_of(2.0)
+    assert structure(1) != structure(True)
 
 
 def test_fsdp_gathers_each_blocks_parameters_twice_and_scatters_each_gradient_once() -> None:
-    block = 4 * 4 * block_parameters(TINY)  # 4 layers, 4 bytes
+    block = 4 * 4 * parts(TINY, 1)[1].parameters  # 4 layers, 4 bytes
     embedding, end = 4 * VOCABULARY * TINY.dim, 4 * (VOCABULARY + 1) * TINY.dim
     assert estimate_tiny(2, training__local_batch_size=4).moved == {
         # What ends forward begins backward and is kept in between; backward of the embedding needs no weights.
@@ -116,7 +238,7 @@ def test_an_update_in_backward_never_holds_all_gradients() -> None:
     options = sizes | {"training__max_norm": math.inf, "training__mixed_precision_param": "bfloat16"}
     plain = estimate_tiny(1, **options)
     early = estimate_tiny(1, optimizer__early_step_in_backward=True, **options)
-    assert plain.peak["gradients"] > plain.peak["parameters"]  # all of them, and the last block's a second time
+    assert plain.peak["gradients"] > plain.peak["parameters"]  # all gradients, and those of the last block twice
     assert early.peak["gradients"] < plain.peak["gradients"] / 2 and early.peak_bytes < plain.peak_bytes
 
 
@@ -124,14 +246,14 @@ def test_one_rank_holds_all_parameters_gradients_and_two_states_of_each() -> Non
     found = estimate_tiny(1)
     size = 4 * found.parameters
     assert found.peak["parameters"] == size
-    assert found.peak["optimizer"] == pytest.approx(2 * size, rel=1e-3)  # and a count of steps
+    assert found.peak["optimizer"] == pytest.approx(2 * size, rel=1e-3)  # and the count of steps
     assert found.peak["gradients"] <= size
 
 
 def test_a_dry_run_needs_no_data_and_leaves_no_run_folder(tmp_path: Path, capsys) -> None:
     nowhere = {"training__dataset_path": str(tmp_path / "none"), "model__hf_assets_path": str(tmp_path / "none")}
     options = {"comm__mode": "fake_backend", "model__vocab_size": 5000, "training__global_batch_size": 32}
-    train.main(tiny_config(tmp_path / "run", 8, **PP, **options, **nowhere), Place(0, 0, 8))
+    dry_run(tiny_config(tmp_path / "run", 8, **PP, **options, **nowhere), Place(0, 0, 8))
     assert not (tmp_path / "run").exists()
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["0", "4"]
 
@@ -145,14 +267,22 @@ def test_what_a_compiler_does_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "options", "message"),
     [
-        (1, {}, "RANK=1: one process plays all ranks; start it without torchrun, as WORLD_SIZE=2"),
-        (0, {"training__enable_cpu_offload": True}, "training.enable_cpu_offload = true is about; set it to false"),
+        (1, {}, "RANK=1, but one process plays all ranks; start it without torchrun, as WORLD_SIZE=2"),
+        (
+            0,
+            {"training__enable_cpu_offload": True},
+            "enable_cpu_offload = true cannot be estimated: .*; set it to false",
+        ),
         (
             0,
             {"activation_checkpoint__mode": "memory_budget", "compile__enable": True},
-            'activation_checkpoint.mode = "memory_budget" is about; use "selective"',
+            'activation_checkpoint.mode = "memory_budget" cannot be estimated: .*; use "selective"',
         ),
-        (0, {"model__converters": ["quantize.linear.float8"]}, "model.converters = .* is about; leave it out"),
+        (
+            0,
+            {"model__converters": ["quantize.linear.float8"]},
+            "model.converters = .* cannot be estimated.*; leave it out",
+        ),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(tmp_path: Path, rank: int, options: dict, message: str) -> None:
@@ -164,7 +294,7 @@ def test_what_cannot_be_estimated_is_refused(tmp_path: Path, rank: int, options:
 def test_a_rank_that_does_not_fit_is_refused() -> None:
     sizes = ({"parameters": 2 * 2**30}, {"parameters": 3 * 2**30})
     estimates = [Estimate(rank, 0, peak, {}) for rank, peak in enumerate(sizes)]
-    assert "rank 1 holds 3.00 GiB at its peak of this machine's GPU's 3.00" in verdict(estimates, 3 * 2**30)
+    assert "rank 1 holds 3.00 GiB at its peak, and this machine's GPU has 3.00" in verdict(estimates, 3 * 2**30)
     with pytest.raises(
         ValueError, match="rank 1 holds 3.00 GiB at its peak, but this machine's GPU has 2.50; use more"
     ):
@@ -172,11 +302,11 @@ def test_a_rank_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_weight_that_no_plan_splits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a change of the model alone: each rank would train it on its part of the sequence."""
+    """A change of the model alone leads to such a weight, and each rank would train it on its part of the sequence."""
 
-    def build_with_a_norm(self: FeedForward, args: Any) -> None:
-        build_plain(self, args)
-        self.hidden_norm = nn.RMSNorm(args.hidden_dim)
+    def build_with_a_norm(self: FeedForward, dim: int, hidden_dim: int) -> None:
+        build_plain(self, dim, hidden_dim)
+        self.hidden_norm = nn.RMSNorm(hidden_dim)
 
     build_plain = FeedForward.__init__
     monkeypatch.setattr(FeedForward, "__init__", build_with_a_norm)

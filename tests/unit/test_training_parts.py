@@ -1,5 +1,6 @@
 """Loss, learning-rate schedule, optimizer and recompute, each against arithmetic done by hand."""
 
+import logging
 import math
 from functools import partial
 
@@ -13,9 +14,11 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Transformer
 from torchtitan.parallel.collectives import GlobalNorm, squares_at_once, squares_by_row
 from torchtitan.parallel.recompute import apply_recompute
+from torchtitan.refusal import Refusal
 from torchtitan.training.loss import IGNORED, _Kernels, build_loss, cross_entropy_sum
 from torchtitan.training.lr_schedule import learning_rate_factor
-from torchtitan.training.optimizer import _update, apply_update, build_optimizer, update_in_backward
+from torchtitan.training.optimizer import apply_update, build_optimizer, make_states, update_in_backward
+from torchtitan.training.optimizer.bfloat16 import _update
 
 
 def test_the_loss_is_a_float32_sum_over_the_labels_that_count() -> None:
@@ -163,6 +166,52 @@ def test_muon_takes_the_matrices_within_blocks_and_adamw_the_rest(moments: str) 
         assert torch.allclose(ours, theirs, atol=1e-7) == by_muon
 
 
+def test_a_model_can_name_the_matrices_for_muon() -> None:
+    model = Transformer(TINY)
+    optimizer = build_optimizer(
+        model.named_parameters(), Optimizer(name="Muon"), takes_muon=lambda name: "feed_forward" in name
+    )
+    make_states(optimizer)
+    by_muon = {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
+    assert by_muon == {f"layers.{i}.feed_forward.{w}.weight" for i in range(4) for w in ("w1", "w2", "w3")}
+
+
+EXPERTS = [(f"layers.{i}.experts.w1", nn.Parameter(torch.ones(2, 4, 3))) for i in range(2)]
+ROUTER = ("layers.0.router.weight", nn.Parameter(torch.ones(4, 3)))
+
+
+def test_muon_refuses_a_weight_that_is_no_matrix() -> None:
+    message = (
+        r'optimizer.name = "Muon", but layers.0.experts.w1 has the shape \[2, 4, 3\], and .* only matrices; '
+        r'set optimizer.name = "AdamW", or make the model\'s takes_muon return False'
+    )
+    with pytest.raises(Refusal, match=message):
+        build_optimizer([ROUTER, *EXPERTS], Optimizer(name="Muon"))
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_adamw_updates_a_weight_that_is_no_matrix_if_the_model_says_so(
+    moments: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Optimizer(name="Muon", moments_dtype=moments)  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO):
+        optimizer = build_optimizer([ROUTER, *EXPERTS], config, takes_muon=lambda name: "experts" not in name)
+    assert [record.getMessage() for record in caplog.records] == [
+        "AdamW updates these weights, which have too many dimensions for Muon: layers.*.experts.w1"
+    ]
+    make_states(optimizer)
+    assert set(optimizer.state[ROUTER[1]]) == {"momentum_buffer"}
+    for _, experts in EXPERTS:
+        assert set(optimizer.state[experts]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_muon_logs_no_weights_if_none_is_larger_than_a_matrix(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        build_optimizer(Transformer(TINY).named_parameters(), Optimizer(name="Muon"))
+        build_optimizer(EXPERTS, Optimizer())
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("compile_", [None, Compile(enable=True)])
 def test_moments_in_bfloat16_train_as_those_in_float32_do(compile_: Compile | None) -> None:
     """With a decay of 0.999 a change of the mean square is far below what bfloat16 can tell apart."""
@@ -195,12 +244,15 @@ def test_parameters_in_bfloat16_are_rounded_once_an_update(compile_: Compile | N
     assert torch.equal(*moved) and (moved[0] < 1).all()
 
 
-def test_moments_are_rounded_by_a_parameters_place_in_the_whole() -> None:
-    """A shard of a matrix is rounded as the same elements of the whole are."""
+@pytest.mark.parametrize("columns", [(6,), (6, 3)], ids=["matrix", "three dimensions"])
+def test_moments_are_rounded_by_a_parameters_place_in_the_whole(columns: tuple[int, ...]) -> None:
+    """A shard of a weight is rounded as the same elements of the whole are."""
     torch.manual_seed(0)
-    whole = [torch.randn(8, 6) for _ in range(2)] + [torch.zeros(8, 6, dtype=torch.bfloat16) for _ in range(2)]
+    whole = [torch.randn(8, *columns) for _ in range(2)]
+    whole += [torch.zeros(8, *columns, dtype=torch.bfloat16) for _ in range(2)]
     shard = [tensor[4:, 2:].clone() for tensor in whole]
-    for tensors, place in ((whole, (0, 0, 6)), (shard, (4, 2, 6))):
+    for tensors, offsets in ((whole, (0, 0, 0)), (shard, (4, 2, 0))):
+        place = tuple(zip(offsets, (8, *columns), strict=False))
         one = torch.tensor(1.0)
         _update(*tensors, place, one, one.bool(), one, one * 1e-3, 0.9, 0.999, 1e-8, 0.1)
     for of_whole, of_shard in zip(whole, shard, strict=True):
@@ -230,7 +282,7 @@ def test_an_update_in_backward_is_the_same_to_the_bit(name: str, moments: str) -
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
         config = Optimizer(name=name, moments_dtype=moments, weight_decay_norms_and_biases=False)  # type: ignore[arg-type]
-        optimizer, norm = build_optimizer(model.named_parameters(), config), GlobalNorm()
+        optimizer, norm = build_optimizer(model.named_parameters(), config, takes_muon=lambda name: True), GlobalNorm()
         if early:
             update_in_backward(optimizer, norm.add, lambda: 1e-2)
         for _ in range(3):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from torchtitan.data.fingerprint import fingerprint
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.refusal import Refusal
 

@@ -1,9 +1,9 @@
-"""A run without its machines: the model under its layout, and a step of it with tensors that have only a shape.
+"""Estimate memory and traffic of a run without its machines: one step with tensors that have a shape and no values.
 
     WORLD_SIZE=512 python train.py --job.config_file train_configs/llama3_405b.toml --comm.mode fake_backend
 
-One process plays one rank of each pipeline stage in turn, the one that holds most. Memory is that of tensors on a GPU;
-what the driver, the allocator and libraries take on top is not counted.
+One process plays one rank of each pipeline stage in turn, the rank that holds most. The estimate is the memory of
+tensors on a GPU, without what the driver, the allocator and libraries take on top.
 """
 
 import gc
@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
@@ -32,23 +30,24 @@ from torchtitan.models.stages import plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.planner.footprint import COLLECTIVES, KINDS, Footprint
+from torchtitan.planner.kernels import apply_gpu_attention, gpu_norms
 from torchtitan.planner.replay import Replay
 from torchtitan.refusal import Refusal
 from torchtitan.training.optimizer import build_optimizer, make_states
 from torchtitan.training.start import lay_out_ranks
 from torchtitan.training.update import Update
 
-_DEVICE = torch.device("cpu")  # of the fake tensors; a torch without CUDA can have no others
+_DEVICE = torch.device("cpu")  # the fake tensors' device; torch without CUDA cannot have fake tensors on a GPU
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank holds and moves."""
+    """What one rank holds in memory, and what it moves in a step."""
 
     rank: int
-    parameters: int  # of its pipeline stages, all shards of them together
-    peak: dict[str, int]  # bytes by kind, at the moment when they are most together
-    moved: dict[str, int]  # bytes of one step by collective
+    parameters: int  # in the rank's pipeline stages, counting the shards of all ranks
+    peak: dict[str, int]  # bytes by kind, at the moment when their sum is largest
+    moved: dict[str, int]  # bytes in one step, by collective
 
     @property
     def peak_bytes(self) -> int:
@@ -56,7 +55,7 @@ class Estimate:
 
 
 def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate]:
-    """Estimate and print every pipeline rank; raises ValueError where one does not fit this machine's GPU."""
+    """Estimate and print every pipeline rank; raise a Refusal if one does not fit this machine's GPU."""
     _check(config, place)
     if blueprint.shape.vocab_size is None:
         blueprint = blueprint.with_vocabulary(build_tokenizer(config.model.hf_assets_path).vocab_size)
@@ -67,7 +66,7 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
         f"mesh {dims}, global batch {global_batch_size} x {config.training.seq_len} tokens"
     )
     if config.compile.enable:
-        logger.info("compile.enable = true is left out: this is the step as it is written, not what a compiler makes")
+        logger.info("the estimate ignores compile.enable = true; a compiled step may hold less memory")
         config = config.model_copy(
             update={
                 "compile": config.compile.model_copy(update={"enable": False}),
@@ -75,7 +74,7 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
             }
         )
     if not _can_replay(config, blueprint):
-        logger.info("a schedule with backward in two parts: all blocks run, not one of each sort, which takes long")
+        logger.info("the schedule runs backward in two parts, so the dry run has to run every block and takes longer")
     capacity = gpu_memory_bytes()
     estimates = []
     for stage in range(dims.pp):
@@ -89,28 +88,28 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
 
 
 def _check(config: Config, place: Place) -> None:
-    """Refuse what a process without GPU, kernels and compiler cannot know."""
+    """Refuse settings whose effect on memory a process without GPU, kernels and compiler cannot know."""
     if place.rank:
         raise Refusal(
-            f'comm.mode = "fake_backend" with RANK={place.rank}: one process plays all ranks; start it without '
-            f"torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
+            f'comm.mode = "fake_backend" was started with RANK={place.rank}, but one process plays all ranks; start it '
+            f"without torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
         )
     offload, mode = config.training.enable_cpu_offload, config.activation_checkpoint.mode
     for found, name, reason, fix in (
-        (offload, "training.enable_cpu_offload = true", "the host's memory apart from a GPU's", "set it to false"),
+        (offload, "training.enable_cpu_offload = true", "the host's memory apart from the GPU's", "set it to false"),
         (config.float8, 'model.converters = ["quantize.linear.float8"]', "what float8 kernels hold", "leave it out"),
         (mode == "memory_budget", f'activation_checkpoint.mode = "{mode}"', "what a compiler keeps", 'use "selective"'),
     ):
         if found:
-            raise Refusal(f'comm.mode = "fake_backend" does not know {reason}, which {name} is about; {fix}')
+            raise Refusal(f'{name} cannot be estimated: comm.mode = "fake_backend" does not know {reason}; {fix}')
 
 
 def estimate(
     config: Config, blueprint: Blueprint, rank: int, world_size: int, *, gpu: bool = True, replay: bool = True
 ) -> Estimate:
-    """One optimizer step of a rank, with all its local batches, on a GPU or on a CPU.
+    """Estimate one optimizer step of a rank, with all its local batches, on a GPU or on a CPU.
 
-    Of blocks that are alike one runs, unless told not to.
+    Only one of the blocks that do the same work runs. Without `replay` all run, which takes longer.
     """
     with ExitStack() as stack:
         stack.enter_context(_garbage_held())
@@ -120,9 +119,11 @@ def estimate(
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
         if gpu:
-            stack.enter_context(_gpu_kernels())
+            stack.enter_context(gpu_norms())
+            for part in model.stages.values():
+                apply_gpu_attention(part)
         stack.enter_context(warnings.catch_warnings())
-        # Only a fake collective is done at once and leaves a view of it; nothing is written to it in place.
+        # FSDP warns of views that a block may write to in place. Only fake collectives return such views.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         footprint = stack.enter_context(Footprint(fake))
 
@@ -133,8 +134,8 @@ def estimate(
             modules = {name: module for part in model.stages.values() for name, module in part.named_modules()}
             Replay(footprint).apply(modules[name] for name in blueprint.layers if name in modules)
         forward_backward = run.build_forward_backward(model)
-        optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-        make_states(optimizer)  # a run has them throughout, from its second step on
+        optimizer = build_optimizer(model.named_parameters(), config.optimizer, takes_muon=blueprint.spec.takes_muon)
+        make_states(optimizer)  # from its second step on, a run holds the states throughout the step
         states = [value for state in optimizer.state.values() for value in state.values()]
         footprint.mark((value for value in states if isinstance(value, Tensor)), "optimizer")
         update = Update(config, model, optimizer, run.mesh.stage_group)
@@ -149,7 +150,7 @@ def estimate(
 
 
 def blank_batch(config: Config, dp: int) -> Batch:
-    """What the loader gives one rank for a step, without content."""
+    """The batch that the loader gives one rank for a step, with all tokens 0."""
     size = plan_batch(config.training, dp).global_batch_size // dp, config.training.seq_len
     documents = torch.zeros(size, dtype=torch.int32) if config.model.attn_mask_type == "block_causal" else None
     tokens = torch.zeros(size, dtype=torch.int64)
@@ -157,16 +158,16 @@ def blank_batch(config: Config, dp: int) -> Batch:
 
 
 def _can_replay(config: Config, blueprint: Blueprint) -> bool:
-    """Whether backward of a block is one piece."""
+    """Whether the schedule runs backward of a block in one piece."""
     return not plan_stages(blueprint.parts(config.training.seq_len), config.parallelism).backward_in_two_parts
 
 
 @contextmanager
 def _process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A process group of which this is one rank; the others answer at once, with nothing."""
+    """A process group in which this process is one rank and collectives return at once, without the other ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _clear_sharding_prop_cache()  # what DTensor remembers names groups that are gone
+    _clear_sharding_prop_cache()  # DTensor's cache refers to groups of earlier estimates
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -176,7 +177,7 @@ def _process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _garbage_held() -> Iterator[None]:
-    """No garbage collection inside, as in a run; fake tensors' many small objects make it a third of the time."""
+    """Switch garbage collection off, as a run does; with so many fake tensors it takes a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -187,40 +188,10 @@ def _garbage_held() -> Iterator[None]:
 
 
 class _AllAgree(TorchDispatchMode):
-    """Where a value is read it is 1: all that a step reads is the vote with which torch's pipeline stages begin."""
+    """Every value that is read is 1. A step reads only the vote with which torch's pipeline stages begin."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return 1 if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
-
-
-class _FusedNorm(torch.autograd.Function):
-    """RMS norm that saves what a GPU's kernel does, its input and a number a row; a CPU's saves all in between."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: Any, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor | None, ...]:
-        x, _, _ = ctx.saved_tensors
-        return torch.empty_like(x), None, arriving.sum(tuple(range(x.ndim - 1))), None
-
-
-@contextmanager
-def _gpu_kernels() -> Iterator[None]:
-    """Norms, and the causal bias of context parallelism, as GPUs have them: without all values in between."""
-
-    def make(*sizes: int) -> CausalBias:
-        with _disable_current_modes():  # it cannot be made of a tensor that a mode has seen
-            return causal_lower_right(*sizes)
-
-    with (
-        mock.patch("torch.nn.functional.rms_norm", _FusedNorm.apply),
-        mock.patch("torch.nn.attention.bias.can_use_flash_attention", lambda parameters: True),
-        mock.patch("torchtitan.parallel.context.causal_lower_right", make),
-    ):
-        yield
 
 
 def describe(estimate: Estimate, capacity: int | None) -> str:
@@ -241,7 +212,7 @@ def _row(rank: str, parameters: str, values: list[str], last: str) -> str:
 
 
 def verdict(estimates: list[Estimate], capacity: int | None) -> str:
-    """Whether the largest rank fits a device with so many bytes; raises ValueError where it does not."""
+    """Say that the largest rank fits a GPU with `capacity` bytes; raise a Refusal if it does not."""
     largest = max(estimates, key=lambda estimate: estimate.peak_bytes)
     need = f"rank {largest.rank} holds {largest.peak_bytes / 2**30:.2f} GiB at its peak"
     if capacity is None:
@@ -251,4 +222,4 @@ def verdict(estimates: list[Estimate], capacity: int | None) -> str:
             f"{need}, but this machine's GPU has {capacity / 2**30:.2f}; use more ranks, a smaller "
             f'training.local_batch_size, or activation_checkpoint.mode = "full"'
         )
-    return f"every pipeline rank fits; {need} of this machine's GPU's {capacity / 2**30:.2f}"
+    return f"every pipeline rank fits; {need}, and this machine's GPU has {capacity / 2**30:.2f}"

@@ -1,6 +1,6 @@
-"""Bytes of what runs inside: of live tensors by what they are for, and of each collective's larger side.
+"""Count the bytes of all live tensors, by their purpose, and the bytes that each kind of collective moves.
 
-The tensors are fake, so nothing is allocated. What a kernel allocates for itself is not seen.
+The tensors are fake, so nothing is allocated. The count leaves out what a kernel allocates for itself.
 """
 
 import weakref
@@ -15,37 +15,37 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-KINDS = ("parameters", "gradients", "optimizer", "activations")  # the last is whatever is none of the others
+KINDS = ("parameters", "gradients", "optimizer", "activations")  # "activations" is everything else
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "send", "recv")
 
-# Operations by which FSDP2 gathers parameters and scatters gradients; tensor parallelism uses others.
+# The operations with which FSDP2 gathers parameters and scatters gradients; tensor parallelism uses other ones.
 _FSDP = {
     "fsdp::all_gather_copy_in": "parameters",
     "fsdp::split_with_sizes_copy": "parameters",
     "fsdp::chunk_cat": "gradients",
     "c10d::_reduce_scatter_base_": "gradients",
 }
-Event = tuple[int, int]  # which storage, and by how many bytes it grew
+Event = tuple[int, int]  # the number of a storage, and by how many bytes it grew
 
 
 class Footprint(TorchDispatchMode):
-    """Notes every storage that appears, is resized or goes, and every collective."""
+    """Records every storage that appears, changes its size or is freed, and the bytes of every collective."""
 
     def __init__(self, fake: FakeTensorMode) -> None:
-        """`fake`: the mode whose tensors are counted."""
+        """Count the tensors of the mode `fake`."""
         super().__init__()
         self._fake = fake
         self.events: list[Event] = []
         self.moved: Counter[str] = Counter()
         self._kinds: dict[int, str] = {}
-        self._live: dict[int, tuple[int, weakref.ref]] = {}  # by address: number, and who tells when it goes
+        self._live: dict[int, tuple[int, weakref.ref]] = {}  # by id: its number, and a reference that reports its end
         self._sizes: dict[int, int] = {}
         self._numbers = count()
 
     def __enter__(self) -> "Footprint":
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:  # how FSDP frees what it gathered
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:  # so FSDP frees gathered weights
             resized = resize(storage, size)
             if id(storage) in self._live:
                 self._set_size(self._live[id(storage)][0], storage.nbytes())
@@ -61,31 +61,31 @@ class Footprint(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # a DTensor comes again as what it does to its local tensors
+            return NotImplemented  # a DTensor's operation returns here for its local tensors
         result = func(*args, **(kwargs or {}))
-        if len(self._fake.enter_stack) > 1:  # DTensor only asks for a shape, with fake tensors as large as the whole
+        if len(self._fake.enter_stack) > 1:  # DTensor infers a shape here, with fake tensors of the whole size
             return result
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self.number(tensor)
         namespace, _, name = func.name().partition("::")
         if namespace in ("c10d", "_c10d_functional", "fsdp"):
-            tensors = [*_tensors(args), *_tensors((kwargs or {}).values()), *_tensors(result)]
+            tensors = [*tensors_in(args), *tensors_in((kwargs or {}).values()), *tensors_in(result)]
             kind = _FSDP.get(f"{namespace}::{name.partition('.')[0]}")
             if kind is not None:
                 self.mark(tensors, kind)
-            plain = name.replace("_", "")  # a collective's spelling varies
+            plain = name.replace("_", "")  # torch spells a collective's name in several ways
             collective = next((c for c in COLLECTIVES if plain.startswith(c.replace("-", ""))), None)
             if namespace != "fsdp" and collective and tensors:
                 self.moved[collective] += max(tensor.nbytes for tensor in tensors)
         return result
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what these are for; whoever is first to say so is right."""
+        """Set the kind of these tensors. The first call for a storage decides."""
         for tensor in tensors:
             self._kinds.setdefault(self.number(tensor), kind)
 
     def end_of(self, tensor: Tensor) -> Event:
-        """What it will be when the tensor goes."""
+        """The event that will follow when the tensor is freed."""
         number = self.number(tensor)
         return number, -self._sizes[number]
 
@@ -112,7 +112,7 @@ class Footprint(TorchDispatchMode):
             self.events.append((number, size - before))
 
     def peak(self) -> dict[str, int]:
-        """Live bytes of each kind at the moment at which all of them together were most."""
+        """Live bytes of each kind, at the moment when their sum is largest."""
         totals = list(accumulate(change for _, change in self.events))
         at_peak = dict.fromkeys(KINDS, 0)
         for number, change in self.events[: totals.index(max(totals)) + 1]:
@@ -120,9 +120,10 @@ class Footprint(TorchDispatchMode):
         return at_peak
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value, also in nested lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (str, int, float, type(None))) or not isinstance(value, Iterable):
         return []
-    return [tensor for part in value for tensor in _tensors(part)]
+    return [tensor for part in value for tensor in tensors_in(part)]

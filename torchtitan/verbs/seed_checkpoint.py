@@ -37,7 +37,9 @@ def save_seed_checkpoint(config: Config, blueprint: Blueprint, place: Place) -> 
     seed = run.agree_on_seed(checkpoints.seed)
     recorded = with_seed(config, seed)
     loader, model = run.build_training_loader(seed), run.build_model(seed)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile)
+    optimizer = build_optimizer(
+        model.named_parameters(), config.optimizer, config.compile, run.blueprint.spec.takes_muon
+    )
     checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
     if place.rank == 0:
         start_record(run.folder, recorded, goes_on=checkpoints.resumes)

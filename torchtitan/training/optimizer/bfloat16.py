@@ -1,0 +1,131 @@
+"""AdamW whose two moments are kept in bfloat16 and rounded stochastically."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.config.schema import Compile
+from torchtitan.training.optimizer.update import local_part
+
+# Elements updated at a time without a compiler: each operation then makes a new tensor of this size.
+_ELEMENTS = 1 << 24
+# Where a shard lies in the whole tensor: for each dim, the shard's first index and the size of the whole.
+Place = tuple[tuple[int, int], ...]
+
+
+class BFloat16AdamW(torch.optim.AdamW):
+    """AdamW with moments in bfloat16, which halves the optimizer's memory.
+
+    Rounding is stochastic: a change too small for bfloat16 is sometimes rounded up, so often that the average is right
+    and small changes add up (arXiv:2010.06192). The random bits are a hash of the step and of the element's index in
+    the whole parameter, so every layout rounds alike.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], compile_: Compile | None, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self._update: Callable[..., None] = _update
+        self._elements: int | None = _ELEMENTS
+        if compile_ is not None:  # compiled, the update is one pass over memory and makes no tensors in between
+            self._update = torch.compile(_update, backend=compile_.backend, dynamic=True, fullgraph=True)
+            self._elements = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        devices = [local_part(p).device for group in self.param_groups for p in group["params"]]
+        if not devices:  # update_in_backward is at one of Muon's matrices
+            return
+        device = devices[0]
+        scale = self.grad_scale.to(device)  # type: ignore[attr-defined]
+        applies = 1.0 - self.found_inf.to(device)  # type: ignore[attr-defined]
+        does_apply = applies.bool()
+        for group in self.param_groups:
+            rate = torch.tensor(group["lr"])  # a tensor, because a new number each step would mean a new compilation
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), device=device)
+                    state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                tensors = [local_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+                state["step"] += applies
+                for begin, piece in self._pieces(tensors):
+                    self._update(
+                        *piece,
+                        _place(parameter, begin),
+                        state["step"],
+                        does_apply,
+                        scale,
+                        rate,
+                        *group["betas"],
+                        group["eps"],
+                        group["weight_decay"],
+                    )
+
+    def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """Cut the tensors into pieces of at most `_elements`, and give the first row of each piece."""
+        rows, columns = len(tensors[0]), tensors[0][:1].numel()
+        size = rows if self._elements is None else max(1, self._elements // max(1, columns))
+        for begin in range(0, rows if columns else 0, max(1, size)):
+            yield begin, [tensor[begin : begin + size] for tensor in tensors]
+
+
+def _update(
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    mean_square: Tensor,
+    place: Place,
+    step: Tensor,
+    applies: Tensor,
+    scale: Tensor,
+    rate: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Update one tensor in place as torch's AdamW does, or change nothing if `applies` is false."""
+    gradient = gradient.float() / scale
+    m = torch.lerp(gradient, mean.float(), beta1)
+    v = torch.lerp(gradient.square(), mean_square.float(), beta2)
+    denominator = (v / (1 - beta2**step)).sqrt() + eps
+    changed = parameter.float() * (1 - rate * weight_decay) - rate / (1 - beta1**step) * m / denominator
+    noise = _hash(_numbers(parameter, place) ^ _hash(step.int()))
+    parameter.copy_(torch.where(applies, changed, parameter))
+    mean.copy_(torch.where(applies, _round_at_random(m, noise & 0xFFFF), mean))
+    mean_square.copy_(torch.where(applies, _round_at_random(v, (noise >> 16) & 0xFFFF), mean_square))
+
+
+def _place(parameter: Tensor, begin: int) -> Place:
+    """Where this rank's shard of the parameter lies in the whole, from row `begin` of the shard on."""
+    offsets = [0] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        offsets = list(parameter.__create_chunk_list__()[0].offsets)
+    offsets[0] += begin
+    return tuple(zip(offsets, parameter.shape, strict=True))
+
+
+def _numbers(shard: Tensor, place: Place) -> Tensor:
+    """The index of each element in the flattened whole parameter, as int32 that may wrap around."""
+    numbers = torch.zeros((), dtype=torch.int32, device=shard.device)
+    for length, (offset, size) in zip(shard.shape, place, strict=True):
+        numbers = numbers[..., None] * size + (torch.arange(length, dtype=torch.int32, device=shard.device) + offset)
+    return numbers
+
+
+def _hash(x: Tensor) -> Tensor:
+    """32 bits that look random (lowbias32 by C. Wellons). The masks are there because int32 shifts copy the sign."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _round_at_random(x: Tensor, noise: Tensor) -> Tensor:
+    """Round to bfloat16, up or down by 16 bits of noise, so that the average is right."""
+    bits = (x.view(torch.int32) + noise) & ~0xFFFF
+    return bits.view(torch.float32).bfloat16()

@@ -1,0 +1,91 @@
+"""Applying an optimizer: clip and update, an update during backward, and states before the first update."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def apply_update(
+    optimizer: torch.optim.Optimizer, learning_rate: float, gradient_norm: Tensor, max_norm: float = float("inf")
+) -> None:
+    """Update the parameters once at this learning rate, with gradients scaled down to a norm of at most `max_norm`.
+
+    Fused AdamW scales and updates in one pass on the device. If the norm is not finite, it changes nothing.
+    """
+    divisor = ((gradient_norm + 1e-6) / max_norm).clamp(min=1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if optimizer.defaults["fused"]:
+        # torch's GradScaler sets these two to make a fused optimizer divide or skip. No value travels to the host.
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        optimizer.found_inf = (~gradient_norm.isfinite()).float()  # type: ignore[attr-defined]
+    else:
+        divide_gradients(optimizer, divisor)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def update_in_backward(
+    optimizer: torch.optim.Optimizer, note: Callable[[Tensor], None], learning_rate: Callable[[], float]
+) -> None:
+    """Make backward update each parameter as soon as its gradient is complete, and free the gradient at once.
+
+    `note` receives each gradient before the update. An `apply_update` after backward finds no gradients and does
+    nothing.
+    """
+
+    def update(own_group: dict[str, Any], parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        note(parameter.grad)
+        _update_one(optimizer, own_group, parameter, learning_rate())
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(functools.partial(update, group))
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Create the states that the first update would create, and leave parameters and step counts unchanged.
+
+    Each parameter gets an update with a zero gradient at a learning rate of 0; the step counts are then reset.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for parameter in group["params"].copy():
+            parameter.grad = torch.zeros_like(parameter)
+            _update_one(optimizer, group, parameter, 0.0)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _update_one(
+    optimizer: torch.optim.Optimizer, own_group: dict[str, Any], parameter: Tensor, learning_rate: float
+) -> None:
+    """Update one parameter and free its gradient: for a moment the optimizer's groups hold nothing else."""
+    everyone = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [parameter] if group is own_group else []
+    apply_update(optimizer, learning_rate, torch.ones((), device=local_part(parameter).device))
+    for group, parameters in zip(optimizer.param_groups, everyone, strict=True):
+        group["params"] = parameters
+
+
+def divide_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
+    """Divide every gradient of the optimizer's parameters in place."""
+    gradients = [local_part(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, divisor.to(gradients[0].device))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard; if FSDP gathers the weight in float8, the plain tensor inside torchao's wrapper."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(local, "_tensor", local)
