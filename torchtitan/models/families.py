@@ -20,6 +20,7 @@ from torchtitan.refusal import Refusal
 FAMILIES = {
     "llama3": "torchtitan.models.llama.spec:LLAMA3",
     "llama2": "torchtitan.models.llama.spec:LLAMA2",
+    "qwen3": "torchtitan.models.qwen3.spec:QWEN3",
 }
 FROM_DOWNLOAD = "config.json"  # as model.flavor: the shape that this file in model.hf_assets_path describes
 
