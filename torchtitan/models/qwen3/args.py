@@ -33,6 +33,10 @@ class Qwen3Args:
                 "equal groups; use a divisor"
             )
 
+    @property
+    def head_size(self) -> int:
+        return self.head_dim
+
 
 def _published(dim: int, n_layers: int, n_heads: int, hidden_dim: int, tied: bool = False) -> Qwen3Args:
     return Qwen3Args(dim, n_layers, n_heads, 8, hidden_dim, vocab_size=151936, tied_embeddings=tied)
@@ -50,8 +54,8 @@ FLAVORS = {
 
 
 def parts(args: Qwen3Args, seq_len: int) -> Sequence[Part]:
-    heads, kv_heads = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    norms = 2 * args.dim + 2 * args.head_dim
+    heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
+    norms = 2 * args.dim + 2 * args.head_size
     block = 2 * args.dim * (heads + kv_heads) + 3 * args.dim * args.hidden_dim + norms
     ends = (args.vocab_size or 1) * args.dim  # the cut of a pipeline depends on it, not whether there is one
     return [

@@ -17,20 +17,20 @@ class Attention(nn.Module):
 
     def __init__(self, args: Qwen3Args) -> None:
         super().__init__()
-        self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)  # one weight for all heads
-        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
+        self.head_size = args.head_size
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_size, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_size, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_size, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_size, args.dim, bias=False)
+        self.q_norm = nn.RMSNorm(args.head_size, eps=args.norm_eps)  # one weight for all heads
+        self.k_norm = nn.RMSNorm(args.head_size, eps=args.norm_eps)
         self.core: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         # -1, not the number of heads: a tensor-parallel rank holds only some of them
-        q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_dim)))  # [B, S, H, D]
-        k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_dim)))
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_size)))  # [B, S, H, D]
+        k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_size)))
+        v = self.wv(x).unflatten(-1, (-1, self.head_size))
         out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
         return self.wo(out.flatten(-2))
 
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [B, S, C]
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        cos, sin = rope_table(positions, self.args.head_dim, self.args.rope_theta)
+        cos, sin = rope_table(positions, self.args.head_size, self.args.rope_theta)
         for layer in self.layers.values():
             h = layer(h, cos, sin, mask)
         h = h if self.norm is None else self.norm(h)
