@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.stored_models import VOCAB, hold
@@ -204,6 +205,18 @@ def test_transformers_loads_the_export_and_what_it_saves_is_read(flavor: str, tm
     saved = open_model(str(tmp_path / "saved"))
     assert saved.blueprint.shape == stored.blueprint.shape
     assert same(contents(saved.weights), random_weights(QWEN3.flavors[flavor]))
+
+
+def test_a_tied_output_that_is_stored_as_well_is_read_once(tmp_path: Path) -> None:
+    """As the published 0.6B is: 751,632,384 numbers for 596,049,920 parameters."""
+    convert(store_run(tmp_path / "run", "tiny-tied"), tmp_path / "hf")
+    stored = load_file(tmp_path / "hf/model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    save_file(stored | {"lm_head.weight": embedding.clone()}, tmp_path / "hf/model.safetensors")
+    assert same(contents(open_model(str(tmp_path / "hf")).weights), random_weights(QWEN3.flavors["tiny-tied"]))
+    save_file(stored | {"lm_head.weight": embedding + 1}, tmp_path / "hf/model.safetensors")
+    with pytest.raises(Refusal, match="lm_head.weight differs from model.embed_tokens.weight; set tie_word_embeddings"):
+        open_model(str(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("flavor", QWEN3.flavors)
