@@ -21,10 +21,11 @@ from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.__main__ import main
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.schema import Model
-from torchtitan.models.families import find_model, find_spec
+from torchtitan.models.families import as_section, find_model, find_spec
 from torchtitan.models.qwen3.args import FLAVORS, Qwen3Args
 from torchtitan.models.qwen3.hf import from_hf_config, to_hf_config, to_hf_name
 from torchtitan.models.qwen3.model import Transformer
+from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.verbs.generate import Sampling, build_model, generate
 from torchtitan.weights.checkpoint import save_checkpoint
@@ -254,6 +255,13 @@ def test_config_json_as_published_is_the_flavor() -> None:
         "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_cache": true,
         "use_sliding_window": false, "vocab_size": 151936}"""
     assert from_hf_config(json.loads(published)) == FLAVORS["0.6B"]
+
+
+def test_a_flavor_of_another_length_keeps_its_length() -> None:
+    """As of the published base models, whose config.json is the chat models' except for 32768 positions."""
+    shape = replace(FLAVORS["0.6B"], max_seq_len=32768)
+    section = as_section("qwen3", Blueprint("", find_spec("qwen3"), shape), "unused")
+    assert section.flavor == "0.6B" and find_model(section).shape == shape
 
 
 def test_a_model_that_ours_cannot_be_is_refused_with_all_its_reasons() -> None:
