@@ -81,7 +81,11 @@ class Transformer(nn.Module):
 
 
 def initialize(name: str, weight: Tensor, args: Qwen3Args, generator: torch.Generator) -> None:
-    """Give a whole parameter its first values; those of wo, w2 and w3 shrink with depth."""
+    """Give a whole parameter its first values; those of wo, w2 and w3 shrink with depth, as Llama's do here.
+
+    With Qwen3's own, a deviation of 0.02 everywhere, 12 layers learned slower: after 150 steps the loss was 6.42
+    instead of 6.17, with tied embeddings 6.45 instead of 6.28.
+    """
     module = name.rpartition(".")[0]
     if module.endswith("norm"):
         torch.nn.init.ones_(weight)
