@@ -5,6 +5,8 @@ from dataclasses import replace
 from torchtitan.config.schema import RopeScaling
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.spec import LLAMA3
+from torchtitan.models.qwen3.args import Qwen3Args
+from torchtitan.models.qwen3.spec import QWEN3 as QWEN3_AS_PUBLISHED
 
 # Within a test's few positions, stretched frequencies differ from plain ones only if the original length is short.
 SCALED = RopeScaling(factor=8.0, original_max_seq_len=32)
@@ -22,4 +24,11 @@ LLAMA = replace(
         "tiny-deep": replace(TINY, n_layers=8),
         "tiny-deep-tied": replace(TINY_TIED, n_layers=8),
     },
+)
+
+TINY_QWEN3 = Qwen3Args(dim=64, n_layers=4, n_heads=8, n_kv_heads=4, hidden_dim=160, head_dim=16, rope_theta=10000.0)
+
+QWEN3 = replace(
+    QWEN3_AS_PUBLISHED,
+    flavors={"tiny": TINY_QWEN3, "tiny-tied": replace(TINY_QWEN3, tied_embeddings=True)},
 )

@@ -20,6 +20,7 @@ from torchtitan.refusal import Refusal
 FAMILIES = {
     "llama3": "torchtitan.models.llama.spec:LLAMA3",
     "llama2": "torchtitan.models.llama.spec:LLAMA2",
+    "qwen3": "torchtitan.models.qwen3.spec:QWEN3",
 }
 FROM_DOWNLOAD = "config.json"  # as model.flavor: the shape that this file in model.hf_assets_path describes
 
@@ -152,6 +153,7 @@ def as_section(name: str, blueprint: Blueprint, hf_assets_path: str) -> Model:
     kept = {"vocab_size": shape.vocab_size, "max_seq_len": shape.max_seq_len}
     for flavor, known in blueprint.spec.flavors.items():
         if replace(known, **kept) == shape:
-            return Model(name=name, flavor=flavor, vocab_size=shape.vocab_size, hf_assets_path=hf_assets_path)
+            kept["max_seq_len"] = None if shape.max_seq_len == known.max_seq_len else shape.max_seq_len
+            return Model(name=name, flavor=flavor, hf_assets_path=hf_assets_path, **kept)
     said = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name in SHAPE_KEYS}
     return Model(name=name, hf_assets_path=hf_assets_path, **said)

@@ -157,11 +157,25 @@ def _open_hf(folder: Path, family: str | None) -> StoredModel:
     assert blueprint.spec.hugging_face is not None
     to_name = blueprint.spec.hugging_face.to_name
     weights, outline = open_hf(folder), outline_of(blueprint)
+    if blueprint.tied:
+        weights = _without_copy(weights, *map(to_name, blueprint.tied))
     weights.check({to_name(name): like for name, like in outline.items()})
     config = read_json(folder / "config.json")
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
     renamed = weights.renamed({name: to_name(name) for name in outline})
     return StoredModel(renamed, family, blueprint, folder, dtype)
+
+
+def _without_copy(weights: Weights, first: str, second: str) -> Weights:
+    """The weights without the second of two tied ones; some folders hold both, as Qwen3-0.6B's does."""
+    if not {first, second} <= weights.outline.keys():
+        return weights
+    if not torch.equal(weights.read(first), weights.read(second)):
+        raise Refusal(
+            f"{weights.where} has tie_word_embeddings = true in config.json, but {second} differs from {first}; set "
+            f"tie_word_embeddings = false there"
+        )
+    return weights.renamed({name: name for name in weights.outline if name != second})
 
 
 def _open_other(folder: Path, family: str, open_folder: Callable[[Path], OtherFormat]) -> StoredModel:

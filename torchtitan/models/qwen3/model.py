@@ -1,0 +1,100 @@
+"""Qwen3 as a plain nn.Module: it knows torch and its own shape, no device, no process group, no config.
+
+Parameters have Llama's names; attention's `q_norm` and `k_norm` come on top.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.models.layers import CausalAttention, FeedForward, fill_normal, rope_table, rotate
+from torchtitan.models.qwen3.args import Qwen3Args
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; each head's query and key are normalised before rotary positions turn them."""
+
+    def __init__(self, args: Qwen3Args) -> None:
+        super().__init__()
+        self.head_size = args.head_size
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_size, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_size, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_size, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_size, args.dim, bias=False)
+        self.q_norm = nn.RMSNorm(args.head_size, eps=args.norm_eps)  # one weight for all heads
+        self.k_norm = nn.RMSNorm(args.head_size, eps=args.norm_eps)
+        self.core: nn.Module = CausalAttention()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        # -1, not the number of heads: a tensor-parallel rank holds only some of them
+        q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_size)))  # [B, S, H, D]
+        k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_size)))
+        v = self.wv(x).unflatten(-1, (-1, self.head_size))
+        out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
+        return self.wo(out.flatten(-2))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each on the normalised residual stream."""
+
+    def __init__(self, args: Qwen3Args) -> None:
+        super().__init__()
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(args.dim, args.hidden_dim)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """The decoder. A part of it, with `tok_embeddings`, `norm` or `output` set to None, works as a pipeline stage."""
+
+    def __init__(self, args: Qwen3Args) -> None:
+        super().__init__()
+        assert args.vocab_size is not None
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        # Keyed by number: a part keeps the names its layers have in the whole.
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] of tokens [B, S], which stand at `positions` and attend to what the mask allows.
+
+        Without a mask (see layers.document_mask) attention is causal.
+        """
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [B, S, C]
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = rope_table(positions, self.args.head_size, self.args.rope_theta)
+        for layer in self.layers.values():
+            h = layer(h, cos, sin, mask)
+        h = h if self.norm is None else self.norm(h)
+        return h if self.output is None else self.output(h)
+
+
+def initialize(name: str, weight: Tensor, args: Qwen3Args, generator: torch.Generator) -> None:
+    """Give a whole parameter its first values; those of wo, w2 and w3 shrink with depth, as Llama's do here.
+
+    With Qwen3's own, a deviation of 0.02 everywhere, 12 layers learned slower: after 150 steps the loss was 6.42
+    instead of 6.17, with tied embeddings 6.45 instead of 6.28.
+    """
+    module = name.rpartition(".")[0]
+    if module.endswith("norm"):
+        torch.nn.init.ones_(weight)
+    elif name == "output.weight" or (name == "tok_embeddings.weight" and args.tied_embeddings):
+        fill_normal(weight, args.dim**-0.5, generator)
+    elif name == "tok_embeddings.weight":
+        fill_normal(weight, 1.0, generator)
+    elif module.endswith((".wo", ".w2", ".w3")):
+        fill_normal(weight, 0.02 / math.sqrt(2 * (int(name.split(".")[1]) + 1)), generator)
+    else:
+        assert weight.dim() > 1, f"say here what {name} begins with"
+        fill_normal(weight, 0.02, generator)

@@ -1,0 +1,43 @@
+"""How tensor-parallel ranks share a Qwen3: heads, hidden units and the vocabulary are split over them."""
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from torchtitan.models.qwen3.args import Qwen3Args
+
+
+def tensor_plan(args: Qwen3Args, split_sequence: bool, loss_parallel: bool) -> dict[str, ParallelStyle]:
+    """Styles by module; with `split_sequence` activations between blocks are split along the sequence.
+
+    With `loss_parallel` the logits stay split over the vocabulary.
+    """
+    whole = Replicate()
+    sequence = Shard(1) if split_sequence else whole
+    norms: dict[str, ParallelStyle] = {}
+    if split_sequence:
+        norms = {name: SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")}
+        # All heads share these weights, but a rank has only some heads [B, S, H, D]: gradients are summed over ranks.
+        for name in ("q_norm", "k_norm"):
+            norms[f"layers.*.attention.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return {
+        **norms,
+        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        # cosine, sine and mask are the same on all ranks
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(sequence, None, None, None), desired_input_layouts=(whole, None, None, None)
+        ),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.wk": ColwiseParallel(),
+        "layers.*.attention.wv": ColwiseParallel(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=sequence),
+        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,)),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=sequence),
+        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "output": ColwiseParallel(
+            input_layouts=sequence,
+            output_layouts=Shard(-1) if loss_parallel else whole,
+            use_local_output=not loss_parallel,
+        ),
+    }
