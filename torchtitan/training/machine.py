@@ -11,7 +11,6 @@ from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.schema import Config
 from torchtitan.models.stages import V_SHAPED
 from torchtitan.observe.metrics import import_wandb
-from torchtitan.parallel.float8 import check_float8
 from torchtitan.refusal import Refusal
 
 
@@ -24,6 +23,8 @@ def check_machine(config: Config, device: torch.device) -> None:
     if config.checkpoint.enable:
         _check_places(config)
     if config.float8 is not None:
+        from torchtitan.parallel.float8 import check_float8
+
         check_float8(config.float8, device)
     schedule = config.parallelism.pipeline_parallel_schedule
     folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED

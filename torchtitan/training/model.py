@@ -8,7 +8,6 @@ from torchtitan.config.schema import Config
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import plan_stages
 from torchtitan.observe.log import logger
-from torchtitan.parallel.float8 import apply_float8
 from torchtitan.parallel.fsdp import copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import ModelParts
@@ -48,6 +47,8 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
         with torch.device("meta"):
             stage = blueprint.spec.build(blueprint.shape).to(getattr(torch, config.training.dtype))
         if config.float8 is not None:
+            from torchtitan.parallel.float8 import apply_float8
+
             apply_float8(stage, config.float8, compiled=config.compile.model)
         keep_parts(stage, parts, plan.stages[number])
         apply_parallelism(stage, blueprint, mesh, config)

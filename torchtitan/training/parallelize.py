@@ -17,7 +17,6 @@ from torchtitan.models.layers import exchange_attention
 from torchtitan.models.spec import Blueprint, Part
 from torchtitan.parallel.context import GatheredAttention
 from torchtitan.parallel.cpu_attention import AttentionByProducts
-from torchtitan.parallel.float8 import float8_plan
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import apply_recompute
@@ -101,8 +100,12 @@ def split_tensors(
     of_layers = {name.partition(".*.")[2]: style for name, style in plan.items() if ".*." in name}
     ends = {name: style for name, style in plan.items() if name in modules}
     for layer in [modules[name] for name in blueprint.layers if name in modules]:
-        # gloo carries no float8: on CPUs activations travel in their own type
-        parallelize_module(layer, axis, of_layers if axis.device_type == "cpu" else float8_plan(layer, of_layers))
+        own = of_layers
+        if axis.device_type != "cpu":  # gloo carries no float8: on CPUs activations travel in their own type
+            from torchtitan.parallel.float8 import float8_plan
+
+            own = float8_plan(layer, of_layers)
+        parallelize_module(layer, axis, own)
     parallelize_module(model, axis, ends)
     for name in ends:
         wait_for_output(modules[name])

@@ -6,7 +6,6 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.config.schema import Config
 from torchtitan.parallel.collectives import GlobalNorm
-from torchtitan.parallel.float8 import update_float8_scales
 from torchtitan.parallel.pipeline import ModelParts
 from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import apply_update, update_in_backward
@@ -39,4 +38,7 @@ class Update:
 
     def after_update(self) -> None:
         """What follows from the new weights; a model's buffers that an update moves (a router's bias) belong here."""
-        update_float8_scales(self.model.stages.values(), self.config.float8)
+        if self.config.float8 is not None:
+            from torchtitan.parallel.float8 import update_float8_scales
+
+            update_float8_scales(self.model.stages.values(), self.config.float8)

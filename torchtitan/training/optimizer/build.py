@@ -10,8 +10,6 @@ from torch import nn
 from torchtitan.config.schema import Compile, Optimizer
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
-from torchtitan.training.optimizer.bfloat16 import BFloat16AdamW
-from torchtitan.training.optimizer.muon import MuonAndAdamW
 
 # The first update of n sharded tensors in one call takes time n^2: 2.3 s for the 723 tensors of Llama 3 70B.
 _MOST_IN_A_GROUP = 100
@@ -33,7 +31,11 @@ def build_optimizer(
     matrices = _muon_matrices(named, takes_muon) if config.name == "Muon" else []
     chosen = {id(p) for p in matrices}
     adamw = _build_adamw([p for _, p in named if id(p) not in chosen], config, compile_)
-    return MuonAndAdamW(matrices, adamw) if matrices else adamw
+    if not matrices:
+        return adamw
+    from torchtitan.training.optimizer.muon import MuonAndAdamW
+
+    return MuonAndAdamW(matrices, adamw)
 
 
 def _muon_matrices(named: Iterable[tuple[str, nn.Parameter]], takes_muon: Callable[[str], bool]) -> list[nn.Parameter]:
@@ -78,5 +80,7 @@ def _build_adamw(parameters: list[nn.Parameter], config: Optimizer, compile_: Co
         "foreach": config.implementation == "foreach",
     }
     if config.moments_dtype == "bfloat16":
+        from torchtitan.training.optimizer.bfloat16 import BFloat16AdamW
+
         return BFloat16AdamW(groups, compile_ if compile_ and compile_.enable else None, **options)
     return torch.optim.AdamW(groups, **options)
