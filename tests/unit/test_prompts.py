@@ -15,7 +15,8 @@ from torchtitan.__main__ import main
 from torchtitan.data.prompts import follow_training
 from torchtitan.data.sources import open_source
 from torchtitan.data.stream import Order, Source, Stream
-from torchtitan.data.tokenizer import TIKTOKEN_SPECIAL_TOKENS, build_tokenizer
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizer_models import TIKTOKEN_SPECIAL_TOKENS
 from torchtitan.weights.stored import open_model
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"

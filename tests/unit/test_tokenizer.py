@@ -15,7 +15,8 @@ from small_tokenizers import KINDS, ROOT, SHIPPED, UNUSUAL_TEXTS, read_documents
 from small_tokenizers import sentencepiece_file as sentencepiece_file
 from small_tokenizers import tiktoken_file as tiktoken_file
 
-from torchtitan.data.tokenizer import TIKTOKEN_SPECIAL_TOKENS, Tokenizer, build_tokenizer
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.tokenizer_models import TIKTOKEN_SPECIAL_TOKENS
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from small_tokenizers import (
 from small_tokenizers import sentencepiece_file as sentencepiece_file
 from small_tokenizers import tiktoken_file as tiktoken_file
 
-from torchtitan.data.tokenizer import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL_TOKENS, build_tokenizer
+from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizer_models import TIKTOKEN_PATTERN, TIKTOKEN_SPECIAL_TOKENS
 
 # Hugging Face
 

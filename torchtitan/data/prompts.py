@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.tokenizer import TIKTOKEN_SPECIAL_TOKENS, HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from torchtitan.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from torchtitan.data.tokenizer_files import find_file, load_config, load_json
+from torchtitan.data.tokenizer_models import TIKTOKEN_SPECIAL_TOKENS
 
 
 def follow_training(folder: Path) -> None:
