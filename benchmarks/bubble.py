@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.config.schema import Model, Parallelism
 from torchtitan.models.families import find_model
 from torchtitan.models.stages import plan_stages
-from torchtitan.parallel.pipeline import ModelParts, Pipeline
+from torchtitan.parallel.parts import ModelParts
+from torchtitan.parallel.pipeline import Pipeline
 
 # schedule -> idle units on p ranks. With two stages a rank, each stage takes one unit for forward, one for the input
 # gradient and one for the weight gradient. Sources: arXiv:2104.04473, section 2.2 (GPipe, 1F1B); arXiv:2401.10241,

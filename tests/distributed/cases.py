@@ -28,7 +28,7 @@ from torchtitan.models.llama.model import TransformerBlock
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.parallel import collectives
 from torchtitan.parallel.float8 import apply_float8, float8_plan, update_float8_scales
-from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.parallel.parts import ModelParts
 from torchtitan.parallel.tensor import overlap_communication
 from torchtitan.training import model, start
 from torchtitan.training.loss import cross_entropy_sum

@@ -21,11 +21,9 @@ except ImportError:  # its name before torch 2.13
     from torch.distributed._functional_collectives import all_gather_tensor_autograd as all_gather_single_autograd
 
 
-def own_positions(seq_len: int, axis: DeviceMesh, device: torch.device) -> Tensor | None:
-    """Return the positions of a sequence that this rank holds, in this rank's order, or None if it holds all."""
+def own_positions(seq_len: int, axis: DeviceMesh, device: torch.device) -> Tensor:
+    """Return the positions of a sequence that this rank holds, in this rank's order."""
     size, rank = axis.size(), axis.get_local_rank()
-    if size == 1:
-        return None
     pieces = torch.arange(seq_len, device=device).chunk(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 

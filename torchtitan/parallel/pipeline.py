@@ -1,15 +1,13 @@
-"""Pipeline parallelism: the stages a rank holds, and torch's schedules that take microbatches through them.
+"""Pipeline parallelism: torch's schedules take microbatches through the stages that ranks hold.
 
-A rank without the last stage knows no loss and says 0, so that a sum over ranks is the loss.
+A rank without the last stage returns a loss of 0, so that the sum over ranks is the loss.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
@@ -24,49 +22,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from torchtitan.config.schema import Parallelism
-from torchtitan.parallel.tied import TiedWeight
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """What this rank holds of a model: all of it, or its stages of a pipeline, each by its number."""
-
-    stages: Mapping[int, nn.Module]
-    ranks: Sequence[int]  # of all stages, which pipeline rank holds them
-    axis: DeviceMesh
-    dim: int  # of the activations between stages
-    vocab_size: int  # of what the last one gives
-    tied: TiedWeight | None = None
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        for stage in self.stages.values():
-            yield from stage.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names they have in the model, however its blocks are wrapped."""
-        for stage in self.stages.values():
-            for name, parameter in stage.named_parameters():
-                yield name.replace("_checkpoint_wrapped_module.", ""), parameter
-
-    def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """By the names they are saved and loaded by: a tied weight and its copy have one."""
-        named: dict[str, nn.Parameter] = {}
-        for name, parameter in self.named_parameters():
-            is_copy = self.tied is not None and parameter is self.tied.copy
-            named.setdefault(self.tied.names[0] if self.tied and is_copy else name, parameter)
-        return named
-
-    @property
-    def has_loss(self) -> bool:
-        return len(self.ranks) - 1 in self.stages
-
-    def own_gradients(self) -> list[Tensor]:
-        """The gradients here, those of a tied weight on one stage only."""
-        copy = self.tied.copy if self.tied else None
-        own = [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
-        if not own and copy is not None and copy.grad is not None:  # a stage that has nothing else
-            own = [torch.zeros_like(copy.grad)]
-        return own
+from torchtitan.parallel.parts import ModelParts
 
 
 class Pipeline:

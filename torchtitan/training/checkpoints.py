@@ -14,7 +14,7 @@ from torchtitan.data.loader import Loader
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.observe.log import logger
-from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.parallel.parts import ModelParts
 from torchtitan.training import state
 from torchtitan.training.resume import Start, describe_changes, plan_start
 

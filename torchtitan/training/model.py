@@ -10,8 +10,7 @@ from torchtitan.models.stages import plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.parallel.fsdp import copy_first_replica
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.pipeline import ModelParts
-from torchtitan.parallel.tied import TiedWeight
+from torchtitan.parallel.parts import ModelParts, TiedWeight
 from torchtitan.training.parallelize import apply_parallelism, keep_parts
 from torchtitan.weights.tensors import copy_part
 

@@ -15,13 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.config.schema import Config
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.spec import Blueprint, Part
-from torchtitan.parallel.context import GatheredAttention
-from torchtitan.parallel.cpu_attention import AttentionByProducts
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.parts import tie
 from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.parallel.tensor import overlap_communication, wait_for_output
-from torchtitan.parallel.tied import tie
 from torchtitan.refusal import Refusal
 
 
@@ -45,8 +43,12 @@ def apply_parallelism(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config
     if parallelism.enable_async_tensor_parallel:
         overlap_communication(mesh.devices["tp"])
     if mesh.dims.cp > 1:
+        from torchtitan.parallel.context import GatheredAttention
+
         exchange_attention(model, lambda _: GatheredAttention(mesh.devices["cp"]))
     elif compile_.model and mesh.devices.device_type == "cpu":
+        from torchtitan.parallel.cpu_attention import AttentionByProducts
+
         exchange_attention(model, AttentionByProducts)
     apply_recompute(model, blueprint.layers, config.activation_checkpoint)
     if compile_.enable and mesh.dims.tp > 1:

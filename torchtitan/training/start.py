@@ -23,7 +23,7 @@ from torchtitan.observe.log import logger
 from torchtitan.observe.run_folder import claim, open_run_folder
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import Mesh, build_mesh
-from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.parallel.parts import ModelParts
 from torchtitan.training import data, model
 from torchtitan.training.loss import LossFunction, build_loss
 from torchtitan.training.machine import check_machine

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.data.loader import Loader
-from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.optimizer import make_states
 
 Tensors = dict[str, Tensor]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,10 +11,12 @@ from torchtitan.config.schema import Parallelism, Training
 from torchtitan.data.batch import Batch
 from torchtitan.models.layers import document_mask
 from torchtitan.parallel.collectives import sum_over
-from torchtitan.parallel.context import Masks, own_positions, piece_masks
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.pipeline import ModelParts, Pipeline
+from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.loss import IGNORED, LossFunction
+
+if TYPE_CHECKING:
+    from torchtitan.parallel.context import Masks
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class ForwardBackward:
         self.local_batch_size = training.local_batch_size
         self.run: Callable[..., Tensor] = self._run_whole
         if mesh.dims.pp > 1:
+            from torchtitan.parallel.pipeline import Pipeline
+
             self.run = Pipeline(model, loss, parallelism, getattr(torch, training.mixed_precision_param), device)
         # Looked up once: slicing a mesh costs tensor operations.
         self.token_group, self.cp_axis = mesh.tokens.get_group(), mesh.devices["cp"]
@@ -67,9 +72,11 @@ class ForwardBackward:
 
     def _own_part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
         """The positions this rank holds of each sequence; documents stay whole, for the mask."""
-        positions = own_positions(batch.inputs.shape[1], self.cp_axis, batch.inputs.device)
-        if positions is None:
+        if self.cp_axis.size() == 1:
             return batch, None
+        from torchtitan.parallel.context import own_positions
+
+        positions = own_positions(batch.inputs.shape[1], self.cp_axis, batch.inputs.device)
         inputs, labels = batch.inputs[:, positions], batch.labels[:, positions]
         return Batch(inputs, labels, batch.document_ids, batch.origin), positions
 
@@ -78,7 +85,7 @@ class ForwardBackward:
         inputs: Tensor,
         labels: Tensor,
         positions: Tensor | None,
-        mask: Tensor | Masks | None,
+        mask: "Tensor | Masks | None",
         divisor: Tensor | None,
     ) -> Tensor:
         """As Pipeline's: the summed loss, and gradients of it over the divisor if there is one."""
@@ -90,7 +97,7 @@ class ForwardBackward:
 
     def _local_batches(
         self, batch: Batch, positions: Tensor | None, size: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor | Masks | None]]:
+    ) -> "Iterator[tuple[Tensor, Tensor, Tensor | Masks | None]]":
         for begin in range(0, len(batch.inputs), size):
             part = slice(begin, begin + size)
             documents = None
@@ -98,5 +105,7 @@ class ForwardBackward:
                 documents = document_mask(batch.document_ids[part], positions)
             mask: Tensor | Masks | None = documents
             if self.cp_axis.size() > 1:
+                from torchtitan.parallel.context import piece_masks
+
                 mask = piece_masks(batch.inputs.shape[1] * self.cp_axis.size(), self.cp_axis, documents)
             yield batch.inputs[part], batch.labels[part], mask

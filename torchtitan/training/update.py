@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.config.schema import Config
 from torchtitan.parallel.collectives import GlobalNorm
-from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import apply_update, update_in_backward
 

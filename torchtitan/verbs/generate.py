@@ -20,7 +20,7 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.hardware import read_place
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.rules import check_tensor_parallel
-from torchtitan.parallel.tied import tie
+from torchtitan.parallel.parts import tie
 from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import split_tensors
 from torchtitan.training.start import Run, start_run

@@ -18,7 +18,7 @@ from torchtitan.data.prompts import follow_training
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.families import FAMILIES, as_section, find_download, find_model, find_spec
 from torchtitan.models.spec import Blueprint, OtherFormat
-from torchtitan.parallel.pipeline import ModelParts
+from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, read_json, save_hf

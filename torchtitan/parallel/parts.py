@@ -1,6 +1,7 @@
-"""One weight that serves twice, as embedding and as output: on one stage it is one parameter, on two it has a copy."""
+"""What a rank holds of a model: all of it or some stages, and a tied weight, which two stages may share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
 
 
 class TiedWeight:
-    """The weight and its copy, as far as this rank holds them, on the first and the last stage of a pipeline."""
+    """A weight that is embedding and output: one parameter on one stage, with a copy where two stages have it."""
 
     def __init__(
         self, names: tuple[str, str], stages: Mapping[int, nn.Module], ranks: Sequence[int], axis: DeviceMesh
@@ -74,3 +75,45 @@ class TiedWeight:
         self.copy.copy_(self.first)
         for key, value in states.get(self.first, {}).items():
             states[self.copy][key].copy_(value)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What this rank holds of a model: all of it, or its stages of a pipeline, each by its number."""
+
+    stages: Mapping[int, nn.Module]
+    ranks: Sequence[int]  # of all stages, which pipeline rank holds them
+    axis: DeviceMesh
+    dim: int  # of the activations between stages
+    vocab_size: int  # of what the last one gives
+    tied: TiedWeight | None = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for stage in self.stages.values():
+            yield from stage.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names they have in the model, however its blocks are wrapped."""
+        for stage in self.stages.values():
+            for name, parameter in stage.named_parameters():
+                yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
+    def saved_parameters(self) -> dict[str, nn.Parameter]:
+        """By the names they are saved and loaded by: a tied weight and its copy have one."""
+        named: dict[str, nn.Parameter] = {}
+        for name, parameter in self.named_parameters():
+            is_copy = self.tied is not None and parameter is self.tied.copy
+            named.setdefault(self.tied.names[0] if self.tied and is_copy else name, parameter)
+        return named
+
+    @property
+    def has_loss(self) -> bool:
+        return len(self.ranks) - 1 in self.stages
+
+    def own_gradients(self) -> list[Tensor]:
+        """The gradients here, those of a tied weight on one stage only."""
+        copy = self.tied.copy if self.tied else None
+        own = [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
+        if not own and copy is not None and copy.grad is not None:  # a stage that has nothing else
+            own = [torch.zeros_like(copy.grad)]
+        return own
