@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The tests, or with --lint what ruff and mypy say; sets up what is missing.
+# Runs the tests, or with --lint ruff and mypy. Installs missing packages first.
 #
-#     ./run_tests.sh                       everything
-#     ./run_tests.sh tests/unit -k stream  what pytest is told
+#     ./run_tests.sh                       all tests
+#     ./run_tests.sh tests/unit -k stream  some tests; the arguments go to pytest
 #     ./run_tests.sh --lint
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -17,8 +17,8 @@ if [[ "${1:-}" == --lint ]]; then
   exit "$failed"
 fi
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # many small processes on few cores
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests start many small processes on few cores
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1  # a test that needs the network is a bug
 unset TOKENIZERS_PARALLELISM
-if (($# == 0)); then set -- --numprocesses 2 --no-loadscope-reorder; fi # tests/conftest.py
+if (($# == 0)); then set -- --numprocesses 2 --no-loadscope-reorder; fi # tests/conftest.py divides the tests
 exec "$py" -m pytest "$@"

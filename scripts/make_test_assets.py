@@ -1,10 +1,10 @@
-"""Make tests/assets: a small corpus of real prose and a 2048-token byte-level BPE tokenizer trained on it.
+"""Make tests/assets: a small corpus of real prose, and a byte-level BPE tokenizer of 2048 tokens trained on it.
 
     apt-get install --no-install-recommends python3.11-doc
     python scripts/make_test_assets.py /usr/share/doc/python3.11/html/_sources
 
-The argument is a folder of the Python documentation's reST sources. The same sources give byte-identical files.
-It refuses a folder without the documentation's chapters or licence.
+The argument is the folder with the reST sources of the Python documentation. The same sources give byte-identical
+files. The script refuses a folder that lacks the documentation's chapters or licence.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 CHAPTERS = ("faq", "howto", "library", "reference", "tutorial")
 TRAIN_BYTES = 3_700_000
 VALIDATION_BYTES = 150_000
-VALIDATION_FILE_BYTES = 40_000  # the held-out files are many and short, so that no one topic decides the loss
+VALIDATION_FILE_BYTES = 40_000  # many short held-out files, so that no single topic decides the loss
 WHOLE_FILE_BYTES = 20_000  # a file up to this size stays one document
 SECTION_BYTES = 4_000  # in a longer one, a document ends at the first heading after this many bytes
 PARAGRAPH_BYTES = 16_000  # and at the first unindented paragraph after this many, heading or not
 SHORTEST_BYTES = 1_000
-PROSE_SHARE = 0.72  # of the characters outside indentation that are letters or spaces; tables of symbols fall below
+PROSE_SHARE = 0.72  # least share of letters and spaces, not counting indentation; tables of symbols have less
 
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
 README = """# Test assets
 
-Made by `scripts/make_test_assets.py`; change them by running it again, not by hand:
+`scripts/make_test_assets.py` makes these files. Do not edit them by hand; run the script again:
 
     apt-get install --no-install-recommends python3.11-doc
     python scripts/make_test_assets.py /usr/share/doc/python3.11/html/_sources
@@ -39,28 +39,28 @@ Made by `scripts/make_test_assets.py`; change them by running it again, not by h
 | --- | --- |
 | `pydocs/train.jsonl` | {train} |
 | `pydocs/validation.jsonl` | {validation} |
-| `pydocs/LICENSE` | the documentation's copyright notice and licences |
+| `pydocs/LICENSE` | copyright notice and licences of the documentation |
 | `tokenizer/tokenizer.json` | byte-level BPE, {vocab_size} tokens with `{bos}` and `{eos}`, trained on `train.jsonl` |
-| `tokenizer/tokenizer_config.json` | which two tokens begin and end a document |
+| `tokenizer/tokenizer_config.json` | names the tokens that begin and end a document |
 
-**Origin.** The reST sources of the Python {release} documentation (https://docs.python.org/3.11/), as shipped in
-Debian's package `python3.11-doc` (3.11.2-6+deb12u9): its tutorial, howto, faq and language reference, and part of the
-library reference.
+**Origin.** The text comes from the reST sources of the Python {release} documentation
+(https://docs.python.org/3.11/), as shipped in Debian's package `python3.11-doc` (3.11.2-6+deb12u9): the tutorial,
+howto, faq and language reference, and part of the library reference.
 
 **Licence.** PSF License Agreement (version 2); code examples are also under the Zero-Clause BSD licence. See
 `pydocs/LICENSE`. The tokenizer is derived from the text.
 
-**Changes made to the documentation.** Author and index directives, web and mail addresses, which are no prose, are
-left out, and so are parts that are mostly symbols. Files over {whole} KB are split at section or paragraph borders.
-Documents are put in the order of their SHA-256, one JSON object `{{"text": ...}}` a line. The validation files are
-whole pages, of which `train.jsonl` holds no part.
+**Changes made to the documentation.** The script leaves out author and index directives, web and mail addresses, and
+parts that are mostly symbols, because they are not prose. It splits files over {whole} KB at section or paragraph
+borders. It sorts documents by their SHA-256 and writes each as one line, a JSON object `{{"text": ...}}`. The
+validation files are whole pages; `train.jsonl` contains no part of them.
 """
 
 
 def read_page(path: Path) -> str:
     text = path.read_text(encoding="utf-8").replace("\r\n", "\n")
     text = re.sub(r"^\.\. (module|section)author::.*\n", "", text, flags=re.M)
-    text = re.sub(r"^\.\. _[^\n]*: https?://.*\n", "", text, flags=re.M)  # where a link leads is no prose
+    text = re.sub(r"^\.\. _[^\n]*: https?://.*\n", "", text, flags=re.M)  # link targets are not prose
     text = re.sub(r"\s*<https?://[^>]*>|https?://[\w./%#?=&~:+@-]*|[\w.-]+@[\w-]+(\.[\w-]+)+", "", text)
     return re.sub(r"^( *)\.\. index::.*\n(?:\1 +\S.*\n|[ \t]*\n(?=\1 +\S))*", "", text, flags=re.M).strip() + "\n"
 
@@ -74,7 +74,7 @@ def split_page(text: str) -> list[str]:
         return [text]
     documents: list[list[str]] = [[]]
     size, label = 0, ""
-    for block in re.split(r"(?<=\n\n)(?=\S)", text):  # each unindented paragraph with all that is indented below it
+    for block in re.split(r"(?<=\n\n)(?=\S)", text):  # each unindented paragraph with the indented text below it
         if re.fullmatch(r"(\.\. _[^\n]*:\n)+\n+", block):
             label += block  # a label belongs to the heading below it
             continue
@@ -101,14 +101,14 @@ def digest(text: str) -> str:
 
 
 def select_documents(sources: Path) -> tuple[list[str], list[str]]:
-    """(train, validation), each in an order that depends on content alone."""
+    """(train, validation), each in an order that depends only on the content."""
     pages = {
         path.relative_to(sources).as_posix(): [d for d in split_page(read_page(path)) if is_prose(d)]
         for chapter in CHAPTERS
         for path in sorted((sources / chapter).glob("**/*.rst.txt"))
         if path.name != "index.rst.txt"
     }
-    # Hashing the names draws the same random pages each time. The library comes last because only it is cut.
+    # Sorting by a hash of the names picks the same random pages each time. The library comes last: only it gets cut.
     order = sorted((name for name in pages if pages[name]), key=digest)
     train: list[str] = []
     validation: list[str] = []
@@ -129,7 +129,7 @@ def select_documents(sources: Path) -> tuple[list[str], list[str]]:
 def extract_license(sources: Path, release: str) -> str:
     notice = (sources / "copyright.rst.txt").read_text(encoding="utf-8").strip()
     text = (sources / "license.rst.txt").read_text(encoding="utf-8")
-    # What follows concerns software inside Python, none of which is here.
+    # The text after this part concerns software inside Python. None of that software is in the corpus.
     begin = text.index("Terms and conditions for accessing or otherwise using Python")
     end = text.index(".. _OtherLicenses:")
     return f"{notice}\n\n\n{text[begin:end].strip()}\n".replace("|release|", release)
@@ -163,7 +163,7 @@ def make_assets(sources: Path, out: Path, release: str) -> None:
     missing = [name for name in (*CHAPTERS, "license.rst.txt", "copyright.rst.txt") if not (sources / name).exists()]
     if missing:
         raise ValueError(
-            f"{sources} has no {', '.join(missing)}; expected the Python documentation's reST sources, such as "
+            f"{sources} has no {', '.join(missing)}, so it is not the Python documentation's reST sources; use "
             "/usr/share/doc/python3.11/html/_sources of Debian's package python3.11-doc"
         )
     for folder in ("pydocs", "tokenizer"):

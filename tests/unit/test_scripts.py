@@ -266,7 +266,7 @@ def test_a_slurm_job_that_was_told_to_end_is_queued_again(cluster, signal_name):
     assert done.returncode == 75
     assert done.stdout.splitlines()[1:] == [
         "saved",
-        "asked to end: queued again, to go on from its newest checkpoint",
+        "asked to end: queued again, resumes from the newest checkpoint",
         "scontrol requeue 7",
     ]
 
