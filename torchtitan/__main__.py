@@ -1,6 +1,7 @@
 """`python -m torchtitan VERB`: the tools around training; each verb loads what it needs and no more."""
 
 import argparse
+import os
 import sys
 
 from torchtitan.refusal import Refusal
@@ -147,9 +148,11 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
 
         raise SystemExit(submit.run(args, options))
     elif args.verb == "preflight":
-        from torchtitan.launch import node
+        from torchtitan.launch import start
+        from torchtitan.preflight import meet
 
-        raise SystemExit(not node.preflight(options))
+        gpus = start.gpus_here()
+        raise SystemExit(not meet.check(start.plan_start(os.environ, options, gpus), gpus))
     elif args.verb == "convert":
         from torchtitan.verbs import convert
 

@@ -13,7 +13,9 @@ import yaml
 
 from torchtitan.__main__ import main
 from torchtitan.launch import submit
-from torchtitan.launch.node import count_gpus, environment_here, first_host, plan_start, read_node
+from torchtitan.launch.node import count_gpus, environment_here
+from torchtitan.launch.read_node import first_host, read_node
+from torchtitan.launch.start import plan_start
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "launched"  # what is submitted where; renew a file with its command and --dry-run

@@ -18,7 +18,7 @@ from typing import Any
 from torchtitan import hardware
 from torchtitan.config.load import flat
 from torchtitan.config.schema import Config
-from torchtitan.preflight import network
+from torchtitan.launch.addresses import gloo_address, nccl_interfaces, own_addresses
 
 ROOT = Path(__file__).resolve().parents[2]
 CLOCK_SECONDS = 5  # torchrun's c10d rendezvous takes a node for dead when its heartbeat, sent every 5 s, looks 15 s old
@@ -32,10 +32,10 @@ Facts = dict[str, Any]
 
 def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], toward: str | None, gpus: int) -> Facts:
     """`launch`: what all nodes must have been told alike; `toward`: this node's address on the way to the head."""
-    addresses = network.own_addresses()
+    addresses = own_addresses()
     problems = []
     gloo = toward or "127.0.0.1"
-    for look in (network.nccl_interfaces, network.gloo_address):
+    for look in (nccl_interfaces, gloo_address):
         try:
             gloo = look(env, addresses) or gloo
         except ValueError as error:

@@ -16,15 +16,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.config.schema import Config
+from torchtitan.launch.addresses import interface_of, split_endpoint
+from torchtitan.launch.node import Node
 from torchtitan.preflight.facts import CLOCK_SECONDS, Facts, differences, digest, gpu_notes, in_short, name_of
-from torchtitan.preflight.network import Channel, interface_of, listen, split_endpoint
+from torchtitan.preflight.network import Channel, listen
 from torchtitan.preflight.report import slow_pairs
-
-if TYPE_CHECKING:
-    from torchtitan.launch.node import Node
 
 ANSWER_SECONDS = 30  # of a node that has come
 _MOST_ROUNDS = 31  # of pairs that measure at once: all pairs of 32 nodes, some of more
@@ -50,7 +49,7 @@ class Report:
 class Lead(threading.Thread):
     """Node 0's part: waits for all, compares, asks, and gives the verdict."""
 
-    def __init__(self, node: "Node", config: Config, begin: float) -> None:
+    def __init__(self, node: Node, config: Config, begin: float) -> None:
         super().__init__(daemon=True)
         self.node, self.config, self.begin = node, config, begin
         self.report, self.given_up = Report(), threading.Event()

@@ -8,24 +8,26 @@ hears the verdict.
 """
 
 import contextlib
+import os
 import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.config.schema import Config
+from torchtitan.launch import addresses
+from torchtitan.launch.addresses import split_endpoint
+from torchtitan.launch.node import Node
+from torchtitan.launch.start import Start
 from torchtitan.preflight import network
 from torchtitan.preflight.facts import Facts, gather
 from torchtitan.preflight.lead import ANSWER_SECONDS, Failed, Lead
-from torchtitan.preflight.network import Channel, split_endpoint, what_failed
+from torchtitan.preflight.network import Channel, what_failed
 from torchtitan.preflight.report import print_report
 from torchtitan.refusal import Refusal
-
-if TYPE_CHECKING:  # it imports this file
-    from torchtitan.launch.node import Node
 
 _WELCOME_SECONDS = 20  # for node 0 to say that it is one; the program at a wrong port may say nothing
 _PAIR_SECONDS = 6
@@ -33,12 +35,19 @@ _STOPS = ": large packets are lost (compare the MTU of both ends and of the swit
 _FOLDER_SECONDS = 5  # until a file of another node must be seen
 
 
-def run(node: "Node", config: Config, env: Mapping[str, str], gpus: int) -> bool:
+def check(start: Start, gpus: int) -> bool:
+    """Whether training may begin as planned here; a dry run with fake_backend needs nothing of other nodes."""
+    if start.node is None or start.config is None:
+        return True
+    return run(start.node, start.config, {**os.environ, **start.settings}, gpus)
+
+
+def run(node: Node, config: Config, env: Mapping[str, str], gpus: int) -> bool:
     """Whether training may begin; says so, or why not."""
     begin = time.monotonic()
     if node.num_nodes > 1 and node.rank is None:
         raise Refusal("PET_RDZV_ENDPOINT leaves the ranks of nodes to torchrun; a preflight needs NODE_RANK on each")
-    toward = network.address_toward(split_endpoint(node.head)[0]) if node.num_nodes > 1 else None
+    toward = addresses.address_toward(split_endpoint(node.head)[0]) if node.num_nodes > 1 else None
     told = {"NNODES": str(node.num_nodes), "NGPU": str(node.num_processes), "run": node.run_id}
     facts = gather(told, config, env, toward, gpus)
     lead, errors = None, []
@@ -62,7 +71,7 @@ def run(node: "Node", config: Config, env: Mapping[str, str], gpus: int) -> bool
     return not errors
 
 
-def take_part(node: "Node", facts: Facts, begin: float, lead: "Lead | None") -> list[str]:
+def take_part(node: Node, facts: Facts, begin: float, lead: Lead | None) -> list[str]:
     """Do what node 0 asks; the errors of its verdict."""
     me = f"node {node.rank or 0} ({facts['host']})"
     head = lead.endpoint if lead else node.head
@@ -90,12 +99,12 @@ def take_part(node: "Node", facts: Facts, begin: float, lead: "Lead | None") -> 
         channel.close()
 
 
-def _unreachable(me: str, node: "Node", facts: Facts, error: OSError) -> str:
+def _unreachable(me: str, node: Node, facts: Facts, error: OSError) -> str:
     host, _ = split_endpoint(node.head)
-    own = network.in_words(facts["addresses"])
+    own = addresses.in_words(facts["addresses"])
     if node.rank == 0:
         return f"{node.head} does not lead to node 0 itself ({what_failed(error)}); MASTER_ADDR must be one of {own}"
-    if network.leads_here(host, facts["addresses"]):
+    if addresses.leads_here(host, facts["addresses"]):
         return f"MASTER_ADDR = {host} is {me} itself; use an address of node 0 that all nodes reach"
     return (
         f"{me} cannot reach the head {node.head} within {node.timeout_seconds} s: {what_failed(error)}. It has {own}; "

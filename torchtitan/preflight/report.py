@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from torchtitan.launch.addresses import interface_of
 from torchtitan.preflight.facts import digest, name_of
-from torchtitan.preflight.network import interface_of
 
 SLOW = 0.5  # of the median of all pairs
 _MOST_SHOWN = 16  # nodes; of more, only what is wrong
