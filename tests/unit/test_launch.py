@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from torchtitan.__main__ import main
-from torchtitan.launch import submit
+from torchtitan.launch import sites
 from torchtitan.launch.node import count_gpus, environment_here
 from torchtitan.launch.read_node import first_host, read_node
 from torchtitan.launch.start import plan_start
@@ -317,14 +317,14 @@ def test_a_manifest_is_yaml_that_keeps_every_word(place: str, pods: int) -> None
         assert spec["command"] == ["./run_llama_train.sh", *OPTIONS[:-1], OPTIONS[-1].replace("$(", "$$(")]
         assert {"name": "MAX_RESTARTS", "value": "3"} in spec["env"]
         assert not any("HF_TOKEN" in str(variable.get("value")) for variable in spec["env"])
-    assert submit._literal("a$$b") == "a$$$$b"  # of two Kubernetes would make one
+    assert sites._literal("a$$b") == "a$$$$b"  # of two Kubernetes would make one
 
 
 @pytest.mark.parametrize(
     "value", [{}, [], {"a": []}, [[1, 2], {"b": None}], {"x.y/z": True, "on": "no", "t": "a\nb: 'c' \u00e9 \U0001f600"}]
 )
 def test_what_is_written_as_yaml_is_read_as_the_same(value: object) -> None:
-    assert yaml.safe_load(submit._yaml({"value": value})) == {"value": value}
+    assert yaml.safe_load(sites._yaml({"value": value})) == {"value": value}
 
 
 def test_a_token_is_named_and_never_shown(in_the_repository: None, monkeypatch: pytest.MonkeyPatch) -> None:
