@@ -86,8 +86,8 @@ def main(argv: list[str]) -> None:
 
     submit.add_arguments(verbs.add_parser("launch", help="submit a run to Slurm, Run:ai, Kubernetes or SkyPilot"))
 
-    flight = verbs.add_parser("preflight", help="check, on each node, what ./run_llama_train.sh needs of the nodes")
-    flight.epilog = "It reads the variables of ./run_llama_train.sh. After --: options of train.py."
+    flight = verbs.add_parser("preflight", help="check that the nodes reach each other and are alike; start it on each")
+    flight.epilog = "Set the same variables as for ./run_llama_train.sh. After --: options of train.py."
 
     from torchtitan.data import prepare
 

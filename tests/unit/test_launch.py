@@ -340,8 +340,14 @@ def test_a_token_is_named_and_never_shown(in_the_repository: None, monkeypatch: 
         ("slurm --nodes 0", "--nodes 0 is no number of nodes; use 1 or more"),
         ("slurm --gpus -1", "--gpus -1 is no number of gpus; use 0 or more"),
         ("slurm --mount /a:/b", "--mount /a:/b is for a container; give its --image"),
-        ("slurm --secret s", "--secret s is of Kubernetes, not slurm; set HF_TOKEN where you submit"),
-        ("slurm --gpu_kind H100", "--gpu_kind H100 is for SkyPilot; ask slurm for it in its own way"),
+        (
+            "slurm --secret s",
+            "--secret s names a Kubernetes secret; leave it out under slurm, and set HF_TOKEN where you submit",
+        ),
+        (
+            "slurm --gpu_kind H100",
+            "--gpu_kind H100 is for SkyPilot; leave it out, and choose the kind in slurm itself",
+        ),
         ("sky --api 1", "--api 1: sky has one way to submit; leave it out"),
         ("sky", "--gpus 8: SkyPilot looks for a kind of GPU; give it as --gpu_kind H100"),
         ("k8s", "no --image is given, and the nodes have no code without one; build and push it"),
@@ -372,9 +378,7 @@ def test_a_configuration_is_checked_before_it_is_queued_with_seeds_of_32_bits(
 
 def test_a_site_without_its_client_is_told_so(in_the_repository: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(
-        SystemExit, match="^error: kubectl is not on PATH; install k8s's client here, or give --dry-run"
-    ):
+    with pytest.raises(SystemExit, match="^error: kubectl is not on PATH; install k8s's client here, or add --dry-run"):
         main(["launch", "k8s", "--image", "i"])
 
 

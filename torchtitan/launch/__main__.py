@@ -1,4 +1,4 @@
-"""Where run_llama_train.sh ends once there is a Python: `python -m torchtitan.launch [options of train.py]`.
+"""`python -m torchtitan.launch [options of train.py]`: run_llama_train.sh calls this once there is a Python.
 
 Nothing else in the code starts a run of several nodes. With PREFLIGHT=1 torchtitan.preflight takes over, which checks
 the nodes before it starts training.

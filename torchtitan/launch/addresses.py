@@ -1,6 +1,6 @@
 """The addresses of this node: which leads to another machine, and which gloo and NCCL would take.
 
-Only the standard library, on Linux; elsewhere the interfaces of IPv4 have no names here.
+It needs only the standard library. Outside Linux it finds no interfaces.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ _SIOCGIFADDR = 0x8915
 
 
 def own_addresses() -> dict[str, str]:
-    """The interface of each address of this machine."""
+    """Address -> interface, for each address of this machine."""
     found = {}
     if sys.platform == "linux":
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             for _, name in socket.if_nameindex():
-                with contextlib.suppress(OSError):  # it has none of IPv4
+                with contextlib.suppress(OSError):  # the interface has no IPv4 address
                     answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
                     found[socket.inet_ntoa(answer[20:24])] = name
     with contextlib.suppress(OSError):
@@ -35,26 +35,26 @@ def own_addresses() -> dict[str, str]:
 
 
 def in_words(addresses: Mapping[str, str]) -> str:
-    """`eth0 (10.0.0.1), eth1 (10.1.0.1)`, without those that lead to no other machine."""
+    """`eth0 (10.0.0.1), eth1 (10.1.0.1)`, without addresses that reach no other machine."""
     known = [f"{name} ({address})" for address, name in addresses.items() if not is_local(address)]
     return ", ".join(known) or "no address but its own loopback"
 
 
 def is_local(address: str) -> bool:
-    """Whether an address means nothing to other networks: loopback, or link-local."""
+    """Whether other networks cannot use an address: loopback, or link-local."""
     plain = ipaddress.ip_address(address.partition("%")[0])
     return plain.is_loopback or plain.is_link_local
 
 
 def interface_of(address: str | None, addresses: Mapping[str, str]) -> str:
-    """Its name; ? where the address is none of this machine's first ones."""
+    """Name of the interface with this address; ? if `addresses` does not list it."""
     if address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return "lo"
     return addresses.get(address or "", "?")
 
 
 def leads_here(host: str, addresses: Mapping[str, str]) -> bool:
-    """Whether a name or address means this machine."""
+    """Whether a name or address resolves to this machine."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]
         return interface_of(str(found), addresses) != "?"
@@ -67,17 +67,17 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def address_toward(host: str) -> str | None:
-    """This machine's address on the way to another; None where there is no way, or no such name."""
+    """This machine's address on the route to `host`; None if there is no route, or no such name."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as s:
-            s.connect(address)  # of a datagram socket: looks up the route, sends nothing
+            s.connect(address)  # on a datagram socket, connect looks up the route and sends nothing
             return str(s.getsockname()[0])
     return None
 
 
 def gloo_address(env: Mapping[str, str], addresses: Mapping[str, str]) -> str:
-    """Where gloo will listen, by its own rule: the named interface, else what this host's name means, else loopback."""
+    """Where gloo will listen: on the interface that is set, else where this host's name resolves, else on loopback."""
     if named := env.get("GLOO_SOCKET_IFNAME"):
         name = named.split(",")[0].strip()
         found = next((address for address, of in addresses.items() if of == name), None)
@@ -96,7 +96,7 @@ def gloo_address(env: Mapping[str, str], addresses: Mapping[str, str]) -> str:
 
 
 def nccl_interfaces(env: Mapping[str, str], addresses: Mapping[str, str]) -> None:
-    """Refuses an NCCL_SOCKET_IFNAME that fits no interface: a list of prefixes, =exact names, or ^names to exclude."""
+    """Refuse an NCCL_SOCKET_IFNAME that no interface fits: a list of prefixes, =exact names, or ^names to exclude."""
     named = env.get("NCCL_SOCKET_IFNAME", "")
     words = [word.strip() for word in named.lstrip("^=").split(",")]
     exact = named.lstrip("^").startswith("=")
@@ -108,9 +108,9 @@ def nccl_interfaces(env: Mapping[str, str], addresses: Mapping[str, str]) -> Non
 
 
 def way_to_head(head: str) -> tuple[str, str] | None:
-    """This node's address and interface toward the head, where its own name means loopback, as Debian sets it up.
+    """This node's address and interface toward the head, if its own name resolves to loopback, as Debian sets it up.
 
-    Others would be told that name's address, 127.0.1.1: gloo waits for them there, past its own timeout.
+    gloo would send the other nodes 127.0.1.1, the address of that name, and wait there for them past its own timeout.
     """
     addresses = own_addresses()
     if not is_local(gloo_address({}, addresses)):

@@ -5,25 +5,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SECONDS_TO_SAVE = 290  # from a warning to the end; pods are given ten more
+SECONDS_TO_SAVE = 290  # between the stop signal and the kill; pods get ten seconds more
 _SCRIPT = "./run_llama_train.sh"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run and on what, for every site alike."""
+    """The run and the machines that it needs, the same for every site."""
 
     name: str
     config: str
     nodes: int
-    gpus: int  # of a node; 0: the CPU
+    gpus: int  # per node; 0: the CPU
     gpu_kind: str | None
     image: str | None
-    mounts: Sequence[tuple[str, str]]  # what, where
+    mounts: Sequence[tuple[str, str]]  # claim, URL or folder; path in the container
     env: Mapping[str, str]
-    secret: str | None  # of Kubernetes, with the key HF_TOKEN
-    has_token: bool  # HF_TOKEN is set where the job is submitted
-    options: Sequence[str]  # of train.py
+    secret: str | None  # a Kubernetes secret with the key HF_TOKEN
+    has_token: bool  # HF_TOKEN is set on the submitting machine
+    options: Sequence[str]  # options of train.py
 
     @property
     def command(self) -> list[str]:
@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Submission:
-    """A client's command, with variables set for it and text that it reads: as a file where the site wants one."""
+    """A client's command, its variables, and the text that it reads from stdin, or from `file` if that is set."""
 
     command: list[str]
     variables: Mapping[str, str]

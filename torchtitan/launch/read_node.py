@@ -7,7 +7,8 @@ from dataclasses import replace
 from torchtitan.launch.node import Node
 from torchtitan.refusal import Refusal
 
-# Names of one thing: ours, torchrun's own (which PyTorchJob, Kubeflow Trainer and Run:ai set), Slurm's, SkyPilot's.
+# Each tuple holds the names of one setting: ours, torchrun's (which PyTorchJob, Kubeflow Trainer and Run:ai set),
+# Slurm's and SkyPilot's.
 _NUM_NODES = ("NNODES", "PET_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SKYPILOT_NUM_NODES")
 _NODE_RANK = ("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "SKYPILOT_NODE_RANK")
 _HEAD = ("MASTER_ADDR", "PET_MASTER_ADDR")
@@ -20,7 +21,10 @@ _ALL = (*_NUM_NODES, *_NODE_RANK, *_HEAD, *_PORT, *_PROCESSES, *_DEVICES, *_REST
 
 
 def read_node(given: Mapping[str, str], gpus: int | None, alone: bool = False) -> Node:
-    """The node that variables describe. `gpus`: how many are here (None: unknown). `alone`: one process plays all."""
+    """The node that the variables describe.
+
+    `gpus` is the number of GPUs here (None: unknown). With `alone`, one process plays all ranks (fake_backend).
+    """
     env = {name: value.strip() for name, value in given.items() if value.strip()}
     _take_slurm_at_its_word(env)
     num_nodes, rank = _num_nodes(env), _number(env, _NODE_RANK, "node rank", 0)
@@ -52,7 +56,7 @@ def read_node(given: Mapping[str, str], gpus: int | None, alone: bool = False) -
 
 
 def _num_nodes(env: dict[str, str]) -> int:
-    if ":" in (elastic := env.get("PET_NNODES", "")):  # least and most nodes
+    if ":" in (elastic := env.get("PET_NNODES", "")):  # least:most nodes
         least, _, most = elastic.partition(":")
         if least != most:
             raise Refusal(
@@ -73,7 +77,7 @@ def _num_nodes(env: dict[str, str]) -> int:
 
 
 def _head(env: Mapping[str, str], of_nodes: str) -> str:
-    """Where node 0 is asked; a list of nodes counts where no address is given."""
+    """host:port of node 0; without an address, the first of the launcher's list of nodes."""
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     first = (first_host(nodes) if nodes else "") or next(iter(env.get("SKYPILOT_NODE_IPS", "").split()), "")
     head = _agreed(env, _HEAD) or first
@@ -82,22 +86,22 @@ def _head(env: Mapping[str, str], of_nodes: str) -> str:
             f"{of_nodes}, but no head node is set; set MASTER_ADDR to an address of node 0 that all nodes reach"
         )
     port = _number(env, _PORT, "port", 1)
-    if port is None:  # two jobs of Slurm may share a node
+    if port is None:  # two Slurm jobs may share a node, so each gets its own port
         port = 20000 + int(env["SLURM_JOB_ID"]) % 10000 if env.get("SLURM_JOB_ID", "").isdigit() else 29500
     return f"[{head}]:{port}" if head.count(":") > 1 and head[0] != "[" else f"{head}:{port}"
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's short list: node01 of node[01-03,07],gpu5. A container has no scontrol to ask."""
+    """The first host of Slurm's compressed list: node01 for node[01-03,07],gpu5. Containers lack scontrol."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def _take_slurm_at_its_word(env: dict[str, str]) -> None:
-    """Inside srun a step says how many nodes there are; outside, only that they are reserved."""
+    """Use Slurm's variables only inside srun: outside, they describe the reserved nodes, not those of this run."""
     if "SLURM_STEP_ID" in env:
         nodes = env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES", "1")
-        env["SLURM_NNODES"] = nodes  # of the job before, which may have more
+        env["SLURM_NNODES"] = nodes  # SLURM_NNODES counted the nodes of the job, which may have more than this step
         tasks = env.get("SLURM_STEP_NUM_TASKS", nodes)
         if tasks != nodes:
             raise Refusal(
@@ -115,7 +119,7 @@ def _take_slurm_at_its_word(env: dict[str, str]) -> None:
 
 
 def _agreed(env: Mapping[str, str], names: Sequence[str]) -> str | None:
-    """What the names say that are set; they must all say the same."""
+    """The value of those names that are set; raise Refusal if two values differ."""
     said = [(name, env[name]) for name in names if name in env]
     for name, value in said[1:]:
         if value != said[0][1]:
@@ -134,14 +138,16 @@ def _number(env: Mapping[str, str], names: Sequence[str], what: str, least: int)
 
 
 def _processes(env: Mapping[str, str], gpus: int | None) -> int:
-    """One a GPU, unless NGPU or PET_NPROC_PER_NODE says otherwise; without any, 1 on the CPU."""
+    """One process per GPU unless NGPU or PET_NPROC_PER_NODE sets another number; without a GPU, one on the CPU."""
     orders = {name: env[name] for name in _PROCESSES if name in env and env[name] != "auto"}
     wants_gpus = orders.get("PET_NPROC_PER_NODE") == "gpu"
     if wants_gpus:
         del orders["PET_NPROC_PER_NODE"]
     order = _number(orders, _PROCESSES, "number of processes", 1)
     devices_said = {name: re.sub(r"\.0+$", "", env[name]) for name in _DEVICES if name in env}
-    whole = {name: re.sub(r"^0?\.[0-9]+$", "1", said) for name, said in devices_said.items() if said != "0"}  # a part
+    whole = {
+        name: re.sub(r"^0?\.[0-9]+$", "1", said) for name, said in devices_said.items() if said != "0"
+    }  # 0.5 GPUs: 1
     devices = _number(whole, _DEVICES, "number of GPUs", 1)
     given = next((f"{name} = {env[name]}" for name in (*orders, *whole)), "PET_NPROC_PER_NODE = gpu")
     if order and devices and order > devices:

@@ -1,4 +1,4 @@
-"""What each site's client is given for a job: Slurm, Run:ai, Kubernetes and SkyPilot."""
+"""Translates a job into the command and manifest of each site: Slurm, Run:ai, Kubernetes and SkyPilot."""
 
 import functools
 import json
@@ -11,9 +11,9 @@ from typing import Any
 from torchtitan.launch.job import SECONDS_TO_SAVE, Job, Submission
 from torchtitan.refusal import Refusal
 
-_USER = 1000  # of the Dockerfile: volumes are made writable for it
+_USER = 1000  # the Dockerfile's user: Kubernetes makes volumes writable for it
 _FOLDER = Path("outputs/launch")
-_BARE = re.compile("(?!(?i:y|n|yes|no|on|off|true|false|null)$)[A-Za-z_]+")  # a key that YAML takes as it stands
+_BARE = re.compile("(?!(?i:y|n|yes|no|on|off|true|false|null)$)[A-Za-z_]+")  # a key that needs no quotes in YAML
 
 
 def slurm(job: Job) -> Submission:
@@ -27,13 +27,13 @@ def slurm(job: Job) -> Submission:
 
 
 def runai(job: Job, old: bool = False) -> Submission:
-    """The client since about 2.18; the older one had other names: `runai submit-dist pytorch`."""
+    """Run:ai's client since about 2.18; with `old`, the one before, whose command was `runai submit-dist pytorch`."""
     several = job.nodes > 1
     kind = ["training", *(["pytorch"] if several else []), "submit", job.name]
     if old:
         kind = [*(["submit-dist", "pytorch"] if several else ["submit"]), "--name", job.name]
     flags = ["-i", _image(job), *(["-g", str(job.gpus)] if job.gpus else [])]
-    flags += [f"--workers={job.nodes - 1}"] if several else []  # besides the master
+    flags += [f"--workers={job.nodes - 1}"] if several else []  # the master is not counted
     flags += ["--large-shm", *(part for name, value in job.variables.items() for part in ("-e", f"{name}={value}"))]
     if job.secret:
         token = ["-e", f"HF_TOKEN=SECRET:{job.secret},HF_TOKEN"]
@@ -44,7 +44,7 @@ def runai(job: Job, old: bool = False) -> Submission:
 
 
 def k8s(job: Job) -> Submission:
-    """A TrainJob of Kubeflow Trainer 2.3, on its runtime torch-distributed."""
+    """A TrainJob for Kubeflow Trainer 2.3, which uses its runtime torch-distributed."""
     pod = _pod_settings(job)
     containers = [{"name": "node", "volumeMounts": pod.pop("volumeMounts")}]
     patch = {"name": "node", "template": {"spec": {"template": {"spec": {**pod, "containers": containers}}}}}
@@ -67,9 +67,9 @@ def k8s(job: Job) -> Submission:
 
 
 def k8s_v1(job: Job) -> Submission:
-    """A PyTorchJob of the older Training Operator."""
+    """A PyTorchJob for the older Training Operator."""
     pod = _pod_settings(job)
-    container = {  # the operator looks for this name
+    container = {  # the operator requires this name
         "name": "pytorch",
         "image": _image(job),
         "command": [_literal(word) for word in job.command],
@@ -113,7 +113,7 @@ def sky(job: Job) -> Submission:
     return Submission(["sky", "launch", "-c", job.name, *token, str(file)], {}, _yaml(task), file)
 
 
-SITES: dict[tuple[str, int], Callable[[Job], Submission]] = {  # with the generation of its interface
+SITES: dict[tuple[str, int], Callable[[Job], Submission]] = {  # (site, --api)
     ("slurm", 2): slurm,
     ("runai", 2): runai,
     ("runai", 1): functools.partial(runai, old=True),
@@ -125,7 +125,9 @@ SITES: dict[tuple[str, int], Callable[[Job], Submission]] = {  # with the genera
 
 def _image(job: Job) -> str:
     if not job.image:
-        raise Refusal("no --image is given, and the nodes have no code without one; build and push it (Dockerfile)")
+        raise Refusal(
+            "no --image is given, and the nodes have no code without one; build one (Dockerfile), push it, give --image"
+        )
     return job.image
 
 
@@ -137,7 +139,7 @@ def _env(job: Job) -> list[dict[str, Any]]:
 
 
 def _literal(text: str) -> str:
-    return text.replace("$", "$$")  # Kubernetes fills in $(NAME), and makes $ of $$
+    return text.replace("$", "$$")  # Kubernetes expands $(NAME), and turns $$ into $
 
 
 def _resources(job: Job) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _resources(job: Job) -> dict[str, Any]:
 
 
 def _pod_settings(job: Job) -> dict[str, Any]:
-    """What a pod needs besides its container; shared memory is NCCL's, which has too little of it by default."""
+    """A pod's settings outside its container. NCCL needs more shared memory than a pod has by default."""
     claims = [
         {"name": f"mount-{i}", "persistentVolumeClaim": {"claimName": what}} for i, (what, _) in enumerate(job.mounts)
     ]
@@ -164,13 +166,13 @@ def _kubectl(version: str, kind: str, job: Job, spec: dict[str, Any]) -> Submiss
 
 
 def _yaml(value: Any, indent: str = "") -> str:
-    """YAML of tables, lists and plain values; a string is quoted as JSON does, which YAML reads the same."""
+    """Tables, lists and plain values as YAML. Strings are quoted as in JSON, which YAML reads the same."""
     lines = []
     for key, inner in value.items() if isinstance(value, dict) else (("-", item) for item in value):
         head = indent + (key if key == "-" else f"{key if _BARE.fullmatch(key) else json.dumps(key)}:")
         if not isinstance(inner, (dict, list)) or not inner:
             lines.append(f"{head} {json.dumps(inner, ensure_ascii=False)}\n")
-        elif key == "-":  # a table in a list begins on the line of its dash
+        elif key == "-":  # a table in a list begins on the same line as its dash
             lines.append(f"{indent}- {_yaml(inner, indent + '  ')[len(indent) + 2 :]}")
         else:
             lines.append(f"{head}\n{_yaml(inner, indent + '  ')}")

@@ -17,17 +17,17 @@ from torchtitan.refusal import Refusal
 
 @dataclass(frozen=True)
 class Start:
-    """What to start here: a line that says what was understood, variables to set, arguments of Python."""
+    """What to start here: a line for the user that sums it up, variables to set, arguments of Python."""
 
     understood: str
     settings: dict[str, str]
     arguments: list[str]
-    node: Node | None = None  # None: nothing that others are met for
+    node: Node | None = None  # None: --help or fake_backend, which need no other node
     config: Config | None = None
 
 
 def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
-    """torchrun, or train.py itself where one process is all there is; the configuration is checked first."""
+    """Check the configuration and plan torchrun, or train.py itself if the run has a single process."""
     config = env.get("CONFIG_FILE") or "train_configs/debug_model.toml"
     if mode := env.get("COMM_MODE"):
         options = ["--comm.mode", mode, *options]
@@ -42,12 +42,12 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     fake = "fake_backend" in options or "--comm.mode=fake_backend" in options  # one process plays all ranks
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
-    # Without torch and before any rank exists, so that a mistake is shown at once and once a node.
+    # Checked without torch and before any rank exists, so each node shows a mistake at once, and only once.
     checked, _ = load_run_or_exit(train[1:], node.world_size, rank=0)
 
     settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
     if fake or (node.world_size == 1 and node.restarts == 0):
-        if fake or {"WORLD_SIZE", "RANK"} & set(env):  # a platform may have numbered its containers so
+        if fake or {"WORLD_SIZE", "RANK"} & set(env):  # a platform may have set these to count its containers
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
         return Start(_understood(node, config, gpus), settings, train, None if fake else node, checked)
     own_address = None
@@ -55,27 +55,27 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
         if (way := way_to_head(node.head)) is not None:
             own_address, interface = way
             settings |= {} if env.get("GLOO_SOCKET_IFNAME") else {"GLOO_SOCKET_IFNAME": interface}
-        # Else each node's lines say they are of rank 0.
+        # torchrun's default prefix is the local rank: every node's lines would begin with rank 0.
         settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     if node.restarts:
-        settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store for each try: pytorch issue 135712
+        settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a new store for each restart: pytorch issue 135712
     if "PET_STANDALONE" in env:
-        settings["PET_STANDALONE"] = "0"  # an option that no other can undo
+        settings["PET_STANDALONE"] = "0"  # no option of torchrun overrides this variable
     return Start(
         _understood(node, config, gpus), settings, [*node.torchrun(shown_ranks, own_address), *train], node, checked
     )
 
 
 def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
-    """For a CPU: freed memory is kept (fresh pages cost a tenth of a step, docs/performance.md), cores are shared."""
+    """On a CPU, malloc keeps freed memory (new pages cost 10% of a step, docs/performance.md); ranks share cores."""
     kept = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**30, "MALLOC_TOP_PAD_": 2**26}
-    if node.num_processes > 1:  # else every rank takes every core
+    if node.num_processes > 1:  # otherwise every rank uses every core
         kept["OMP_NUM_THREADS"] = max(1, hardware.num_cores() // node.num_processes)
     return {name: str(value) for name, value in kept.items() if not env.get(name)}
 
 
 def _gpu_allocator(env: Mapping[str, str]) -> dict[str, str]:
-    """Memory that grows in place leaves fewer holes; whoever sets the allocator otherwise is left alone."""
+    """Expandable segments reduce fragmentation; a setting of the user's own stays."""
     if env.get("PYTORCH_ALLOC_CONF") or env.get("PYTORCH_CUDA_ALLOC_CONF"):
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -1,8 +1,8 @@
-"""`python -m torchtitan launch WHERE`: one description of a job, translated for Slurm, Run:ai, Kubernetes or SkyPilot.
+"""`python -m torchtitan launch WHERE`: submits a run to Slurm, Run:ai, Kubernetes or SkyPilot.
 
     python -m torchtitan launch k8s --config train_configs/llama3_8b.toml --nodes 2 --gpus 8 --image IMAGE --dry-run
 
-The job is run_llama_train.sh on each node. Nothing is installed or built; the site's own client submits.
+The job runs run_llama_train.sh on each node. The site's own client submits it; nothing is installed or built.
 """
 
 import argparse
@@ -22,20 +22,44 @@ from torchtitan.refusal import Refusal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("site", choices=("slurm", "runai", "k8s", "sky"), help="whose client submits it")
-    parser.add_argument("--config", default="train_configs/debug_model.toml", help="TOML file (default: %(default)s)")
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each; 0: the CPU (default: %(default)s)")
-    parser.add_argument("--gpu_kind", help="as H100; SkyPilot asks for it")
-    parser.add_argument("--image", help="of the container (Dockerfile); needed by runai and k8s")
     parser.add_argument(
-        "--mount", action="append", default=[], metavar="WHAT:WHERE", help="claim, bucket's URL or folder, and its path"
+        "site",
+        choices=("slurm", "runai", "k8s", "sky"),
+        help="the site to submit to; its client must be installed here",
     )
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable of the job")
-    parser.add_argument("--secret", help="Kubernetes secret whose key HF_TOKEN is the Hugging Face token")
-    parser.add_argument("--name", help="of the job (default: from the file's name)")
-    parser.add_argument("--api", type=int, choices=(1, 2), default=2, help="1: runai submit-dist, PyTorchJob")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted")
+    parser.add_argument(
+        "--config", default="train_configs/debug_model.toml", help="TOML file to train (default: %(default)s)"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="number of machines (default: %(default)s)")
+    parser.add_argument(
+        "--gpus", type=int, default=8, help="GPUs per machine; 0: train on the CPU (default: %(default)s)"
+    )
+    parser.add_argument("--gpu_kind", help="kind of GPU, for example H100; only SkyPilot needs it")
+    parser.add_argument("--image", help="container image (Dockerfile); runai and k8s need one")
+    parser.add_argument(
+        "--mount",
+        action="append",
+        default=[],
+        metavar="WHAT:WHERE",
+        help="claim, bucket URL or folder, and its path on the node; may be repeated",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="environment variable of the job; may be repeated",
+    )
+    parser.add_argument("--secret", help="Kubernetes secret whose key HF_TOKEN holds the Hugging Face token")
+    parser.add_argument("--name", help="name of the job (default: from the name of the TOML file)")
+    parser.add_argument(
+        "--api",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="1: the older interface, runai submit-dist or PyTorchJob (default: %(default)s)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
     parser.epilog = "After --: options of train.py."
 
 
@@ -44,9 +68,14 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
         if getattr(args, name) < least:
             raise Refusal(f"--{name} {getattr(args, name)} is no number of {name}; use {least} or more")
     if args.secret and args.site in ("slurm", "sky"):
-        raise Refusal(f"--secret {args.secret} is of Kubernetes, not {args.site}; set HF_TOKEN where you submit")
+        raise Refusal(
+            f"--secret {args.secret} names a Kubernetes secret; leave it out under {args.site}, and set HF_TOKEN "
+            f"where you submit"
+        )
     if args.gpu_kind and args.site != "sky":
-        raise Refusal(f"--gpu_kind {args.gpu_kind} is for SkyPilot; ask {args.site} for it in its own way")
+        raise Refusal(
+            f"--gpu_kind {args.gpu_kind} is for SkyPilot; leave it out, and choose the kind in {args.site} itself"
+        )
     for given in args.env:
         if not re.match("[A-Za-z_][A-Za-z0-9_]*=", given):
             raise Refusal(f"--env {given} sets nothing; use NAME=VALUE")
@@ -89,7 +118,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
         return 0
     client = submission.command[0]
     if not shutil.which(client):
-        raise Refusal(f"{client} is not on PATH; install {args.site}'s client here, or give --dry-run's output to it")
+        raise Refusal(f"{client} is not on PATH; install {args.site}'s client here, or add --dry-run to print the job")
     if submission.file:
         submission.file.parent.mkdir(parents=True, exist_ok=True)
         submission.file.write_text(submission.text, encoding="utf-8")

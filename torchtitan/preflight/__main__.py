@@ -1,4 +1,4 @@
-"""Checks the nodes, then trains: run_llama_train.sh ends here under PREFLIGHT=1 (torchtitan/launch/__main__.py)."""
+"""Checks the nodes, then starts training: torchtitan.launch hands over to this module if PREFLIGHT=1."""
 
 import os
 import sys

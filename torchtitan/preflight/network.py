@@ -10,13 +10,13 @@ from typing import Any
 from torchtitan.launch.addresses import split_endpoint
 
 LONGEST_MESSAGE_BYTES = 2**22
-_TRIES_SECONDS = 5  # of one attempt to connect
+_TRIES_SECONDS = 5  # limit of one attempt to connect
 _BULK_SECONDS = 0.1
 _PINGS = 20
 
 
 class Channel:
-    """Messages over a connection, each one line of JSON, of bounded length."""
+    """Messages over a connection; each is one line of JSON, with a limited length."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self.connection = connection
@@ -44,8 +44,8 @@ class Channel:
 
 
 def connect(endpoint: str, deadline: float) -> socket.socket:
-    """A connection; tried again until the deadline, for the other may begin later. OSError says why it failed."""
-    reason: OSError = TimeoutError()  # the last that says more than that time was over
+    """Connect, with retries until the deadline because the other node may start later; raises the telling OSError."""
+    reason: OSError = TimeoutError()  # the last error that is more than a timeout
     while True:
         left = deadline - time.monotonic()
         try:
@@ -58,7 +58,7 @@ def connect(endpoint: str, deadline: float) -> socket.socket:
 
 
 def listen(port: int, address: str = "") -> socket.socket:
-    """A listening socket; if no address is given, on all of them, IPv4 and IPv6."""
+    """A socket that listens on one address, or without one on all addresses, IPv4 and IPv6."""
     if address == "" and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -66,7 +66,7 @@ def listen(port: int, address: str = "") -> socket.socket:
 
 
 def what_failed(error: OSError) -> str:
-    """The way a connection failed, and what that means."""
+    """How a connection failed, and the likely cause."""
     if isinstance(error, socket.gaierror):
         return "that name has no address here; use one that the nodes' DNS or /etc/hosts knows, or a numeric address"
     if isinstance(error, ConnectionRefusedError):
@@ -79,7 +79,7 @@ def what_failed(error: OSError) -> str:
 
 
 def measure_with(connection: socket.socket, leads: bool) -> tuple[float, float, float]:
-    """Seconds of a round trip, bytes a second there and back over one TCP stream; one end leads, the other follows."""
+    """Seconds per round trip, then bytes/s there and back over one TCP stream; one end leads, the other follows."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     trips = []
     for _ in range(_PINGS):
@@ -102,7 +102,7 @@ def measure_with(connection: socket.socket, leads: bool) -> tuple[float, float, 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
-    while len(data) < count:  # MSG_WAITALL does not wait where there is a timeout
+    while len(data) < count:  # MSG_WAITALL does not wait on a socket with a timeout
         part = connection.recv(count - len(data))
         if not part:
             raise ConnectionError("the other end hung up")
@@ -118,7 +118,7 @@ def _pour(connection: socket.socket) -> None:
 
 
 def _drink(connection: socket.socket) -> float:
-    """Bytes a second, by who receives: what the sender has handed over may still wait in its buffers."""
+    """Receive to the end; bytes/s. The sender cannot measure this: its data may still be in buffers."""
     buffer = bytearray(2**18)
     begin, total = time.perf_counter(), 0
     while count := connection.recv_into(buffer):
