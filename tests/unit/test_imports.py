@@ -92,6 +92,8 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
             f"{family}.spec": (*below, family),
             f"{family}.parallelize": (*below, T + "models.layers", T + "parallel"),
         }.get(module, (*below, T + "models.layers", f"{family}.model"))
+    if within(module, LAUNCH[:1]):
+        return (*BELOW, *LAUNCH[:1])
     if within(module, LAUNCH):
         return (*BELOW, *LAUNCH)
     for room in ROOMS:
@@ -180,6 +182,7 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.hardware", "import torch.distributed"),
         ("torchtitan.launch.node", "def f():\n    import torch"),
         ("torchtitan.launch.node", "from torchtitan.observe.log import logger"),
+        ("torchtitan.launch.node", "from torchtitan.preflight.meet import meet"),
         ("torchtitan.models.families", "from torchtitan.models.llama.args import LlamaArgs"),
         ("torchtitan.models.layers", "from torchtitan.models.llama.args import LlamaArgs"),
         ("torchtitan.models.llama.args", "from torch import nn"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loader, take, write_jsonl
 
-from torchtitan.data import documents, sharded, sources, stream
+from torchtitan.data import documents, sharded_kinds, sources, stream
 from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
 from torchtitan.data.sources import open_source
 
@@ -185,7 +185,7 @@ def hub(tmp_path, monkeypatch):
         cache = str(tmp_path / "cache")
         return datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=cache)
 
-    monkeypatch.setattr(sharded, "load_hub_dataset", load)
+    monkeypatch.setattr(sharded_kinds, "load_hub_dataset", load)
     return calls
 
 
@@ -246,6 +246,6 @@ def test_hub_errors_say_what_to_do(hub, tmp_path, monkeypatch):
     def unreachable(repo, config, split):
         raise ConnectionError("Couldn't reach 'allenai/c4' on the Hub")
 
-    monkeypatch.setattr(sharded, "load_hub_dataset", unreachable)
+    monkeypatch.setattr(sharded_kinds, "load_hub_dataset", unreachable)
     with pytest.raises(ValueError, match=r"(?s)'allenai/c4 \(en\) train' cannot be opened.*dataset_path.*HF_TOKEN"):
         open_source("c4", None, "text", ByteTokenizer())

@@ -330,7 +330,7 @@ def test_recomputing_changes_neither_loss_nor_gradients_nor_names(config: Activa
     for mode in (ActivationCheckpoint(mode="none"), config):
         torch.manual_seed(0)
         model = Transformer(TINY)
-        apply_recompute(model.layers, mode)
+        apply_recompute(model, [f"layers.{n}" for n in model.layers], mode)
         tokens = torch.arange(24).view(2, 12)
         cross_entropy_sum(model(tokens), tokens).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
@@ -343,6 +343,7 @@ def test_recomputing_changes_neither_loss_nor_gradients_nor_names(config: Activa
 
 def test_a_selective_option_recomputes_only_every_nth_block() -> None:
     model = Transformer(TINY)
-    apply_recompute(model.layers, ActivationCheckpoint(mode="selective", selective_ac_option="2"))
+    names = [f"layers.{n}" for n in model.layers]
+    apply_recompute(model, names, ActivationCheckpoint(mode="selective", selective_ac_option="2"))
     wrapped = [hasattr(layer, "_checkpoint_wrapped_module") for layer in model.layers.values()]
     assert wrapped == [True, False, True, False]
