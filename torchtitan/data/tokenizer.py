@@ -9,60 +9,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.data.tokenizer_files import EXPECTED, describe, find_file, load_config, load_json
+from torchtitan.data.tokenizer_interface import Tokenizer, encodable
 from torchtitan.refusal import Refusal
+
+__all__ = ["Tokenizer", "build_tokenizer"]
 
 KNOWN_BOS = ("<|begin_of_text|>", "<s>")
 KNOWN_EOS = ("<|end_of_text|>", "</s>", "<|endoftext|>")
-
-
-class Tokenizer(ABC):
-    """Several threads may share a tokenizer."""
-
-    kind: str
-    vocab_size: int  # rows that an embedding needs: the largest id + 1
-    bos_token: str | None
-    bos_id: int | None
-    eos_token: str
-    eos_id: int
-
-    @abstractmethod
-    def _encode(self, text: str) -> list[int]: ...
-
-    @abstractmethod
-    def _encode_batch(self, texts: list[str]) -> list[list[int]]: ...
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text without control tokens: exactly what was encoded, with or without BOS and EOS."""
-
-    @abstractmethod
-    def encode_prompt(self, text: str, as_trained: bool = False) -> list[int]:
-        """The ids that transformers gives for the text with this tokenizer's folder.
-
-        With `as_trained`, the ids begin as training begins a document: with BOS if the tokenizer has one, and with
-        nothing else. transformers does the same with the exported folder (see prompts.py).
-        """
-
-    def encode(self, text: str, bos: bool, eos: bool) -> list[int]:
-        """The ids of a document. `bos` adds nothing if the tokenizer has no BOS (`bos_id` is None)."""
-        return self._frame(self._encode(encodable(text)), bos, eos)
-
-    def encode_batch(self, texts: list[str], bos: bool, eos: bool) -> list[list[int]]:
-        """The same ids as `encode` of each text, computed on several cores."""
-        return [self._frame(ids, bos, eos) for ids in self._encode_batch([encodable(text) for text in texts])]
-
-    def _frame(self, ids: list[int], bos: bool, eos: bool) -> list[int]:
-        if bos and self.bos_id is not None:
-            ids.insert(0, self.bos_id)
-        if eos:
-            ids.append(self.eos_id)
-        return ids
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -164,12 +122,3 @@ def _named_token(config: dict[str, Any], key: str, known: Sequence[str], added: 
         token = config[key]
         return token["content"] if isinstance(token, dict) else token
     return next((token for token in known if token in added), None)
-
-
-def encodable(text: str) -> str:
-    """Replace half of a surrogate pair, which JSON can contain but UTF-8 cannot encode, by U+FFFD."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.tokenizer import Tokenizer, encodable
 from torchtitan.data.tokenizer_files import load_config
+from torchtitan.data.tokenizer_interface import Tokenizer, encodable
 from torchtitan.refusal import Refusal
 
 # A tiktoken file contains neither its split pattern nor its control tokens. These are Llama 3.1's.
