@@ -30,4 +30,4 @@ if [[ -n "${CONFIG_FILE:-}" && $PWD != "$here" && $CONFIG_FILE != /* && -e $CONF
 fi
 py="$("$here/scripts/setup_env.sh" requirements.txt)"
 cd "$here"
-exec "$py" -m torchtitan.launch "$@"
+exec "$py" -m torchtitan.launch.node "$@"

@@ -1,7 +1,6 @@
 """`python -m torchtitan VERB`: the tools around training; each verb loads what it needs and no more."""
 
 import argparse
-import os
 import sys
 
 from torchtitan.refusal import Refusal
@@ -86,8 +85,8 @@ def main(argv: list[str]) -> None:
 
     submit.add_arguments(verbs.add_parser("launch", help="submit a run to Slurm, Run:ai, Kubernetes or SkyPilot"))
 
-    flight = verbs.add_parser("preflight", help="check that the nodes reach each other and are alike; start it on each")
-    flight.epilog = "Set the same variables as for ./run_llama_train.sh. After --: options of train.py."
+    flight = verbs.add_parser("preflight", help="check, on each node, what ./run_llama_train.sh needs of the nodes")
+    flight.epilog = "It reads the variables of ./run_llama_train.sh. After --: options of train.py."
 
     from torchtitan.data import prepare
 
@@ -148,11 +147,9 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
 
         raise SystemExit(submit.run(args, options))
     elif args.verb == "preflight":
-        from torchtitan.launch import start
-        from torchtitan.preflight import meet
+        from torchtitan.launch import node
 
-        gpus = start.gpus_here()
-        raise SystemExit(not meet.check(start.plan_start(os.environ, options, gpus), gpus))
+        raise SystemExit(not node.preflight(options))
     elif args.verb == "convert":
         from torchtitan.verbs import convert
 

@@ -12,10 +12,8 @@ import pytest
 import yaml
 
 from torchtitan.__main__ import main
-from torchtitan.launch import sites
-from torchtitan.launch.node import count_gpus, environment_here
-from torchtitan.launch.read_node import first_host, read_node
-from torchtitan.launch.start import plan_start
+from torchtitan.launch import submit
+from torchtitan.launch.node import count_gpus, environment_here, first_host, plan_start, read_node
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "launched"  # what is submitted where; renew a file with its command and --dry-run
@@ -317,14 +315,14 @@ def test_a_manifest_is_yaml_that_keeps_every_word(place: str, pods: int) -> None
         assert spec["command"] == ["./run_llama_train.sh", *OPTIONS[:-1], OPTIONS[-1].replace("$(", "$$(")]
         assert {"name": "MAX_RESTARTS", "value": "3"} in spec["env"]
         assert not any("HF_TOKEN" in str(variable.get("value")) for variable in spec["env"])
-    assert sites._literal("a$$b") == "a$$$$b"  # of two Kubernetes would make one
+    assert submit._literal("a$$b") == "a$$$$b"  # of two Kubernetes would make one
 
 
 @pytest.mark.parametrize(
     "value", [{}, [], {"a": []}, [[1, 2], {"b": None}], {"x.y/z": True, "on": "no", "t": "a\nb: 'c' \u00e9 \U0001f600"}]
 )
 def test_what_is_written_as_yaml_is_read_as_the_same(value: object) -> None:
-    assert yaml.safe_load(sites._yaml({"value": value})) == {"value": value}
+    assert yaml.safe_load(submit._yaml({"value": value})) == {"value": value}
 
 
 def test_a_token_is_named_and_never_shown(in_the_repository: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,14 +338,8 @@ def test_a_token_is_named_and_never_shown(in_the_repository: None, monkeypatch: 
         ("slurm --nodes 0", "--nodes 0 is no number of nodes; use 1 or more"),
         ("slurm --gpus -1", "--gpus -1 is no number of gpus; use 0 or more"),
         ("slurm --mount /a:/b", "--mount /a:/b is for a container; give its --image"),
-        (
-            "slurm --secret s",
-            "--secret s names a Kubernetes secret; leave it out under slurm, and set HF_TOKEN where you submit",
-        ),
-        (
-            "slurm --gpu_kind H100",
-            "--gpu_kind H100 is for SkyPilot; leave it out, and choose the kind in slurm itself",
-        ),
+        ("slurm --secret s", "--secret s is of Kubernetes, not slurm; set HF_TOKEN where you submit"),
+        ("slurm --gpu_kind H100", "--gpu_kind H100 is for SkyPilot; ask slurm for it in its own way"),
         ("sky --api 1", "--api 1: sky has one way to submit; leave it out"),
         ("sky", "--gpus 8: SkyPilot looks for a kind of GPU; give it as --gpu_kind H100"),
         ("k8s", "no --image is given, and the nodes have no code without one; build and push it"),
@@ -378,7 +370,9 @@ def test_a_configuration_is_checked_before_it_is_queued_with_seeds_of_32_bits(
 
 def test_a_site_without_its_client_is_told_so(in_the_repository: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SystemExit, match="^error: kubectl is not on PATH; install k8s's client here, or add --dry-run"):
+    with pytest.raises(
+        SystemExit, match="^error: kubectl is not on PATH; install k8s's client here, or give --dry-run"
+    ):
         main(["launch", "k8s", "--image", "i"])
 
 

@@ -16,10 +16,7 @@ import pytest
 from torchtitan.__main__ import main
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
-from torchtitan.launch import addresses
-from torchtitan.launch.node import Node
-from torchtitan.launch.read_node import read_node
-from torchtitan.launch.start import plan_start
+from torchtitan.launch.node import Node, plan_start, read_node
 from torchtitan.preflight import facts, lead, network, report
 from torchtitan.preflight import meet as preflight
 
@@ -156,22 +153,22 @@ def test_what_is_not_node_0_is_told_from_it(config: Config, free_port: int, caps
 
 
 def test_where_gloo_listens_is_found_by_its_own_rule() -> None:
-    assert addresses.gloo_address({"GLOO_SOCKET_IFNAME": "eth1,eth0"}, ADDRESSES) == "10.1.0.1"
-    assert addresses.gloo_address({}, {}) in {found[4][0] for found in socket.getaddrinfo(socket.gethostname(), 0)}
+    assert network.gloo_address({"GLOO_SOCKET_IFNAME": "eth1,eth0"}, ADDRESSES) == "10.1.0.1"
+    assert network.gloo_address({}, {}) in {found[4][0] for found in socket.getaddrinfo(socket.gethostname(), 0)}
 
 
 def test_the_network_of_a_node_has_names() -> None:
-    assert addresses.own_addresses()["127.0.0.1"] == "lo"
-    assert addresses.in_words(ADDRESSES) == "eth0 (10.0.0.1), eth1 (10.1.0.1)"
-    assert [addresses.interface_of(a, ADDRESSES) for a in ("10.1.0.1", "127.0.1.1", "9.9.9.9", None)] == [
+    assert network.own_addresses()["127.0.0.1"] == "lo"
+    assert network.in_words(ADDRESSES) == "eth0 (10.0.0.1), eth1 (10.1.0.1)"
+    assert [network.interface_of(a, ADDRESSES) for a in ("10.1.0.1", "127.0.1.1", "9.9.9.9", None)] == [
         "eth1",
         "lo",
         "?",
         "?",
     ]
-    assert addresses.split_endpoint("[fd00::1]:29500") == ("fd00::1", 29500)
-    assert addresses.address_toward("127.0.0.1") == "127.0.0.1" and addresses.address_toward("no.such.name.") is None
-    assert not addresses.leads_here("no.such.name.", ADDRESSES)
+    assert network.split_endpoint("[fd00::1]:29500") == ("fd00::1", 29500)
+    assert network.address_toward("127.0.0.1") == "127.0.0.1" and network.address_toward("no.such.name.") is None
+    assert not network.leads_here("no.such.name.", ADDRESSES)
 
 
 @pytest.mark.parametrize(
@@ -185,19 +182,19 @@ def test_the_network_of_a_node_has_names() -> None:
 )
 def test_an_interface_that_is_not_there_is_refused_by_name(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        addresses.nccl_interfaces(env, ADDRESSES)
-        addresses.gloo_address(env, ADDRESSES)
+        network.nccl_interfaces(env, ADDRESSES)
+        network.gloo_address(env, ADDRESSES)
 
 
 def test_interfaces_may_be_named_by_nccls_own_ways() -> None:
     for named in ("", "eth", "=eth1", "^docker,lo", "ib0,eth1"):
-        addresses.nccl_interfaces({"NCCL_SOCKET_IFNAME": named}, ADDRESSES)
+        network.nccl_interfaces({"NCCL_SOCKET_IFNAME": named}, ADDRESSES)
 
 
 def test_a_host_whose_name_means_loopback_is_met_on_its_way_to_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "own_addresses", lambda: ADDRESSES)
-    monkeypatch.setattr(addresses, "address_toward", lambda host: {"10.0.0.9": "10.0.0.1"}.get(host))
-    monkeypatch.setattr(addresses, "gloo_address", lambda env, known: meant)
+    monkeypatch.setattr(network, "own_addresses", lambda: ADDRESSES)
+    monkeypatch.setattr(network, "address_toward", lambda host: {"10.0.0.9": "10.0.0.1"}.get(host))
+    monkeypatch.setattr(network, "gloo_address", lambda env, addresses: meant)
     config = {"CONFIG_FILE": str(ROOT / "train_configs/debug_model.toml"), "NNODES": "2", "NODE_RANK": "1", "NGPU": "1"}
     env = config | {"MASTER_ADDR": "10.0.0.9"}
     meant = "127.0.1.1"

@@ -1,7 +1,4 @@
-"""Gathers the facts of a node before training, and finds differences between nodes that a run cannot have.
-
-This file does not import torch; a subprocess tests the GPUs.
-"""
+"""What a node says of itself before training, and what must not differ between the nodes of a run; without torch."""
 
 import hashlib
 import json
@@ -21,24 +18,24 @@ from typing import Any
 from torchtitan import hardware
 from torchtitan.config.load import flat
 from torchtitan.config.schema import Config
-from torchtitan.launch.addresses import gloo_address, nccl_interfaces, own_addresses
+from torchtitan.preflight import network
 
 ROOT = Path(__file__).resolve().parents[2]
-CLOCK_SECONDS = 5  # torchrun's c10d rendezvous drops a node whose heartbeat, sent every 5 s, looks 15 s old
-_SLOW = 0.7  # relative to the median
-_TAKEN_MIB = 2048  # drivers and displays take less
-_MOST_LINES = 6  # for each kind of difference
+CLOCK_SECONDS = 5  # torchrun's c10d rendezvous takes a node for dead when its heartbeat, sent every 5 s, looks 15 s old
+_SLOW = 0.7  # of the median
+_TAKEN_MIB = 2048  # more than drivers and displays take
+_MOST_LINES = 6  # of one kind of difference
 _GPU_FIELDS = ("uuid", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "driver_version")
 
 Facts = dict[str, Any]
 
 
 def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], toward: str | None, gpus: int) -> Facts:
-    """`launch`: settings that must be equal on all nodes; `toward`: this node's address on the route to the head."""
-    addresses = own_addresses()
+    """`launch`: what all nodes must have been told alike; `toward`: this node's address on the way to the head."""
+    addresses = network.own_addresses()
     problems = []
     gloo = toward or "127.0.0.1"
-    for look in (nccl_interfaces, gloo_address):
+    for look in (network.nccl_interfaces, network.gloo_address):
         try:
             gloo = look(env, addresses) or gloo
         except ValueError as error:
@@ -50,7 +47,7 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
         "host": socket.gethostname(),
         "launch": dict(launch),
         "code": code_digests(ROOT),
-        # Nodes may keep the same file at different paths.
+        # Where the same file lies may differ.
         "config": {k: json.dumps(v) for k, v in flat(config.model_dump(exclude={"job": {"config_file"}})).items()},
         "versions": versions(devices),
         "addresses": addresses,
@@ -64,7 +61,7 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
 
 
 def code_digests(root: Path) -> dict[str, str]:
-    """A digest of each Python file that training may run; a container image has no git commit to compare."""
+    """A digest of each Python file that training may run; an image has no git to ask."""
     files = sorted([*root.glob("*.py"), *root.glob("torchtitan/**/*.py")])
     return {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
 
@@ -84,7 +81,7 @@ def versions(devices: Sequence[Facts]) -> dict[str, str]:
 
 
 def check_gpus() -> list[Facts]:
-    """The GPUs of this node, each with the problems that nvidia-smi and a short computation find."""
+    """The GPUs of this node as nvidia-smi and a short computation find them, each with its problems."""
     smi = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     program = [sys.executable, "-c", "from torchtitan import hardware; hardware.print_device_checks()"]
     try:
@@ -101,12 +98,12 @@ def check_gpus() -> list[Facts]:
 
 
 def judge_gpus(listed: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
-    """Merge nvidia-smi's list with torch's results for each GPU that torch sees, and name its problems."""
+    """What nvidia-smi lists and what torch has computed, of the GPUs that torch sees, as one."""
     by_uuid = {device["uuid"].removeprefix("GPU-"): device for device in listed}
     judged = []
     for i, check in enumerate(checks):
         device, problems = by_uuid.get(check["uuid"], {}), []
-        # nvidia-smi prints [N/A] or [Not Supported] if a GPU lacks a field.
+        # A field that a GPU does not have is [N/A] or [Not Supported].
         errors = device.get("ecc.errors.uncorrected.volatile.total", "0")
         if errors.isdecimal() and errors != "0":
             problems.append(f"GPU {i} has {errors} uncorrected memory errors; reset it or leave it out")
@@ -117,7 +114,7 @@ def judge_gpus(listed: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
 
 
 def differences(nodes: Sequence[Facts]) -> list[str]:
-    """Each node's own problems, then each difference between nodes: which node has which value, and what to do."""
+    """Each node's own problems, then what must be alike on all nodes and is not: who has what, and what to do."""
     found = [f"{name_of(nodes, i)}: {problem}" for i, facts in enumerate(nodes) for problem in facts["problems"]]
     found += _differing(nodes, "launch", "tell all nodes the same")
     found += _differing(nodes, "code", "give all nodes the same checkout or image", shows_values=False)
@@ -126,7 +123,7 @@ def differences(nodes: Sequence[Facts]) -> list[str]:
 
 
 def gpu_notes(nodes: Sequence[Facts]) -> list[str]:
-    """Name GPUs below 0.7 of the median speed of their kind, which slow down all others, and GPUs already in use."""
+    """GPUs at less than 0.7 of the median of their kind, which hold up all others, and those with memory taken."""
     speeds, lines = defaultdict(list), []
     for rank, facts in enumerate(nodes):
         for i, device in enumerate(facts["devices"]):

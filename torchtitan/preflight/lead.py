@@ -1,7 +1,7 @@
-"""Node 0's part of a preflight: waits for all nodes, compares their facts, runs the checks, and sends the verdict.
+"""Node 0's part of a preflight: waits for all nodes, compares what they say, has them try, and gives the verdict.
 
-It listens where torchrun will listen, which also checks the head's address and port. It measures the bandwidth of one
-TCP stream: enough to find a link slower than the others, but not the bandwidth of NCCL over InfiniBand.
+It listens where torchrun will, so that the head's address and port are tried, too. Bandwidth is of one TCP stream:
+enough to tell a slow link from the others, not what NCCL gets of InfiniBand.
 """
 
 import contextlib
@@ -16,27 +16,28 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.schema import Config
-from torchtitan.launch.addresses import interface_of, split_endpoint
-from torchtitan.launch.node import Node
 from torchtitan.preflight.facts import CLOCK_SECONDS, Facts, differences, digest, gpu_notes, in_short, name_of
-from torchtitan.preflight.network import Channel, listen
+from torchtitan.preflight.network import Channel, interface_of, listen, split_endpoint
 from torchtitan.preflight.report import slow_pairs
 
-ANSWER_SECONDS = 30  # a connected node must answer within this time
-_MOST_ROUNDS = 31  # of pairs; enough for all pairs of 32 nodes. Pairs of one round measure at once
-_SAY_SECONDS = 10  # after this time node 0 prints which nodes it waits for
+if TYPE_CHECKING:
+    from torchtitan.launch.node import Node
+
+ANSWER_SECONDS = 30  # of a node that has come
+_MOST_ROUNDS = 31  # of pairs that measure at once: all pairs of 32 nodes, some of more
+_SAY_SECONDS = 10  # of silence before it says whom it waits for
 
 
 class Failed(Exception):
-    """Ends the preflight with one error message or several."""
+    """One message or several that end the preflight."""
 
 
 @dataclass
 class Report:
-    """Everything that node 0 found; written to preflight.json."""
+    """All that node 0 has found; preflight.json."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -47,9 +48,9 @@ class Report:
 
 
 class Lead(threading.Thread):
-    """The thread on node 0 that leads the preflight."""
+    """Node 0's part: waits for all, compares, asks, and gives the verdict."""
 
-    def __init__(self, node: Node, config: Config, begin: float) -> None:
+    def __init__(self, node: "Node", config: Config, begin: float) -> None:
         super().__init__(daemon=True)
         self.node, self.config, self.begin = node, config, begin
         self.report, self.given_up = Report(), threading.Event()
@@ -78,11 +79,9 @@ class Lead(threading.Thread):
         except Failed as failure:
             report.errors += failure.args
             self._admit_late_nodes()
-        except Exception as error:  # a bug, or a node with other code: never let it pass
+        except Exception as error:  # a bug here, or a node of other code: it must not look like a pass
             report.nodes = []
-            report.errors.append(
-                f"the preflight itself has failed on node 0: {error!r}; give all nodes the same version of the code"
-            )
+            report.errors.append(f"the preflight itself has failed on node 0: {error!r}; are all nodes of one version?")
         finally:
             self.listener.close()
             report.seconds = time.monotonic() - self.begin
@@ -90,7 +89,7 @@ class Lead(threading.Thread):
             for channel in self.channels.values():
                 with contextlib.suppress(OSError):
                     channel.send(do="verdict", errors=report.errors)
-                    channel.connection.shutdown(socket.SHUT_WR)  # close() could drop an unread verdict
+                    channel.connection.shutdown(socket.SHUT_WR)  # close() could drop a verdict that is not read yet
 
     def _write(self) -> None:
         folder = Path(self.config.job.dump_folder)
@@ -132,15 +131,15 @@ class Lead(threading.Thread):
             hello = channel.receive()
             rank = hello["preflight"]
             host = hello["facts"]["host"]
-        except (OSError, KeyError, TypeError):  # not a node of a preflight
+        except (OSError, KeyError, TypeError):  # not one of ours
             channel.close()
             return
         channel.connection.settimeout(ANSWER_SECONDS)
         if rank in self.come and _hung_up(self.channels[rank].connection):
-            self.channels.pop(rank).close()  # the node was restarted
+            self.channels.pop(rank).close()  # started again
             del self.come[rank]
         if rank in self.come or not 0 <= rank < self.node.num_nodes:
-            self.channels[-1 - len(self.channels)] = channel  # under a negative rank, so that it receives the verdict
+            self.channels[-1 - len(self.channels)] = channel  # to be told, too
             this = f"{host} ({address})"
             if rank not in self.come:
                 of = hello["facts"]["launch"]["NNODES"]
@@ -151,10 +150,10 @@ class Lead(threading.Thread):
             other = f"{self.come[rank]['facts']['host']} ({self.come[rank]['from']})"
             raise Failed(f"{other} and {this} both say they are node {rank}; give each its own NODE_RANK")
         self.channels[rank], self.come[rank] = channel, hello | {"from": address}
-        channel.send(do="wait")  # tells the node that it has reached node 0
+        channel.send(do="wait")  # so that it knows whom it has reached
 
     def _admit_late_nodes(self) -> None:
-        """Accept nodes for one more second, so that they receive the verdict; node 0's own part may be among them."""
+        """Nodes that connect within the next second hear the verdict, too; node 0's own part may be one of them."""
         end = time.monotonic() + 1
         while len(self.come) < self.node.num_nodes and (left := end - time.monotonic()) > 0:
             self.listener.settimeout(left)
@@ -164,7 +163,7 @@ class Lead(threading.Thread):
                 self.channels[-1 - len(self.channels)] = channel
 
     def _ask(self, orders: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Send each node its order, then collect all answers."""
+        """Send every node its order, then gather all answers."""
         answers = {}
         for act in ("send", "receive"):
             for rank, order in orders.items():
@@ -183,7 +182,7 @@ class Lead(threading.Thread):
         wrong = []
         for rank, facts in enumerate(self.report.nodes):
             best = float("inf")
-            for _ in range(5):  # as in NTP, the fastest exchange is the most accurate
+            for _ in range(5):  # the quickest exchange is the surest, as NTP has it
                 before, begin = time.time(), time.perf_counter()
                 there = self._ask({rank: {"do": "clock"}})[rank]["time"]
                 took = time.perf_counter() - begin
@@ -226,7 +225,7 @@ class Lead(threading.Thread):
         ]
 
     def _interfaces(self) -> list[str]:
-        """Warn about nodes where gloo would use another interface than the route to the head."""
+        """Where gloo would not take the way to the head."""
         taken: dict[tuple[str, str], list[int]] = {}
         for rank, facts in enumerate(self.report.nodes):
             here, there = (interface_of(facts[key], facts["addresses"]) for key in ("address", "toward_head"))
@@ -264,7 +263,7 @@ class Lead(threading.Thread):
 
 
 def plan_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds where a node has at most one pair: the circle method of a tournament."""
+    """Every pair once, in rounds in which no node is in two pairs; the circle of a tournament."""
     ring = list(range(count)) + ([-1] if count % 2 else [])
     rounds = []
     for _ in range(len(ring) - 1):

@@ -1,53 +1,44 @@
-"""Checks before training that the nodes of a run reach each other and are alike; all nodes get the same verdict.
+"""Checks before training that the nodes of a run reach each other and are alike; all end with the same verdict.
 
     PREFLIGHT=1 ./run_llama_train.sh            on each node; trains if all is well
     python -m torchtitan preflight              on each node, with the same variables; only checks
 
-Every node, including node 0, connects to the head as its ranks will, sends its facts, and then follows the orders of
-node 0 (lead.py) until it receives the verdict.
+Every node, 0 too, connects to the head as its ranks will, says its facts, and does what node 0 (lead.py) asks until it
+hears the verdict.
 """
 
 import contextlib
-import os
 import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.schema import Config
-from torchtitan.launch import addresses
-from torchtitan.launch.addresses import split_endpoint
-from torchtitan.launch.node import Node
-from torchtitan.launch.start import Start
 from torchtitan.preflight import network
 from torchtitan.preflight.facts import Facts, gather
 from torchtitan.preflight.lead import ANSWER_SECONDS, Failed, Lead
-from torchtitan.preflight.network import Channel, what_failed
+from torchtitan.preflight.network import Channel, split_endpoint, what_failed
 from torchtitan.preflight.report import print_report
 from torchtitan.refusal import Refusal
 
-_WELCOME_SECONDS = 20  # node 0 must answer within this time; another program at a wrong port may never answer
+if TYPE_CHECKING:  # it imports this file
+    from torchtitan.launch.node import Node
+
+_WELCOME_SECONDS = 20  # for node 0 to say that it is one; the program at a wrong port may say nothing
 _PAIR_SECONDS = 6
-_STOPS = ": large packets are lost (compare the MTU of both ends and of the switch), or the other end has exited"
-_FOLDER_SECONDS = 5  # a shared folder must show another node's file within this time
+_STOPS = ": large packets are lost (compare the MTU of both ends and of the switch), or the other end has ended"
+_FOLDER_SECONDS = 5  # until a file of another node must be seen
 
 
-def check(start: Start, gpus: int) -> bool:
-    """Whether training may begin as planned here; --help and fake_backend need no other node, so they pass."""
-    if start.node is None or start.config is None:
-        return True
-    return run(start.node, start.config, {**os.environ, **start.settings}, gpus)
-
-
-def run(node: Node, config: Config, env: Mapping[str, str], gpus: int) -> bool:
-    """Meet the other nodes and print the verdict, with the errors; True if training may begin."""
+def run(node: "Node", config: Config, env: Mapping[str, str], gpus: int) -> bool:
+    """Whether training may begin; says so, or why not."""
     begin = time.monotonic()
     if node.num_nodes > 1 and node.rank is None:
         raise Refusal("PET_RDZV_ENDPOINT leaves the ranks of nodes to torchrun; a preflight needs NODE_RANK on each")
-    toward = addresses.address_toward(split_endpoint(node.head)[0]) if node.num_nodes > 1 else None
+    toward = network.address_toward(split_endpoint(node.head)[0]) if node.num_nodes > 1 else None
     told = {"NNODES": str(node.num_nodes), "NGPU": str(node.num_processes), "run": node.run_id}
     facts = gather(told, config, env, toward, gpus)
     lead, errors = None, []
@@ -71,11 +62,11 @@ def run(node: Node, config: Config, env: Mapping[str, str], gpus: int) -> bool:
     return not errors
 
 
-def take_part(node: Node, facts: Facts, begin: float, lead: Lead | None) -> list[str]:
-    """Follow the orders of node 0, and return the errors of its verdict."""
+def take_part(node: "Node", facts: Facts, begin: float, lead: "Lead | None") -> list[str]:
+    """Do what node 0 asks; the errors of its verdict."""
     me = f"node {node.rank or 0} ({facts['host']})"
     head = lead.endpoint if lead else node.head
-    try:  # node 0 already listens: if the head does not answer within 5 s, its address is not node 0's
+    try:  # node 0's listener is up already: a head that does not answer is not node 0
         connection = network.connect(head, begin + node.timeout_seconds if lead is None else time.monotonic() + 5)
     except OSError as error:
         raise Failed(_unreachable(me, node, facts, error)) from None
@@ -92,19 +83,19 @@ def take_part(node: Node, facts: Facts, begin: float, lead: Lead | None) -> list
     except OSError as error:
         raise Failed(
             f"{me}: what answers at the head, {head}, breaks off ({error}): it is no preflight, or has ended; look at "
-            f"node 0's output, and start node 0 with PREFLIGHT=1, too"
+            f"node 0's output, and whether it was started with PREFLIGHT=1, too"
         ) from None
     finally:
         peers.close()
         channel.close()
 
 
-def _unreachable(me: str, node: Node, facts: Facts, error: OSError) -> str:
+def _unreachable(me: str, node: "Node", facts: Facts, error: OSError) -> str:
     host, _ = split_endpoint(node.head)
-    own = addresses.in_words(facts["addresses"])
+    own = network.in_words(facts["addresses"])
     if node.rank == 0:
         return f"{node.head} does not lead to node 0 itself ({what_failed(error)}); MASTER_ADDR must be one of {own}"
-    if addresses.leads_here(host, facts["addresses"]):
+    if network.leads_here(host, facts["addresses"]):
         return f"MASTER_ADDR = {host} is {me} itself; use an address of node 0 that all nodes reach"
     return (
         f"{me} cannot reach the head {node.head} within {node.timeout_seconds} s: {what_failed(error)}. It has {own}; "
@@ -121,7 +112,7 @@ def _obey(order: dict[str, Any], peers: socket.socket, rank: int) -> dict[str, A
 
 
 def _look_and_leave(path: Path, token: str, rank: int) -> str | None:
-    """Wait until node 0's file appears here, then write another beside it; return what went wrong, or None."""
+    """Whether the file that node 0 wrote is seen here, and another can be written beside it."""
     end = time.monotonic() + _FOLDER_SECONDS
     try:
         while not path.is_file() or path.read_text() != token:
@@ -138,7 +129,7 @@ def _look_and_leave(path: Path, token: str, rank: int) -> str | None:
 
 
 def _measure(order: dict[str, Any], peers: socket.socket) -> dict[str, Any]:
-    """Act as one end of a pair: the end whose order names the other's address connects, measures and reports."""
+    """One end of a pair: the end that is given the other's address connects, measures and reports."""
     token = order["token"].encode()
     end = time.monotonic() + _PAIR_SECONDS
     try:
@@ -151,7 +142,7 @@ def _measure(order: dict[str, Any], peers: socket.socket) -> dict[str, Any]:
                 except OSError as error:
                     return {"error": f"they connect, but what is sent stops ({error}){_STOPS}"}
             return {"round_trip_ms": seconds * 1e3, "gbit_there": there * 8e-9, "gbit_back": back * 8e-9}
-        while True:  # hang up on any connection that does not send the token
+        while True:  # whoever else knocks is sent away
             peers.settimeout(max(0.01, end - time.monotonic()))
             (connection, _), came = peers.accept(), b""
             with connection:

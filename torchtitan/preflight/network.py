@@ -1,22 +1,134 @@
-"""Connections between nodes: messages as lines of JSON, and the speed of one TCP stream."""
+"""How this node meets others: its addresses, the one that leads to another machine, the one gloo would take.
 
+Nothing but the standard library, for Linux; elsewhere interfaces have no names here.
+"""
+
+import contextlib
+import ipaddress
 import json
 import socket
 import statistics
 import struct
+import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from torchtitan.launch.addresses import split_endpoint
+from torchtitan.refusal import Refusal
 
 LONGEST_MESSAGE_BYTES = 2**22
-_TRIES_SECONDS = 5  # limit of one attempt to connect
+_SIOCGIFADDR = 0x8915
+_TRIES_SECONDS = 5  # of one attempt to connect
 _BULK_SECONDS = 0.1
 _PINGS = 20
 
 
+def own_addresses() -> dict[str, str]:
+    """The interface of each address of this machine."""
+    found = {}
+    if sys.platform == "linux":
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # it has none of IPv4
+                    answer = fcntl.ioctl(s.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    found[socket.inet_ntoa(answer[20:24])] = name
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, name = line.split()
+            found[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
+    return found
+
+
+def in_words(addresses: Mapping[str, str]) -> str:
+    """`eth0 (10.0.0.1), eth1 (10.1.0.1)`, without those that lead to no other machine."""
+    known = [f"{name} ({address})" for address, name in addresses.items() if not is_local(address)]
+    return ", ".join(known) or "no address but its own loopback"
+
+
+def is_local(address: str) -> bool:
+    """Whether an address means nothing to other networks: loopback, or link-local."""
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    return plain.is_loopback or plain.is_link_local
+
+
+def interface_of(address: str | None, addresses: Mapping[str, str]) -> str:
+    """Its name; ? where the address is none of this machine's first ones."""
+    if address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return "lo"
+    return addresses.get(address or "", "?")
+
+
+def leads_here(host: str, addresses: Mapping[str, str]) -> bool:
+    """Whether a name or address means this machine."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]
+        return interface_of(str(found), addresses) != "?"
+    return False
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def address_toward(host: str) -> str | None:
+    """This machine's address on the way to another; None where there is no way, or no such name."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as s:
+            s.connect(address)  # of a datagram socket: looks up the route, sends nothing
+            return str(s.getsockname()[0])
+    return None
+
+
+def gloo_address(env: Mapping[str, str], addresses: Mapping[str, str]) -> str:
+    """Where gloo will listen, by its own rule: the named interface, else what this host's name means, else loopback."""
+    if named := env.get("GLOO_SOCKET_IFNAME"):
+        name = named.split(",")[0].strip()
+        found = next((address for address, of in addresses.items() if of == name), None)
+        if found is None:
+            raise Refusal(
+                f"GLOO_SOCKET_IFNAME = {named}, but this node has no such interface with an address; "
+                f"use one of {in_words(addresses)}"
+            )
+        return found
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as s:
+                s.bind(address)
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def nccl_interfaces(env: Mapping[str, str], addresses: Mapping[str, str]) -> None:
+    """Refuses an NCCL_SOCKET_IFNAME that fits no interface: a list of prefixes, =exact names, or ^names to exclude."""
+    named = env.get("NCCL_SOCKET_IFNAME", "")
+    words = [word.strip() for word in named.lstrip("^=").split(",")]
+    exact = named.lstrip("^").startswith("=")
+    fits = {n for n in addresses.values() for word in words if n == word or (not exact and n.startswith(word))}
+    if named and not (set(addresses.values()) - fits if named.startswith("^") else fits):
+        raise Refusal(
+            f"NCCL_SOCKET_IFNAME = {named} leaves no interface of this node; use one of {in_words(addresses)}"
+        )
+
+
+def way_to_head(head: str) -> tuple[str, str] | None:
+    """This node's address and interface toward the head, where its own name means loopback, as Debian sets it up.
+
+    Others would be told that name's address, 127.0.1.1: gloo waits for them there, past its own timeout.
+    """
+    addresses = own_addresses()
+    if not is_local(gloo_address({}, addresses)):
+        return None
+    toward = address_toward(split_endpoint(head)[0])
+    return None if toward is None or toward not in addresses or is_local(toward) else (toward, addresses[toward])
+
+
 class Channel:
-    """Messages over a connection; each is one line of JSON, with a limited length."""
+    """Messages over a connection, each one line of JSON, of bounded length."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self.connection = connection
@@ -44,8 +156,8 @@ class Channel:
 
 
 def connect(endpoint: str, deadline: float) -> socket.socket:
-    """Connect, with retries until the deadline because the other node may start later; raises the telling OSError."""
-    reason: OSError = TimeoutError()  # the last error that is more than a timeout
+    """A connection; tried again until the deadline, for the other may begin later. OSError says why it failed."""
+    reason: OSError = TimeoutError()  # the last that says more than that time was over
     while True:
         left = deadline - time.monotonic()
         try:
@@ -58,7 +170,7 @@ def connect(endpoint: str, deadline: float) -> socket.socket:
 
 
 def listen(port: int, address: str = "") -> socket.socket:
-    """A socket that listens on one address, or without one on all addresses, IPv4 and IPv6."""
+    """A listening socket; if no address is given, on all of them, IPv4 and IPv6."""
     if address == "" and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -66,7 +178,7 @@ def listen(port: int, address: str = "") -> socket.socket:
 
 
 def what_failed(error: OSError) -> str:
-    """How a connection failed, and the likely cause."""
+    """The way a connection failed, and what that means."""
     if isinstance(error, socket.gaierror):
         return "that name has no address here; use one that the nodes' DNS or /etc/hosts knows, or a numeric address"
     if isinstance(error, ConnectionRefusedError):
@@ -79,7 +191,7 @@ def what_failed(error: OSError) -> str:
 
 
 def measure_with(connection: socket.socket, leads: bool) -> tuple[float, float, float]:
-    """Seconds per round trip, then bytes/s there and back over one TCP stream; one end leads, the other follows."""
+    """Seconds of a round trip, bytes a second there and back over one TCP stream; one end leads, the other follows."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     trips = []
     for _ in range(_PINGS):
@@ -102,7 +214,7 @@ def measure_with(connection: socket.socket, leads: bool) -> tuple[float, float, 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
-    while len(data) < count:  # MSG_WAITALL does not wait on a socket with a timeout
+    while len(data) < count:  # MSG_WAITALL does not wait where there is a timeout
         part = connection.recv(count - len(data))
         if not part:
             raise ConnectionError("the other end hung up")
@@ -118,7 +230,7 @@ def _pour(connection: socket.socket) -> None:
 
 
 def _drink(connection: socket.socket) -> float:
-    """Receive to the end; bytes/s. The sender cannot measure this: its data may still be in buffers."""
+    """Bytes a second, by who receives: what the sender has handed over may still wait in its buffers."""
     buffer = bytearray(2**18)
     begin, total = time.perf_counter(), 0
     while count := connection.recv_into(buffer):

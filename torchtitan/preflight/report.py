@@ -1,14 +1,14 @@
-"""Prints the findings of a preflight as tables."""
+"""What a preflight has found, as tables for a person."""
 
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.launch.addresses import interface_of
 from torchtitan.preflight.facts import digest, name_of
+from torchtitan.preflight.network import interface_of
 
-SLOW = 0.5  # relative to the median of all pairs
-_MOST_SHOWN = 16  # nodes in a table; a larger run prints a summary
+SLOW = 0.5  # of the median of all pairs
+_MOST_SHOWN = 16  # nodes; of more, only what is wrong
 
 
 def print_report(report: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ def _square(values: Mapping[tuple[int, int], float], count: int, form: str) -> l
 
 
 def _table(*blocks: list[list[str]]) -> str:
-    """Lay out blocks of columns side by side."""
+    """Blocks of columns beside each other."""
     rows = [[cell for row in parts for cell in [*row, ""]] for parts in zip(*blocks, strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -68,7 +68,7 @@ def _table(*blocks: list[list[str]]) -> str:
 
 
 def slow_pairs(report: Mapping[str, Any]) -> list[str]:
-    """Name the pairs with less than half of the median bandwidth."""
+    """Pairs at less than half of the median of all."""
     speeds = {(p["from"], p["to"]): p["gbit_there"] for p in report["pairs"]}
     speeds |= {(p["to"], p["from"]): p["gbit_back"] for p in report["pairs"]}
     if not speeds:
