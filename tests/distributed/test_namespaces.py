@@ -167,21 +167,21 @@ UNLIKE = [
     "torchtitan/models/llama/model.py: one on nodes 0, 2, 3, another on node 1 (node1); give all nodes the same",
     "debug.seed: 0 on nodes 0, 1, 2, 5 on node 3 (node3); start all nodes with the same file and options",
     "node 2 (node2): its clock is +60.",
-    "but node 3 (node3) does not see what node 0 writes there; put job.dump_folder on a folder that all nodes share",
+    "but node 3 (node3) does not see the file that node 0 wrote there; set job.dump_folder to a folder that",
 ]
 TWO_INTERFACES = (
-    f"node 1 (node1) cannot reach node 0 (node0) at 10.1.0.10 (eth1): {REJECTED}; gloo takes eth1 on nodes 0, 1, the "
-    f"way to the head is eth0; for that, set GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 there"
+    f"node 1 (node1) cannot reach node 0 (node0) at 10.1.0.10 (eth1): {REJECTED}; gloo uses eth1 on nodes 0, 1, but "
+    f"the route to the head is eth0; to use eth0, set GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 on these nodes"
 )
 # Of each: what is set on which nodes, and what these say. `as_node` is who starts it, `options` are of train.py.
 FAILURES: dict[str, Failure] = {
     "wrong addresses and a wrong port": (
         {0: {}, 1: {"MASTER_ADDR": "10.0.0.99"}, 2: {"MASTER_ADDR": "10.0.0.12"}, 3: {"MASTER_PORT": "29500"}},
         {
-            0: ["nodes 1, 2, 3 of 4 did not come to 10.0.0.10:29520 within 20 s (RDZV_TIMEOUT); look at the output"],
+            0: ["nodes 1, 2, 3 of 4 did not connect to 10.0.0.10:29520 within 20 s (RDZV_TIMEOUT); see the output"],
             1: [
-                f"node 1 (node1) cannot reach the head 10.0.0.99:29520 within 20 s: {NO_ROUTE}. It has eth0 "
-                f"(10.0.0.11), eth1 (10.1.0.11); MASTER_ADDR must be one of node 0's"
+                f"node 1 (node1) cannot reach the head 10.0.0.99:29520 within 20 s: {NO_ROUTE}. This node has "
+                f"eth0 (10.0.0.11), eth1 (10.1.0.11); set MASTER_ADDR to an address of node 0, MASTER_PORT to"
             ],
             2: ["MASTER_ADDR = 10.0.0.12 is node 2 (node2) itself; use an address of node 0 that all nodes reach"],
             3: ["10.0.0.10:29500 within 20 s: connection refused: a machine is there, but nothing listens"],
@@ -189,7 +189,7 @@ FAILURES: dict[str, Failure] = {
     ),
     "an address that is not node 0's": (
         {0: {"MASTER_ADDR": "10.0.0.99", "NNODES": "2"}},
-        {0: [f"10.0.0.99:29521 does not lead to node 0 itself ({NO_ROUTE}); MASTER_ADDR must be one of eth0 ("]},
+        {0: [f"10.0.0.99:29521 does not lead to node 0 itself ({NO_ROUTE}); set MASTER_ADDR to one of eth0 ("]},
     ),
     "a name that nobody knows": (
         {1: {"MASTER_ADDR": "head", "NNODES": "2", "RDZV_TIMEOUT": "2"}},
@@ -198,20 +198,20 @@ FAILURES: dict[str, Failure] = {
     "a port that is taken": (
         {0: {"before": "{python} -c '{server}' >/dev/null 2>&1 & sleep 1"}, 1: {"before": "sleep 1"}},
         {
-            0: ["MASTER_PORT = 29523: node 0 cannot listen there, another program has it; end that, or set another"],
-            1: ["node 1 (node1): what answers at the head, 10.0.0.10:29523, breaks off"],
+            0: ["MASTER_PORT = 29523 is a port on which node 0 cannot listen: another program uses it; set"],
+            1: ["node 1 (node1): the connection to the head 10.0.0.10:29523 broke off"],
         },
     ),
     "a head whose port a firewall closes": (
         {0: {"MASTER_PORT": "29999"}, 1: {"MASTER_PORT": "29999"}},
         {
-            0: ["node 1 of 2 did not come to 10.0.0.10:29999 within 20 s"],
+            0: ["node 1 of 2 did not connect to 10.0.0.10:29999 within 20 s"],
             1: [f"node 1 (node1) cannot reach the head 10.0.0.10:29999 within 20 s: {NO_ANSWER}"],
         },
     ),
     "other ports that a firewall closes": (
         dict.fromkeys((0, 1), {"MASTER_ADDR": "10.1.0.10", "name_means": "10.1.0.1{}"}),
-        dict.fromkeys((0, 1), [f"at 10.1.0.10 (eth1): {REJECTED}; open all ports between nodes, not the head's"]),
+        dict.fromkeys((0, 1), [f"at 10.1.0.10 (eth1): {REJECTED}; open all ports between the nodes, not only"]),
     ),
     "names that lead to another interface": (
         dict.fromkeys((0, 1), {"name_means": "10.1.0.1{}"}),
@@ -219,11 +219,11 @@ FAILURES: dict[str, Failure] = {
     ),
     "a node that never comes": (
         dict.fromkeys((0, 2), {"NNODES": "3"}),
-        dict.fromkeys((0, 2), ["node 1 of 3 did not come to 10.0.0.10:29527 within 20 s"]),
+        dict.fromkeys((0, 2), ["node 1 of 3 did not connect to 10.0.0.10:29527 within 20 s"]),
     ),
     "two nodes of one rank": (
         {0: {}, 1: {}, 2: {"NODE_RANK": "1"}},
-        dict.fromkeys((0, 1, 2), ["both say they are node 1; give each its own NODE_RANK"]),
+        dict.fromkeys((0, 1, 2), ["both have NODE_RANK = 1; give each node its own"]),
     ),
     "nodes that are unlike": (
         {

@@ -182,13 +182,13 @@ def test_help_lists_the_options_and_starts_nothing(tmp_path):
 def test_an_impossible_number_of_processes_is_refused(ngpu):
     done = run([TRAIN], NGPU=ngpu, **HERE)
     assert done.returncode == 2
-    assert f"NGPU = {ngpu} is no number of processes; use 1 or more" in done.stderr
+    assert f"NGPU = {ngpu} is not a number of processes; use 1 or more" in done.stderr
 
 
 def test_an_impossible_number_of_restarts_is_refused():
     done = run([TRAIN], MAX_RESTARTS="often", **HERE)
     assert done.returncode == 2
-    assert "MAX_RESTARTS = often is no number of restarts; use 0 or more" in done.stderr
+    assert "MAX_RESTARTS = often is not a number of restarts; use 0 or more" in done.stderr
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path):
