@@ -1,14 +1,15 @@
-# The image for Docker, Run:ai, Kubernetes and Slurm's containers: the code, and all it needs at run time.
+# The image for Docker, Run:ai, Kubernetes and containers under Slurm: the code and all packages it needs at run time.
 #
 #     docker build -t torchtitan .
 #     docker run --rm --gpus all --shm-size 8g torchtitan                                    # trains the debug model
 #     mkdir -p outputs && chmod a+rwx outputs      # the image runs as user 1000
 #     docker run --rm --gpus all --shm-size 8g -v "$PWD/outputs:/workspace/outputs" torchtitan ./run_llama_train.sh --training.steps 20
 #
-# Layers by how often they change: system, packages (torch brings its CUDA libraries; the host only the driver), code.
+# Layers that change least come first: system, packages, code. torch brings its CUDA libraries; the host needs only the
+# driver.
 FROM python:3.11-slim-bookworm
 
-# For torch.compile: Triton and Inductor build small libraries when they run. Debian keeps no old versions to pin.
+# torch.compile needs g++: Triton and Inductor build small libraries at run time. Debian keeps no old versions to pin.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
@@ -18,8 +19,8 @@ WORKDIR /workspace
 COPY requirements.txt ./
 RUN pip install --no-cache-dir --disable-pip-version-check -r requirements.txt
 
-# Run:ai may run it as another user still, who has no home and no name: caches go to /tmp, runs and downloads to folders
-# open to all.
+# Run:ai may start the container as yet another user, without home or name. So caches go to /tmp, and runs and downloads
+# to folders that every user may write.
 RUN useradd --create-home --uid 1000 trainer && install --directory --mode 1777 outputs assets
 ENV PYTHON=/usr/local/bin/python3 LOGNAME=trainer TRITON_CACHE_DIR=/tmp/triton HF_HOME=/tmp/huggingface
 COPY . .

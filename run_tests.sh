@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The tests, or with --lint what ruff and mypy say; sets up what is missing.
+# Runs the tests, or with --lint ruff and mypy. Installs what is missing into .venv.
 #
-#     ./run_tests.sh                       everything
-#     ./run_tests.sh tests/unit -k stream  what pytest is told
+#     ./run_tests.sh                       all tests
+#     ./run_tests.sh tests/unit -k stream  any arguments of pytest
 #     ./run_tests.sh --lint
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -61,9 +61,8 @@ class Leader(threading.Thread):
         try:
             self.listener = listen(port)
         except OSError as error:
-            why = (
-                "another program uses it" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0).lower()
-            )
+            taken = error.errno == errno.EADDRINUSE
+            why = "another program uses it" if taken else os.strerror(error.errno or 0).lower()
             raise Failed(
                 f"MASTER_PORT = {port} is a port on which node 0 cannot listen: {why}; set another port on all nodes"
             ) from None
@@ -92,9 +91,7 @@ class Leader(threading.Thread):
             for channel in self.channels.values():
                 with contextlib.suppress(OSError):
                     channel.send(do="verdict", errors=report.errors)
-                    channel.connection.shutdown(
-                        socket.SHUT_WR
-                    )  # close() could drop a verdict that the node has not read yet
+                    channel.connection.shutdown(socket.SHUT_WR)  # close() could drop a verdict not yet read
 
     def _write(self) -> None:
         folder = Path(self.config.job.dump_folder)
