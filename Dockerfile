@@ -1,4 +1,4 @@
-# The image for Docker, Run:ai, Kubernetes and containers under Slurm: the code and all packages it needs at run time.
+# The image for Docker, Run:ai, Kubernetes and containers under Slurm: the code and all packages that it needs.
 #
 #     docker build -t torchtitan .
 #     docker run --rm --gpus all --shm-size 8g torchtitan                                    # trains the debug model

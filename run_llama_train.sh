@@ -7,8 +7,9 @@
 #
 # CONFIG_FILE  the TOML file                       default: train_configs/debug_model.toml
 # NGPU         processes on this machine           default: one a GPU; without a GPU, 1 on the CPU
-# NNODES       number of machines                  default: 1; if more, set NODE_RANK (0 to NNODES-1) and MASTER_ADDR (of node 0) too
-# MASTER_PORT  port on which node 0 listens        default: 29500; under Slurm 20000 + the last four digits of the job id
+# NNODES       number of machines                  default: 1
+#              With more than one, set NODE_RANK (0 to NNODES-1) and MASTER_ADDR (an address of node 0), too.
+# MASTER_PORT  port on which node 0 listens        default: 29500; under Slurm 20000 + last 4 digits of the job id
 # COMM_MODE    fake_backend: one process plays all NNODES x NGPU ranks, on any machine (--comm.mode)
 # MAX_RESTARTS how often torchrun restarts the run after a rank died  default: 0
 #              It resumes from the newest checkpoint, or starts at step 0 without --checkpoint.enable.

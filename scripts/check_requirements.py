@@ -59,7 +59,7 @@ def read_names(requirements: Path) -> list[str]:
 
 
 def read_ranges(pyproject: str) -> dict[str, str]:
-    """The version range of Python and of each dependency. Python 3.10 has no TOML reader, hence the regular expressions."""
+    """The version range of Python and of each dependency. By regular expression: Python 3.10 has no TOML reader."""
     dependencies = re.search(r"^dependencies = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
     python = re.search(r'^requires-python = "(.*)"', pyproject, re.MULTILINE)
     assert dependencies and python, "pyproject.toml has lost its dependencies or requires-python"

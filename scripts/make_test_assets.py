@@ -18,7 +18,7 @@ from pathlib import Path
 CHAPTERS = ("faq", "howto", "library", "reference", "tutorial")
 TRAIN_BYTES = 3_700_000
 VALIDATION_BYTES = 150_000
-VALIDATION_FILE_BYTES = 40_000  # many short files, so that no single topic decides the validation loss
+VALIDATION_FILE_BYTES = 40_000  # many short files, so that no one topic decides the validation loss
 WHOLE_FILE_BYTES = 20_000  # a file up to this size stays one document
 SECTION_BYTES = 4_000  # in a longer one, a document ends at the first heading after this many bytes
 PARAGRAPH_BYTES = 16_000  # and at the first unindented paragraph after this many bytes, even without a heading
