@@ -1,6 +1,6 @@
-"""Machines that are network namespaces: addresses, host names and firewalls of their own, joined by two bridges.
+"""Four machines as network namespaces, each with its own addresses, host name and firewall, joined by two bridges.
 
-They train as one process does, a preflight tells what is wrong with them, and no failure waits without an end.
+The machines train as one process does, a preflight names what is wrong with them, and no failure waits forever.
 """
 
 import os
@@ -21,8 +21,8 @@ from torchtitan.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 
-# Node i is 10.0.0.10+i (eth0) and 10.1.0.10+i (eth1). Node 0 drops what comes to port 29999 by eth0, and rejects what
-# comes to ports from 30000 by eth1: rules of routing do it, so that no firewall's program is needed.
+# Node i is 10.0.0.10+i (eth0) and 10.1.0.10+i (eth1). Node 0 drops packets to port 29999 on eth0, and rejects
+# those to ports from 30000 on eth1. Routing rules do this, so the test needs no firewall program.
 SET_UP = """
 set -e
 mount -t tmpfs tmpfs /run
@@ -43,7 +43,7 @@ for i in 0 1 2 3; do
 done
 ip -n node0 rule add pref 100 lookup local
 ip -n node0 rule delete pref 0
-ip netns exec node0 sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'  # else it drops what it should reject
+ip netns exec node0 sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'  # else node0 drops packets that it should reject
 ip -n node0 rule add pref 10 iif eth0 ipproto tcp dport 29999 blackhole
 ip -n node0 rule add pref 11 iif eth1 ipproto tcp dport 30000-65000 unreachable
 echo ready
@@ -72,7 +72,7 @@ class Nodes:
         before: str = "",
         **env: str,
     ) -> "subprocess.Popen[str]":
-        """On a node, whose host name means an address; `before` is what its shell does first."""
+        """Run a command on a node whose host name means the address `name_means`; its shell runs `before` first."""
         enter = ["nsenter", f"--target={self.holder.pid}", "--user", "--mount", "--net", "--preserve-credentials"]
         there = ["ip", "netns", "exec", f"node{node}", "unshare", "--mount", "--uts", "sh", "-c", AS_NODE]
         own = {
@@ -144,9 +144,9 @@ def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
 def test_nodes_train_as_one_process_does(
     nodes: Nodes, trained_alone: list[dict[str, Any]], tmp_path: Path, num_nodes: int, env: Any, layout: str, mesh: str
 ) -> None:
-    """As a new Debian is: each host's name means 127.0.1.1, and nothing to the other nodes."""
+    """As on a fresh Debian, each host's name means 127.0.1.1 to itself, and nothing to the other nodes."""
     command = ["./run_llama_train.sh", *TINY_RUN, "--job.dump_folder", str(tmp_path), *layout.split()]
-    env = env | {"RDZV_TIMEOUT": "90", "RANK": "7", "WORLD_SIZE": "9"}  # the last two of containers, not of ranks
+    env = env | {"RDZV_TIMEOUT": "90", "RANK": "7", "WORLD_SIZE": "9"}  # these two count containers
     outputs = outputs_of([nodes.start(node, command, "127.0.1.1", **env) for node in range(num_nodes)], 200)
     assert f"mesh {mesh}" in outputs[0] and "trained 2 steps" in outputs[0], outputs
     assert "[rank0]:" in outputs[0] and not any("[rank0]:" in output for output in outputs[1:])
@@ -173,7 +173,7 @@ TWO_INTERFACES = (
     f"node 1 (node1) cannot reach node 0 (node0) at 10.1.0.10 (eth1): {REJECTED}; gloo uses eth1 on nodes 0, 1, but "
     f"the route to the head is eth0; to use eth0, set GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 on these nodes"
 )
-# Of each: what is set on which nodes, and what these say. `as_node` is who starts it, `options` are of train.py.
+# For each failure: the settings of each node, and the messages that nodes print. `options` go to train.py.
 FAILURES: dict[str, Failure] = {
     "wrong addresses and a wrong port": (
         {0: {}, 1: {"MASTER_ADDR": "10.0.0.99"}, 2: {"MASTER_ADDR": "10.0.0.12"}, 3: {"MASTER_PORT": "29500"}},
@@ -239,9 +239,9 @@ FAILURES: dict[str, Failure] = {
 
 @pytest.fixture(scope="module")
 def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
-    """All failures at once, for most of their time is waiting: the output and exit code of each node.
+    """The output and exit code of each node. All failures run at once, because they mostly wait.
 
-    Of "gloo", too: two ranks without torchrun, whose names lead to an interface with a firewall.
+    "gloo" is one more failure: two ranks without torchrun, whose names mean an interface behind a firewall.
     """
     folder, copy, ahead = (tmp_path_factory.mktemp(name) for name in ("run", "copy", "ahead"))
     shutil.copytree(ROOT / "torchtitan", copy / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
@@ -283,9 +283,9 @@ def test_a_preflight_says_on_each_node_what_is_wrong(ended: dict[str, dict[int, 
 
 
 def test_a_rank_that_others_do_not_reach_by_gloo_ends_and_says_so(ended: dict[str, dict[int, Any]]) -> None:
-    """gloo itself would have the first rank wait five times as long as it is told."""
+    """gloo alone would let the first rank wait five times its timeout."""
     (first, first_code), (second, second_code) = ended["gloo"].values()
     assert first_code == 1 and "another rank has not connected to this one by gloo within 8 s; gloo uses" in first
-    # It says what it has heard from gloo, or, on a busy machine, that it has heard nothing in time.
-    heard = "ValueError: this rank cannot connect to another by gloo ("
+    # The second rank reports gloo's error, or on a busy machine that gloo reported nothing in time.
+    heard = "Refusal: this rank cannot connect to another by gloo ("
     assert second_code == 1 and (heard in second or "has not connected to this one by gloo" in second), second

@@ -1,4 +1,4 @@
-"""What launchers say of a node becomes one torchrun command, or a refusal by name."""
+"""A launcher's variables become one torchrun command, or a refusal that names the variable."""
 
 import contextlib
 import io
@@ -19,10 +19,10 @@ from torchtitan.launch.variables import first_host, read_node
 from torchtitan.launch.yaml_text import to_yaml
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = Path(__file__).parent / "launched"  # what is submitted where; renew a file with its command and --dry-run
+GOLDEN = Path(__file__).parent / "launched"  # what each site is given; to renew a file, run its command with --dry-run
 CONFIG = {"CONFIG_FILE": str(ROOT / "train_configs" / "debug_model.toml")}
 
-# What each platform gives the second of two nodes with eight GPUs.
+# The variables that each platform sets on the second of two nodes with eight GPUs.
 PLATFORMS = {
     "by hand": {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"},
     "PyTorchJob, Run:ai": {
@@ -98,7 +98,7 @@ def test_slurm_speaks_of_this_run_only_inside_srun() -> None:
     outside = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "a[1-4]"}
     alone = read_node(outside | {"NNODES": "1"}, gpus=0)
     assert alone.num_nodes == 1 and alone.read == ("NNODES",)
-    step = PLATFORMS["Slurm"] | {"SLURM_NNODES": "4", "SLURM_STEP_NODELIST": "gpu[7,9]"}  # two nodes of the job's four
+    step = PLATFORMS["Slurm"] | {"SLURM_NNODES": "4", "SLURM_STEP_NODELIST": "gpu[7,9]"}  # two of the job's four nodes
     assert read_node(step, gpus=8).head == "gpu7:29500"
 
 
@@ -293,7 +293,7 @@ SUBMITTED = {
 
 
 def launch(command: str, options: list[str] | None = None) -> str:
-    """What `python -m torchtitan launch` prints."""
+    """The output of `python -m torchtitan launch`."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         main(["launch", *command.split(), *(["--", *options] if options else [])])
     return printed.getvalue()
@@ -324,7 +324,7 @@ def test_a_manifest_is_yaml_that_keeps_every_word(place: str, pods: int) -> None
         assert spec["command"] == ["./run_llama_train.sh", *OPTIONS[:-1], OPTIONS[-1].replace("$(", "$$(")]
         assert {"name": "MAX_RESTARTS", "value": "3"} in spec["env"]
         assert not any("HF_TOKEN" in str(variable.get("value")) for variable in spec["env"])
-    assert _literal("a$$b") == "a$$$$b"  # of two Kubernetes would make one
+    assert _literal("a$$b") == "a$$$$b"  # Kubernetes turns two $ into one
 
 
 @pytest.mark.parametrize(

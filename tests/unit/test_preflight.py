@@ -1,4 +1,4 @@
-"""A preflight's decisions, and its nodes as threads of one process; networks: tests/distributed/test_namespaces.py."""
+"""A preflight's decisions, with nodes as threads of one process; for networks: tests/distributed/test_namespaces.py."""
 
 import json
 import os
@@ -63,8 +63,8 @@ def test_nodes_that_are_alike_pass_and_what_was_found_is_a_file(
     assert found["errors"] == [] and [node["host"] for node in found["nodes"]] == [socket.gethostname()] * 3
     assert {(p["to"], p["from"]) for p in found["pairs"]} == {(0, 1), (0, 2), (1, 2)}
     assert all(p["gbit_there"] > 0 and p["gbit_back"] > 0 and p["round_trip_ms"] > 0 for p in found["pairs"])
-    assert not list((tmp_path / "checkpoint").iterdir())  # the files by which the folder was tried
-    socket.create_server(("127.0.0.1", free_port)).close()  # left for torchrun
+    assert not list((tmp_path / "checkpoint").iterdir())  # the files that tested the folder are gone
+    socket.create_server(("127.0.0.1", free_port)).close()  # the port is free for torchrun
 
 
 def test_one_node_has_nobody_to_meet(run_all: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_a_node_that_leaves_ends_it_for_all_and_strangers_end_nothing(
         verdict = pool.submit(member.run, node, config, {}, 0)
         strangers = [come(node, said) for said in (b"GET / HTTP/1.1\n\n", b"7\n", b"{}\n", b"")]
         strangers.pop().close()
-        for rank in (1, 1, 2):  # node 1 ends and is started again before all have come
+        for rank in (1, 1, 2):  # node 1 ends and is restarted before all have connected
             peer = come(node, json.dumps(hello | {"preflight": rank}).encode() + b"\n")
             assert b"wait" in peer.recv(2**16)
             peer.close()
@@ -206,7 +206,7 @@ def test_a_host_whose_name_means_loopback_is_met_on_its_way_to_the_head(monkeypa
     assert "GLOO_SOCKET_IFNAME" not in plan_start(env | {"GLOO_SOCKET_IFNAME": "eth1"}, [], 0).settings
     assert "GLOO_SOCKET_IFNAME" not in plan_start(env | {"MASTER_ADDR": "127.0.0.1"}, [], 0).settings
     assert "--local_addr=10.0.0.1" in plan_start(env | {"MAX_RESTARTS": "1"}, [], 0).arguments
-    meant = "10.1.0.1"  # what the name says is not put aside
+    meant = "10.1.0.1"  # an address that is not loopback is kept
     assert "GLOO_SOCKET_IFNAME" not in plan_start(env, [], 0).settings
     assert not any("local_addr" in word for word in plan_start(env | {"MAX_RESTARTS": "1"}, [], 0).arguments)
 
@@ -253,7 +253,7 @@ def test_a_sick_gpu_is_a_problem_and_a_slow_one_a_note() -> None:
     listed[2] |= {"ecc.errors.uncorrected.volatile.total": "[Not Supported]", "memory.used": "[N/A]"}
     listed[3]["memory.used"] = "40000"
     checks = [{"uuid": str(i), "name": "H100", "exact": i != 2, "tflops": 300 if i == 3 else 700} for i in (3, 2, 1)]
-    devices = facts.judge_gpus(listed, checks)  # as torch sees them: three, in its order
+    devices = facts.judge_gpus(listed, checks)  # torch sees three of the four, in another order
     assert [device.pop("problems") for device in devices] == [
         [],
         ["GPU 1 multiplies matrices wrongly; leave it out"],
