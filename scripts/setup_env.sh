@@ -74,7 +74,7 @@ else
   start=$SECONDS
   if command -v flock >/dev/null; then # a second shell waits, then finds .venv ready
     exec 9>.venv.lock
-    flock -n 9 || { say "waiting for another shell that is creating .venv"; flock 9 || true; }
+    flock -n 9 || { say "waiting for another shell that sets up .venv"; flock 9 || true; }
   fi
   if ! venv_is_ready; then
     if [[ ! -d .venv || -e $half_made ]]; then make_venv; fi

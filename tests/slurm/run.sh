@@ -2,7 +2,7 @@
 # Tests multinode_trainer.slurm on a real Slurm: two nodes on this machine, each with its own name and address.
 #
 #     sudo tests/slurm/run.sh                 every trial, about four minutes on two cores
-#     sudo tests/slurm/run.sh told preempted  of trains, told, preempted, out_of_time, fails: the first and these
+#     sudo tests/slurm/run.sh told preempted  some of trains (which always runs), told, preempted, out_of_time, fails
 #
 # PYTHON   the Python to use  default: as for run_llama_train.sh
 # HOLD     seconds for which this Slurm holds a requeued job  default: 10; Slurm's own default is 120

@@ -1,4 +1,4 @@
-"""A job as every site is given it, and what a site's client needs to submit it."""
+"""A job, described alike for every site, and the command by which a site's client submits it."""
 
 import shlex
 from collections.abc import Mapping, Sequence

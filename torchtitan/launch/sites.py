@@ -27,7 +27,7 @@ def slurm(job: Job) -> Submission:
 
 
 def runai(job: Job, old: bool = False) -> Submission:
-    """Run:ai's client since about 2.18. `old` means the client before, whose command is `runai submit-dist pytorch`."""
+    """For Run:ai's client since about 2.18; `old` is for the client before, with `runai submit-dist pytorch`."""
     several = job.nodes > 1
     kind = ["training", *(["pytorch"] if several else []), "submit", job.name]
     if old:

@@ -98,7 +98,7 @@ def first_host(nodes: str) -> str:
 
 
 def _keep_slurms_step(env: dict[str, str]) -> None:
-    """Inside srun the step's variables describe the run. Outside, Slurm's variables only describe a reservation."""
+    """Inside srun, keep the step's variables. Outside, Slurm's variables describe a reservation, not a run."""
     if "SLURM_STEP_ID" in env:
         nodes = env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES", "1")
         env["SLURM_NNODES"] = nodes  # the job's own number may be larger than the step's
@@ -120,7 +120,7 @@ def _keep_slurms_step(env: dict[str, str]) -> None:
 
 
 def _agreed(env: Mapping[str, str], names: Sequence[str]) -> str | None:
-    """The value of those names that are set; two different values are refused."""
+    """The value that the names share, None if none is set. Two different values are an error."""
     found = [(name, env[name]) for name in names if name in env]
     for name, value in found[1:]:
         if value != found[0][1]:

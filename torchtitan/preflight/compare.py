@@ -1,4 +1,4 @@
-"""Compares the facts of all nodes: what must be alike and is not, and which GPUs would slow the run."""
+"""Compares the facts of all nodes: finds what must be alike but differs, and GPUs that would slow the run."""
 
 import statistics
 from collections import defaultdict

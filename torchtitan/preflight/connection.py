@@ -1,4 +1,4 @@
-"""Connections between two nodes: messages, the reason why one failed, and the speed of one."""
+"""Connections between two nodes: exchanges messages, explains failures and measures speed."""
 
 import json
 import socket

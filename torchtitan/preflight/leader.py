@@ -49,7 +49,7 @@ class Report:
 
 
 class Leader(threading.Thread):
-    """Runs on node 0 beside the node's own part as a member."""
+    """A thread on node 0, which also takes part as a member in its main thread."""
 
     def __init__(self, node: Node, config: Config, begin: float) -> None:
         super().__init__(daemon=True)
@@ -254,7 +254,7 @@ class Leader(threading.Thread):
             failed = [(low, high, answers[high]["error"]) for low, high in pairs if "error" in answers[high]]
             if failed:
                 low, high, why = failed[0]
-                more = f" (as do {len(failed)} of the {len(pairs)} pairs tried)" if len(failed) > 1 else ""
+                more = f" ({len(failed)} of {len(pairs)} pairs in this round failed)" if len(failed) > 1 else ""
                 fix = [*self._interfaces(), "open all ports between the nodes, not only the head's"][0]
                 report.warnings = [warning for warning in report.warnings if warning != fix]
                 address = nodes[low]["address"]
