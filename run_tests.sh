@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests, or with --lint ruff and mypy. Installs missing packages first.
+# Runs the tests, or with --lint ruff and mypy. Installs what is missing into .venv.
 #
 #     ./run_tests.sh                       all tests
-#     ./run_tests.sh tests/unit -k stream  some tests; the arguments go to pytest
+#     ./run_tests.sh tests/unit -k stream  any arguments of pytest
 #     ./run_tests.sh --lint
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

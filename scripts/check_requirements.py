@@ -1,9 +1,9 @@
-"""Check whether this Python has the packages that a requirements file names: exit code 0 if it does, 1 if not.
+"""Checks whether this Python has the packages of a requirements file: exit code 0 if so, 1 if not.
 
     python scripts/check_requirements.py requirements.txt --missing
 
-A pin decides which version pip installs, but any version passes this check unless pyproject.toml gives a range for the
-package. The script uses the standard library only and imports none of the packages, so it answers at once.
+A pin decides which version gets installed, not which one is needed: any version passes, unless pyproject.toml gives a
+range for the package. The check takes a moment: it uses only the standard library and imports none of the packages.
 """
 
 import argparse
@@ -21,7 +21,7 @@ COMPARISONS = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": oper
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check whether this Python has the packages of a requirements file.")
     parser.add_argument("requirements", type=Path)
-    parser.add_argument("--missing", action="store_true", help="print each missing package on a line of its own")
+    parser.add_argument("--missing", action="store_true", help="print each missing package on a line")
     args = parser.parse_args()
     missing = list(find_missing(args.requirements, read_ranges(PYPROJECT.read_text(encoding="utf-8"))))
     if args.missing:
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def find_missing(requirements: Path, ranges: dict[str, str]) -> Iterator[str]:
-    """One line for each unmet requirement, first for Python itself."""
+    """One text for each requirement that this Python does not meet; Python's own version comes first."""
     python = ".".join(map(str, sys.version_info[:3]))
     if not is_within(python, ranges["python"]):
         yield f"python {ranges['python']} (this is {python})"
@@ -47,7 +47,7 @@ def find_missing(requirements: Path, ranges: dict[str, str]) -> Iterator[str]:
 
 
 def read_names(requirements: Path) -> list[str]:
-    """The distributions that a requirements file and the files it includes name, each once."""
+    """The packages that a requirements file and its included files list, each once."""
     names: dict[str, None] = {}
     for line in requirements.read_text(encoding="utf-8").splitlines():
         line = line.partition("#")[0].strip()
@@ -59,7 +59,7 @@ def read_names(requirements: Path) -> list[str]:
 
 
 def read_ranges(pyproject: str) -> dict[str, str]:
-    """The version range of Python and of each dependency, by regular expressions: Python 3.10 has no TOML reader."""
+    """The version range of Python and of each dependency. By regular expression: Python 3.10 has no TOML reader."""
     dependencies = re.search(r"^dependencies = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
     python = re.search(r'^requires-python = "(.*)"', pyproject, re.MULTILINE)
     assert dependencies and python, "pyproject.toml has lost its dependencies or requires-python"
@@ -74,7 +74,7 @@ def split_name(requirement: str) -> tuple[str, str]:
 
 
 def is_within(version: str, wanted: str) -> bool:
-    """Whether a version meets `>=2.11,<2.14`. Only release numbers count, so a vendor's 2.11.0a0+nv equals 2.11."""
+    """Whether a version meets `>=2.11,<2.14`; only release numbers count, so a vendor's 2.11.0a0+nv counts as 2.11."""
     for clause in filter(None, wanted.split(",")):
         sign, bound = re.match(r"\s*([<>=]+)\s*(.*)", clause).groups()
         if not COMPARISONS[sign](release(version), release(bound)):

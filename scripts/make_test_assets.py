@@ -1,10 +1,10 @@
-"""Make tests/assets: a small corpus of real prose, and a byte-level BPE tokenizer of 2048 tokens trained on it.
+"""Makes tests/assets: a small corpus of real prose, and a byte-level BPE tokenizer of 2048 tokens trained on it.
 
     apt-get install --no-install-recommends python3.11-doc
     python scripts/make_test_assets.py /usr/share/doc/python3.11/html/_sources
 
-The argument is the folder with the reST sources of the Python documentation. The same sources give byte-identical
-files. The script refuses a folder that lacks the documentation's chapters or licence.
+The argument is the folder of the Python documentation's reST sources. The same sources give byte-identical files.
+The script refuses a folder without the documentation's chapters or licence.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from pathlib import Path
 CHAPTERS = ("faq", "howto", "library", "reference", "tutorial")
 TRAIN_BYTES = 3_700_000
 VALIDATION_BYTES = 150_000
-VALIDATION_FILE_BYTES = 40_000  # many short held-out files, so that no single topic decides the loss
+VALIDATION_FILE_BYTES = 40_000  # many short files, so that no one topic decides the validation loss
 WHOLE_FILE_BYTES = 20_000  # a file up to this size stays one document
 SECTION_BYTES = 4_000  # in a longer one, a document ends at the first heading after this many bytes
-PARAGRAPH_BYTES = 16_000  # and at the first unindented paragraph after this many, heading or not
+PARAGRAPH_BYTES = 16_000  # and at the first unindented paragraph after this many bytes, even without a heading
 SHORTEST_BYTES = 1_000
-PROSE_SHARE = 0.72  # least share of letters and spaces, not counting indentation; tables of symbols have less
+PROSE_SHARE = (
+    0.72  # least share of letters and spaces among characters outside indentation; tables of symbols have less
+)
 
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -74,7 +76,7 @@ def split_page(text: str) -> list[str]:
         return [text]
     documents: list[list[str]] = [[]]
     size, label = 0, ""
-    for block in re.split(r"(?<=\n\n)(?=\S)", text):  # each unindented paragraph with the indented text below it
+    for block in re.split(r"(?<=\n\n)(?=\S)", text):  # an unindented paragraph and everything indented below it
         if re.fullmatch(r"(\.\. _[^\n]*:\n)+\n+", block):
             label += block  # a label belongs to the heading below it
             continue
@@ -101,14 +103,14 @@ def digest(text: str) -> str:
 
 
 def select_documents(sources: Path) -> tuple[list[str], list[str]]:
-    """(train, validation), each in an order that depends only on the content."""
+    """(train, validation). The order of the documents depends only on their content."""
     pages = {
         path.relative_to(sources).as_posix(): [d for d in split_page(read_page(path)) if is_prose(d)]
         for chapter in CHAPTERS
         for path in sorted((sources / chapter).glob("**/*.rst.txt"))
         if path.name != "index.rst.txt"
     }
-    # Sorting by a hash of the names picks the same random pages each time. The library comes last: only it gets cut.
+    # Sorting by a hash of the name draws the same random pages each time. The library comes last: only it is truncated.
     order = sorted((name for name in pages if pages[name]), key=digest)
     train: list[str] = []
     validation: list[str] = []
@@ -129,7 +131,7 @@ def select_documents(sources: Path) -> tuple[list[str], list[str]]:
 def extract_license(sources: Path, release: str) -> str:
     notice = (sources / "copyright.rst.txt").read_text(encoding="utf-8").strip()
     text = (sources / "license.rst.txt").read_text(encoding="utf-8")
-    # The text after this part concerns software inside Python. None of that software is in the corpus.
+    # The rest of the file covers software inside Python; none of that is in the corpus.
     begin = text.index("Terms and conditions for accessing or otherwise using Python")
     end = text.index(".. _OtherLicenses:")
     return f"{notice}\n\n\n{text[begin:end].strip()}\n".replace("|release|", release)

@@ -85,8 +85,10 @@ def main(argv: list[str]) -> None:
 
     submit.add_arguments(verbs.add_parser("launch", help="submit a run to Slurm, Run:ai, Kubernetes or SkyPilot"))
 
-    flight = verbs.add_parser("preflight", help="check, on each node, what ./run_llama_train.sh needs of the nodes")
-    flight.epilog = "It reads the variables of ./run_llama_train.sh. After --: options of train.py."
+    flight = verbs.add_parser("preflight", help="check that all nodes of a run can reach each other and are alike")
+    flight.epilog = (
+        "Run this on each node, with the variables of ./run_llama_train.sh. Everything after -- goes to train.py."
+    )
 
     from torchtitan.data import prepare
 
@@ -147,9 +149,9 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
 
         raise SystemExit(submit.run(args, options))
     elif args.verb == "preflight":
-        from torchtitan.launch import node
+        from torchtitan.preflight import start
 
-        raise SystemExit(not node.preflight(options))
+        raise SystemExit(not start.check_only(options))
     elif args.verb == "convert":
         from torchtitan.verbs import convert
 

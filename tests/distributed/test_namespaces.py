@@ -1,6 +1,6 @@
-"""Machines that are network namespaces: addresses, host names and firewalls of their own, joined by two bridges.
+"""Four machines as network namespaces, each with its own addresses, host name and firewall, joined by two bridges.
 
-They train as one process does, a preflight tells what is wrong with them, and no failure waits without an end.
+The machines train as one process does, a preflight names what is wrong with them, and no failure waits forever.
 """
 
 import os
@@ -21,8 +21,8 @@ from torchtitan.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 
-# Node i is 10.0.0.10+i (eth0) and 10.1.0.10+i (eth1). Node 0 drops what comes to port 29999 by eth0, and rejects what
-# comes to ports from 30000 by eth1: rules of routing do it, so that no firewall's program is needed.
+# Node i is 10.0.0.10+i (eth0) and 10.1.0.10+i (eth1). Node 0 drops packets to port 29999 on eth0, and rejects
+# those to ports from 30000 on eth1. Routing rules do this, so the test needs no firewall program.
 SET_UP = """
 set -e
 mount -t tmpfs tmpfs /run
@@ -43,7 +43,7 @@ for i in 0 1 2 3; do
 done
 ip -n node0 rule add pref 100 lookup local
 ip -n node0 rule delete pref 0
-ip netns exec node0 sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'  # else it drops what it should reject
+ip netns exec node0 sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'  # else node0 drops packets that it should reject
 ip -n node0 rule add pref 10 iif eth0 ipproto tcp dport 29999 blackhole
 ip -n node0 rule add pref 11 iif eth1 ipproto tcp dport 30000-65000 unreachable
 echo ready
@@ -72,7 +72,7 @@ class Nodes:
         before: str = "",
         **env: str,
     ) -> "subprocess.Popen[str]":
-        """On a node, whose host name means an address; `before` is what its shell does first."""
+        """Run a command on a node whose host name means the address `name_means`; its shell runs `before` first."""
         enter = ["nsenter", f"--target={self.holder.pid}", "--user", "--mount", "--net", "--preserve-credentials"]
         there = ["ip", "netns", "exec", f"node{node}", "unshare", "--mount", "--uts", "sh", "-c", AS_NODE]
         own = {
@@ -144,9 +144,9 @@ def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
 def test_nodes_train_as_one_process_does(
     nodes: Nodes, trained_alone: list[dict[str, Any]], tmp_path: Path, num_nodes: int, env: Any, layout: str, mesh: str
 ) -> None:
-    """As a new Debian is: each host's name means 127.0.1.1, and nothing to the other nodes."""
+    """As on a fresh Debian, each host's name means 127.0.1.1 to itself, and nothing to the other nodes."""
     command = ["./run_llama_train.sh", *TINY_RUN, "--job.dump_folder", str(tmp_path), *layout.split()]
-    env = env | {"RDZV_TIMEOUT": "90", "RANK": "7", "WORLD_SIZE": "9"}  # the last two of containers, not of ranks
+    env = env | {"RDZV_TIMEOUT": "90", "RANK": "7", "WORLD_SIZE": "9"}  # these two count containers
     outputs = outputs_of([nodes.start(node, command, "127.0.1.1", **env) for node in range(num_nodes)], 200)
     assert f"mesh {mesh}" in outputs[0] and "trained 2 steps" in outputs[0], outputs
     assert "[rank0]:" in outputs[0] and not any("[rank0]:" in output for output in outputs[1:])
@@ -167,21 +167,21 @@ UNLIKE = [
     "torchtitan/models/llama/model.py: one on nodes 0, 2, 3, another on node 1 (node1); give all nodes the same",
     "debug.seed: 0 on nodes 0, 1, 2, 5 on node 3 (node3); start all nodes with the same file and options",
     "node 2 (node2): its clock is +60.",
-    "but node 3 (node3) does not see what node 0 writes there; put job.dump_folder on a folder that all nodes share",
+    "but node 3 (node3) does not see the file that node 0 wrote there; set job.dump_folder to a folder that",
 ]
 TWO_INTERFACES = (
-    f"node 1 (node1) cannot reach node 0 (node0) at 10.1.0.10 (eth1): {REJECTED}; gloo takes eth1 on nodes 0, 1, the "
-    f"way to the head is eth0; for that, set GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 there"
+    f"node 1 (node1) cannot reach node 0 (node0) at 10.1.0.10 (eth1): {REJECTED}; gloo uses eth1 on nodes 0, 1, but "
+    f"the route to the head is eth0; to use eth0, set GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 on these nodes"
 )
-# Of each: what is set on which nodes, and what these say. `as_node` is who starts it, `options` are of train.py.
+# For each failure: the settings of each node, and the messages that nodes print. `options` go to train.py.
 FAILURES: dict[str, Failure] = {
     "wrong addresses and a wrong port": (
         {0: {}, 1: {"MASTER_ADDR": "10.0.0.99"}, 2: {"MASTER_ADDR": "10.0.0.12"}, 3: {"MASTER_PORT": "29500"}},
         {
-            0: ["nodes 1, 2, 3 of 4 did not come to 10.0.0.10:29520 within 20 s (RDZV_TIMEOUT); look at the output"],
+            0: ["nodes 1, 2, 3 of 4 did not connect to 10.0.0.10:29520 within 20 s (RDZV_TIMEOUT); see the output"],
             1: [
-                f"node 1 (node1) cannot reach the head 10.0.0.99:29520 within 20 s: {NO_ROUTE}. It has eth0 "
-                f"(10.0.0.11), eth1 (10.1.0.11); MASTER_ADDR must be one of node 0's"
+                f"node 1 (node1) cannot reach the head 10.0.0.99:29520 within 20 s: {NO_ROUTE}. This node has "
+                f"eth0 (10.0.0.11), eth1 (10.1.0.11); set MASTER_ADDR to an address of node 0, MASTER_PORT to"
             ],
             2: ["MASTER_ADDR = 10.0.0.12 is node 2 (node2) itself; use an address of node 0 that all nodes reach"],
             3: ["10.0.0.10:29500 within 20 s: connection refused: a machine is there, but nothing listens"],
@@ -189,7 +189,7 @@ FAILURES: dict[str, Failure] = {
     ),
     "an address that is not node 0's": (
         {0: {"MASTER_ADDR": "10.0.0.99", "NNODES": "2"}},
-        {0: [f"10.0.0.99:29521 does not lead to node 0 itself ({NO_ROUTE}); MASTER_ADDR must be one of eth0 ("]},
+        {0: [f"10.0.0.99:29521 does not lead to node 0 itself ({NO_ROUTE}); set MASTER_ADDR to one of eth0 ("]},
     ),
     "a name that nobody knows": (
         {1: {"MASTER_ADDR": "head", "NNODES": "2", "RDZV_TIMEOUT": "2"}},
@@ -198,20 +198,20 @@ FAILURES: dict[str, Failure] = {
     "a port that is taken": (
         {0: {"before": "{python} -c '{server}' >/dev/null 2>&1 & sleep 1"}, 1: {"before": "sleep 1"}},
         {
-            0: ["MASTER_PORT = 29523: node 0 cannot listen there, another program has it; end that, or set another"],
-            1: ["node 1 (node1): what answers at the head, 10.0.0.10:29523, breaks off"],
+            0: ["MASTER_PORT = 29523 is a port on which node 0 cannot listen: another program uses it; set"],
+            1: ["node 1 (node1): the connection to the head 10.0.0.10:29523 broke off"],
         },
     ),
     "a head whose port a firewall closes": (
         {0: {"MASTER_PORT": "29999"}, 1: {"MASTER_PORT": "29999"}},
         {
-            0: ["node 1 of 2 did not come to 10.0.0.10:29999 within 20 s"],
+            0: ["node 1 of 2 did not connect to 10.0.0.10:29999 within 20 s"],
             1: [f"node 1 (node1) cannot reach the head 10.0.0.10:29999 within 20 s: {NO_ANSWER}"],
         },
     ),
     "other ports that a firewall closes": (
         dict.fromkeys((0, 1), {"MASTER_ADDR": "10.1.0.10", "name_means": "10.1.0.1{}"}),
-        dict.fromkeys((0, 1), [f"at 10.1.0.10 (eth1): {REJECTED}; open all ports between nodes, not the head's"]),
+        dict.fromkeys((0, 1), [f"at 10.1.0.10 (eth1): {REJECTED}; open all ports between the nodes, not only"]),
     ),
     "names that lead to another interface": (
         dict.fromkeys((0, 1), {"name_means": "10.1.0.1{}"}),
@@ -219,11 +219,11 @@ FAILURES: dict[str, Failure] = {
     ),
     "a node that never comes": (
         dict.fromkeys((0, 2), {"NNODES": "3"}),
-        dict.fromkeys((0, 2), ["node 1 of 3 did not come to 10.0.0.10:29527 within 20 s"]),
+        dict.fromkeys((0, 2), ["node 1 of 3 did not connect to 10.0.0.10:29527 within 20 s"]),
     ),
     "two nodes of one rank": (
         {0: {}, 1: {}, 2: {"NODE_RANK": "1"}},
-        dict.fromkeys((0, 1, 2), ["both say they are node 1; give each its own NODE_RANK"]),
+        dict.fromkeys((0, 1, 2), ["both have NODE_RANK = 1; give each node its own"]),
     ),
     "nodes that are unlike": (
         {
@@ -239,9 +239,9 @@ FAILURES: dict[str, Failure] = {
 
 @pytest.fixture(scope="module")
 def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Any]]:
-    """All failures at once, for most of their time is waiting: the output and exit code of each node.
+    """The output and exit code of each node. All failures run at once, because they mostly wait.
 
-    Of "gloo", too: two ranks without torchrun, whose names lead to an interface with a firewall.
+    "gloo" is one more failure: two ranks without torchrun, whose names mean an interface behind a firewall.
     """
     folder, copy, ahead = (tmp_path_factory.mktemp(name) for name in ("run", "copy", "ahead"))
     shutil.copytree(ROOT / "torchtitan", copy / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
@@ -283,9 +283,9 @@ def test_a_preflight_says_on_each_node_what_is_wrong(ended: dict[str, dict[int, 
 
 
 def test_a_rank_that_others_do_not_reach_by_gloo_ends_and_says_so(ended: dict[str, dict[int, Any]]) -> None:
-    """gloo itself would have the first rank wait five times as long as it is told."""
+    """gloo alone would let the first rank wait five times its timeout."""
     (first, first_code), (second, second_code) = ended["gloo"].values()
-    assert first_code == 1 and "another rank has not connected to this rank over gloo within 8 s; gloo uses" in first
-    # It says what it has heard from gloo, or, on a busy machine, that it has heard nothing in time.
-    heard = "this rank cannot connect to another rank over gloo ("
-    assert second_code == 1 and (heard in second or "has not connected to this rank over gloo" in second), second
+    assert first_code == 1 and "another rank has not connected to this one by gloo within 8 s; gloo uses" in first
+    # The second rank reports gloo's error, or on a busy machine that gloo reported nothing in time.
+    heard = "Refusal: this rank cannot connect to another by gloo ("
+    assert second_code == 1 and (heard in second or "has not connected to this one by gloo" in second), second

@@ -1,6 +1,6 @@
-"""A Slurm of two nodes within one machine's namespaces: each has a network, an address and a host name of its own.
+"""A Slurm of two nodes inside one machine's namespaces. Each node has its own network, address and host name.
 
-That name means 127.0.1.1 to the node itself, as Debian's installer has it. Only for namespaces made for it: run.sh.
+As on a fresh Debian, the host name means 127.0.1.1 to the node itself. Run this only inside the namespaces of run.sh.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).parents[2]
 LOGIN = ("login", "10.99.0.1")  # where slurmctld runs and jobs are submitted
 NODES = (("node1", "10.99.0.11"), ("node2", "10.99.0.12"))
-# Waits are shorter than a cluster's. cred_expire is how long a requeued job is held, by default 120 s.
+# Waits are shorter than on a real cluster. Slurm holds a requeued job for cred_expire seconds, by default 120.
 CONFIGURATION = """
 ClusterName=trial
 SlurmctldHost={login[0]}({login[1]})
@@ -42,7 +42,7 @@ Answer = TypeVar("Answer")
 
 
 def wait_for(what: str, seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """The first answer that is not empty."""
+    """Ask until the answer is not empty, and return it."""
     end = time.monotonic() + seconds
     while not (answer := ask()):
         if time.monotonic() > end:
@@ -52,7 +52,7 @@ def wait_for(what: str, seconds: float, ask: Callable[[], Answer]) -> Answer:
 
 
 def run(*command: object, **options: Any) -> str:
-    """What a program prints; its own message if it fails."""
+    """The output of a program. If it fails, the error holds its output."""
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, **options)
     if done.returncode:
@@ -61,20 +61,20 @@ def run(*command: object, **options: Any) -> str:
 
 
 class Cluster:
-    """Started when made. Nothing stops it but the end of the process namespace."""
+    """The constructor starts the daemons; they stop when the process namespace ends."""
 
     def __init__(self, folder: Path, hold_seconds: int) -> None:
         self.folder = folder
         (folder / "tmp").mkdir()
-        os.environ["TMPDIR"] = str(folder / "tmp")  # what jobs leave there goes with the folder
-        run("mount", "-t", "tmpfs", "run", "/run")  # munge's socket, the names of networks
+        os.environ["TMPDIR"] = str(folder / "tmp")  # files that jobs leave behind are removed with the folder
+        run("mount", "-t", "tmpfs", "run", "/run")  # for munge's socket and the names of network namespaces
         self._connect()
         self._start_munge()
         (folder / "state").mkdir()
         nodes = "\n".join(f"NodeName={name} NodeAddr={address} CPUs=2 State=UNKNOWN" for name, address in NODES)
         text = CONFIGURATION.format(login=LOGIN, nodes=nodes, folder=folder, hold_seconds=hold_seconds)
         (folder / "slurm.conf").write_text(text)
-        # Cgroups are not used, but slurmd looks for them; of version 1 it does not miss what is not mounted.
+        # slurmd looks for cgroups although none are used; with version 1 it accepts that they are not mounted.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
         self._start("slurmctld", "slurmctld", "-D")
@@ -125,7 +125,7 @@ class Cluster:
 
 
 class Job:
-    """One that was submitted."""
+    """A submitted job."""
 
     def __init__(self, command: list[str], log: Path, **environment: str) -> None:
         self.log_file = log
@@ -138,7 +138,7 @@ class Job:
         return self.log_file.read_text() if self.log_file.exists() else ""
 
     def about(self, key: str) -> str:
-        """What Slurm knows of it."""
+        """One field of `scontrol show job`."""
         found = re.search(rf"\b{key}=(\S+)", run("scontrol", "show", "job", "-o", self.id))
         return found[1] if found else ""
 

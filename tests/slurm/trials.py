@@ -1,4 +1,4 @@
-"""What is tried with multinode_trainer.slurm on the Slurm of cluster.py; run.sh starts this within its namespaces."""
+"""Tests of multinode_trainer.slurm on the Slurm of cluster.py; run.sh starts them inside its namespaces."""
 
 import json
 import re
@@ -16,7 +16,7 @@ OPTIONS = f"""--training.steps {STEPS} --training.seq_len 32 --training.local_ba
 
 
 class Trials:
-    """Each trial is a method; it raises where something did not hold, and returns what it measured, in seconds."""
+    """Each trial is a method. It raises AssertionError if something is wrong, and returns measured seconds."""
 
     def __init__(self, folder: Path, hold_seconds: int) -> None:
         self.folder, self.hold_seconds = folder, hold_seconds
@@ -38,7 +38,7 @@ class Trials:
         return measured
 
     def told(self) -> dict[str, float]:
-        """USR1: saves, is queued again, goes on from that step with the losses of the run that nobody told"""
+        """USR1: the job saves, is requeued and resumes, with the losses of an uninterrupted run"""
         job = self._submit("told")
         self._until_step(job, "told", STEPS // 4)
         told = time.monotonic()
@@ -49,22 +49,22 @@ class Trials:
         return measured
 
     def preempted(self) -> dict[str, float]:
-        """a job of a higher partition: saves, makes room, goes on when the other is done"""
+        """preempted by a job of a higher partition: the job saves, makes room, and resumes when the other is done"""
         job = self._submit("preempted")
         self._until_step(job, "preempted", STEPS // 4)
         told = time.monotonic()
         other = Job(["--partition=high", "--nodes=2", "--exclusive", "--wrap", "sleep 5"], self.folder / "other.log")
         measured = self._saves(job, "preempted", told)
         other.wait_for("COMPLETED", 90)
-        assert job.about("JobState") == "PENDING", "it was to wait for the other"
+        assert job.about("JobState") == "PENDING", "the job should wait for the other"
         measured |= self._goes_on(job, "preempted", told)
         job.wait_for("COMPLETED", 120)
         self._equals_reference("preempted")
         return measured
 
     def out_of_time(self) -> dict[str, float]:
-        """its time is nearly up: saves, is queued again, goes on; then plain scancel ends it for good"""
-        # Slurm looks every 30 s, so that the signal comes 40 to 70 s after the start.
+        """near its time limit: the job saves, is requeued and resumes; then plain scancel ends it for good"""
+        # Slurm checks every 30 s, so the signal comes 40 to 70 s after the start.
         job = self._submit("out_of_time", "--time=2", "--signal=USR1@50", steps=100_000)
         self._until_step(job, "out_of_time", 1)
         begin = time.monotonic()
@@ -76,13 +76,13 @@ class Trials:
         return {}
 
     def fails(self) -> dict[str, float]:
-        """a document that is none stops the run, which is not queued again"""
+        """a broken document stops the run, and the job is not requeued"""
         data = self.folder / "broken.jsonl"
         data.write_text("".join(json.dumps({"text": "words " * 20} if n % 50 else {}) + "\n" for n in range(2000)))
         job = self._submit("fails", options=["--training.dataset", "broken", "--training.dataset_path", str(data)])
         job.wait_for("FAILED", 120)
         assert re.search(r"ValueError: \S+broken.jsonl:\d+: no key 'text'", job.log), job.log
-        assert self._records("fails"), "it was to fail after its first steps"
+        assert self._records("fails"), "the job should fail after its first steps, but took none"
         self._stays_gone(job, restarts=0)
         return {}
 
@@ -105,7 +105,7 @@ class Trials:
         return time.monotonic() - job.submitted
 
     def _saves(self, job: Job, name: str, told: float) -> dict[str, float]:
-        """The checkpoint is there first, then the job is queued again."""
+        """The checkpoint is saved first, then the job is requeued."""
         job.wait_for_line("saved step ", 60)
         measured = {"signal to saved": time.monotonic() - told}
         job.wait_for_line("asked to end: queued again", 90)
@@ -113,39 +113,39 @@ class Trials:
             (str(self._records(name)[-1]["step"]), ""),
             ("", "queued"),
         ], job.log
-        measured["signal to queued again"] = time.monotonic() - told
+        measured["signal to requeued"] = time.monotonic() - told
         return measured
 
     def _goes_on(self, job: Job, name: str, told: float) -> dict[str, float]:
-        """The first step of its second life is the one after the last of its first."""
+        """The first step after the restart follows the last step before it."""
         step = self._records(name)[-1]["step"]
         job.wait_for_line(f"resuming from step {step} in ", 180 + self.hold_seconds)
         wait_for(f"step {step + 1}", 90, lambda: self._records(name)[-1]["step"] > step)
         assert job.about("Restarts") == "1"
-        return {"signal to first step of its second life": time.monotonic() - told}
+        return {"signal to first step after the restart": time.monotonic() - told}
 
     def _equals_reference(self, name: str) -> None:
         exact = [
             [{key: record[key] for key in ("step", "loss", "grad_norm", "tokens_seen")} for record in records]
             for records in (self.reference, self._records(name))
         ]
-        assert exact[0] == exact[1], f"{name} is not the run that was never interrupted: {exact}"
+        assert exact[0] == exact[1], f"{name} differs from the uninterrupted run: {exact}"
 
     def _stays_gone(self, job: Job, restarts: int) -> None:
         state = job.about("JobState")
-        time.sleep(3)  # a requeue shows at once: the job is PENDING then
+        time.sleep(3)  # after a requeue the job would be PENDING at once
         assert (job.about("JobState"), job.about("Restarts")) == (state, str(restarts))
 
 
 def hosts_of_ranks() -> dict[int, str]:
-    """Where each rank runs, as the kernel knows it."""
+    """The node of each rank, read from the environment of its process."""
     hosts = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = dict(
                 part.split("=", 1) for part in (process / "environ").read_text().split("\0") if "=" in part
             )
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         if "RANK" in environment:
             hosts[int(environment["RANK"])] = environment["SLURMD_NODENAME"]
@@ -157,15 +157,15 @@ TRIALS = {t.__name__: t for t in (Trials.trains, Trials.told, Trials.preempted, 
 
 def main(folder: Path, hold_seconds: int, timeout_seconds: int, names: list[str]) -> int:
     if unknown := set(names) - set(TRIALS):
-        print(f"no trial is called {', '.join(sorted(unknown))}; there are {', '.join(TRIALS)}", file=sys.stderr)
+        print(f"{', '.join(sorted(unknown))}: no such trial; use {', '.join(TRIALS)}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done after {timeout_seconds} s"))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done after {timeout_seconds} s; set TIMEOUT to allow more"))
     signal.alarm(timeout_seconds)
     Cluster(folder, hold_seconds)
     print(f"{run('sinfo', '--version')}, which holds a requeued job for {hold_seconds} s", flush=True)
     trials, failed = Trials(folder, hold_seconds), 0
     for name, trial in TRIALS.items():
-        if names and name not in ("trains", *names):  # others are compared with the one that trains
+        if names and name not in ("trains", *names):  # the other trials compare themselves with this one
             continue
         begin, held, measured = time.monotonic(), "held", {}
         try:

@@ -1,4 +1,4 @@
-"""What launchers say of a node becomes one torchrun command, or a refusal by name."""
+"""A launcher's variables become one torchrun command, or a refusal that names the variable."""
 
 import contextlib
 import io
@@ -12,14 +12,17 @@ import pytest
 import yaml
 
 from torchtitan.__main__ import main
-from torchtitan.launch import submit
-from torchtitan.launch.node import count_gpus, environment_here, first_host, plan_start, read_node
+from torchtitan.launch.kubernetes import _literal
+from torchtitan.launch.node import environment_here
+from torchtitan.launch.start import count_gpus, plan_start
+from torchtitan.launch.variables import first_host, read_node
+from torchtitan.launch.yaml_text import to_yaml
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = Path(__file__).parent / "launched"  # what is submitted where; renew a file with its command and --dry-run
+GOLDEN = Path(__file__).parent / "launched"  # what each site is given; to renew a file, run its command with --dry-run
 CONFIG = {"CONFIG_FILE": str(ROOT / "train_configs" / "debug_model.toml")}
 
-# What each platform gives the second of two nodes with eight GPUs.
+# The variables that each platform sets on the second of two nodes with eight GPUs.
 PLATFORMS = {
     "by hand": {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"},
     "PyTorchJob, Run:ai": {
@@ -95,7 +98,7 @@ def test_slurm_speaks_of_this_run_only_inside_srun() -> None:
     outside = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "a[1-4]"}
     alone = read_node(outside | {"NNODES": "1"}, gpus=0)
     assert alone.num_nodes == 1 and alone.read == ("NNODES",)
-    step = PLATFORMS["Slurm"] | {"SLURM_NNODES": "4", "SLURM_STEP_NODELIST": "gpu[7,9]"}  # two nodes of the job's four
+    step = PLATFORMS["Slurm"] | {"SLURM_NNODES": "4", "SLURM_STEP_NODELIST": "gpu[7,9]"}  # two of the job's four nodes
     assert read_node(step, gpus=8).head == "gpu7:29500"
 
 
@@ -119,7 +122,7 @@ TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}
 @pytest.mark.parametrize(
     ("env", "gpus", "message"),
     [
-        ({"NNODES": "two"}, 0, "NNODES = two is no number of nodes; use 1 or more"),
+        ({"NNODES": "two"}, 0, "NNODES = two is not a number of nodes; use 1 or more"),
         (TWO | {"PET_NNODES": "4"}, 0, "NNODES = 2, but PET_NNODES = 4: both set the same thing; unset one of them"),
         (
             TWO | {"PET_MASTER_ADDR": "b"},
@@ -130,30 +133,34 @@ TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}
         (
             {"NODE_RANK": "1"},
             0,
-            "NODE_RANK = 1, but how many nodes there are is not said; set NNODES and NODE_RANK on each",
+            "NODE_RANK = 1, but the number of nodes is not set; set NNODES and NODE_RANK on each node",
         ),
         (
             {"MASTER_ADDR": "a", "RANK": "1", "WORLD_SIZE": "2"},
             0,
-            r"MASTER_ADDR = a, but how many .*\(NNODES=\$WORLD_SIZE NODE_RANK=\$RANK, if .* or unset MASTER_ADDR",
+            r"MASTER_ADDR = a, but the number .*: NNODES=\$WORLD_SIZE NODE_RANK=\$RANK.*, or unset MASTER_ADDR",
         ),
         (
             {"NNODES": "2", "MASTER_ADDR": "a"},
             0,
             "NNODES = 2, but no node rank is set; set NODE_RANK on each node: 0 to 1",
         ),
-        (TWO | {"NODE_RANK": "2"}, 0, "NODE_RANK = 2, but NNODES = 2; node ranks go from 0 to 1"),
-        (TWO | {"NODE_RANK": "2", "PET_RDZV_ENDPOINT": "a:1"}, 0, "NODE_RANK = 2, but NNODES = 2; node ranks go"),
-        (TWO | {"PET_RDZV_ENDPOINT": "a"}, 0, "PET_RDZV_ENDPOINT = a names no port; use a:29400"),
+        (TWO | {"NODE_RANK": "2"}, 0, "NODE_RANK = 2, but NNODES = 2; use a node rank from 0 to 1"),
+        (TWO | {"NODE_RANK": "2", "PET_RDZV_ENDPOINT": "a:1"}, 0, "NODE_RANK = 2, but NNODES = 2; use a node rank"),
+        (TWO | {"PET_RDZV_ENDPOINT": "a"}, 0, "PET_RDZV_ENDPOINT = a has no port; use a:29400"),
         (
             {"NNODES": "2", "NODE_RANK": "0"},
             0,
             "NNODES = 2, but no head node is set; set MASTER_ADDR to an address of node 0",
         ),
-        (TWO | {"MASTER_PORT": "tcp://10.0.0.1:80"}, 0, "MASTER_PORT = tcp://10.0.0.1:80 is no port; use 1 or more"),
+        (TWO | {"MASTER_PORT": "tcp://10.0.0.1:80"}, 0, "MASTER_PORT = tcp://10.0.0.1:80 is not a port; use 1 or more"),
         (TWO | {"PET_RDZV_BACKEND": "etcd"}, 0, "PET_RDZV_BACKEND = etcd is not supported here; use c10d"),
-        ({"RDZV_TIMEOUT": "0"}, 0, "RDZV_TIMEOUT = 0 is no number of seconds; use 1 or more"),
-        ({"SLURM_NNODES": "4", "SLURM_NODEID": "0"}, 0, r"SLURM_NNODES = 4, but this is not under srun .* or NNODES=1"),
+        ({"RDZV_TIMEOUT": "0"}, 0, "RDZV_TIMEOUT = 0 is not a number of seconds; use 1 or more"),
+        (
+            {"SLURM_NNODES": "4", "SLURM_NODEID": "0"},
+            0,
+            r"SLURM_NNODES = 4, but srun did not start this script .* or NNODES=1",
+        ),
         (
             PLATFORMS["Slurm"] | {"SLURM_STEP_NUM_TASKS": "16"},
             8,
@@ -162,12 +169,12 @@ TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "head"}
         ({"NGPU": "3"}, 2, "NGPU = 3 is more than the 2 GPUs here; use 2 or fewer"),
         ({"NGPU": "4", "RUNAI_NUM_OF_GPUS": "2"}, 0, "NGPU = 4 is more than RUNAI_NUM_OF_GPUS = 2; use 2 or fewer"),
         ({"NGPU": "2", "PET_NPROC_PER_NODE": "4"}, 0, "NGPU = 2, but PET_NPROC_PER_NODE = 4: both set the same thing"),
-        ({"PET_NPROC_PER_NODE": "cpu"}, 0, "PET_NPROC_PER_NODE = cpu is no number of processes; use 1 or more"),
-        ({"RUNAI_NUM_OF_GPUS": "1.5"}, 0, "RUNAI_NUM_OF_GPUS = 1.5 is no number of GPUs; use 1 or more"),
+        ({"PET_NPROC_PER_NODE": "cpu"}, 0, "PET_NPROC_PER_NODE = cpu is not a number of processes; use 1 or more"),
+        ({"RUNAI_NUM_OF_GPUS": "1.5"}, 0, "RUNAI_NUM_OF_GPUS = 1.5 is not a number of GPUs; use 1 or more"),
         (
             {"RUNAI_NUM_OF_GPUS": "8"},
             0,
-            "RUNAI_NUM_OF_GPUS = 8, but nvidia-smi shows no GPU here; mend that, or set NGPU",
+            "RUNAI_NUM_OF_GPUS = 8, but nvidia-smi shows no GPU here; make nvidia-smi work, or set NGPU",
         ),
         ({"PET_NPROC_PER_NODE": "gpu"}, 0, "PET_NPROC_PER_NODE = gpu, but nvidia-smi shows no GPU here"),
     ],
@@ -197,7 +204,7 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.Mon
     assert [count_gpus(v) for v in (None, "", "0", "1, 0", "GPU-ab,MIG-cd", "-1")] == [2, 0, 1, 2, 2, 0]
 
     program.write_text("#!/bin/sh\nexec /bin/sleep 5\n")
-    monkeypatch.setattr("torchtitan.launch.node._SMI_SECONDS", 0.1)
+    monkeypatch.setattr("torchtitan.launch.start._SMI_SECONDS", 0.1)
     with pytest.raises(ValueError, match="nvidia-smi does not answer within 0.1 s: a GPU or its driver hangs"):
         count_gpus(None)
 
@@ -236,7 +243,9 @@ def test_what_torchrun_would_read_itself_cannot_undo_the_command() -> None:
 
 
 def test_a_list_of_ranks_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="LOG_RANK = all is no list of ranks; use numbers with commas, as 0,1"):
+    with pytest.raises(
+        ValueError, match="LOG_RANK = all is not a list of ranks; use numbers separated by commas, such as 0,1"
+    ):
         plan_start(CONFIG | {"LOG_RANK": "all"}, [], gpus=0)
 
 
@@ -284,7 +293,7 @@ SUBMITTED = {
 
 
 def launch(command: str, options: list[str] | None = None) -> str:
-    """What `python -m torchtitan launch` prints."""
+    """The output of `python -m torchtitan launch`."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         main(["launch", *command.split(), *(["--", *options] if options else [])])
     return printed.getvalue()
@@ -315,14 +324,14 @@ def test_a_manifest_is_yaml_that_keeps_every_word(place: str, pods: int) -> None
         assert spec["command"] == ["./run_llama_train.sh", *OPTIONS[:-1], OPTIONS[-1].replace("$(", "$$(")]
         assert {"name": "MAX_RESTARTS", "value": "3"} in spec["env"]
         assert not any("HF_TOKEN" in str(variable.get("value")) for variable in spec["env"])
-    assert submit._literal("a$$b") == "a$$$$b"  # of two Kubernetes would make one
+    assert _literal("a$$b") == "a$$$$b"  # Kubernetes turns two $ into one
 
 
 @pytest.mark.parametrize(
     "value", [{}, [], {"a": []}, [[1, 2], {"b": None}], {"x.y/z": True, "on": "no", "t": "a\nb: 'c' \u00e9 \U0001f600"}]
 )
 def test_what_is_written_as_yaml_is_read_as_the_same(value: object) -> None:
-    assert yaml.safe_load(submit._yaml({"value": value})) == {"value": value}
+    assert yaml.safe_load(to_yaml({"value": value})) == {"value": value}
 
 
 def test_a_token_is_named_and_never_shown(in_the_repository: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,23 +344,29 @@ def test_a_token_is_named_and_never_shown(in_the_repository: None, monkeypatch: 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("slurm --nodes 0", "--nodes 0 is no number of nodes; use 1 or more"),
-        ("slurm --gpus -1", "--gpus -1 is no number of gpus; use 0 or more"),
-        ("slurm --mount /a:/b", "--mount /a:/b is for a container; give its --image"),
-        ("slurm --secret s", "--secret s is of Kubernetes, not slurm; set HF_TOKEN where you submit"),
-        ("slurm --gpu_kind H100", "--gpu_kind H100 is for SkyPilot; ask slurm for it in its own way"),
-        ("sky --api 1", "--api 1: sky has one way to submit; leave it out"),
-        ("sky", "--gpus 8: SkyPilot looks for a kind of GPU; give it as --gpu_kind H100"),
-        ("k8s", "no --image is given, and the nodes have no code without one; build and push it"),
-        ("k8s --image i --mount data", "--mount data is no claim or folder and its path; use WHAT:/WHERE"),
-        ("k8s --image i --env A", "--env A sets nothing; use NAME=VALUE"),
+        ("slurm --nodes 0", "--nodes 0 is not a number of nodes; use 1 or more"),
+        ("slurm --gpus -1", "--gpus -1 is not a number of gpus; use 0 or more"),
+        ("slurm --mount /a:/b", "--mount /a:/b needs a container; add --image"),
+        (
+            "slurm --secret s",
+            "--secret s names a Kubernetes secret, which slurm cannot read; set HF_TOKEN where you submit",
+        ),
+        (
+            "slurm --gpu_kind H100",
+            "--gpu_kind H100 works only for sky; drop it, and choose the GPU in slurm's own settings",
+        ),
+        ("sky --api 1", "--api 1 is given, but sky has only one interface; drop --api"),
+        ("sky", "--gpus 8 comes without --gpu_kind, but SkyPilot searches by the kind of GPU; add --gpu_kind H100"),
+        ("k8s", "no --image is given, but the nodes get their code from an image; build one"),
+        ("k8s --image i --mount data", "--mount data names no path for the job; use WHAT:/WHERE"),
+        ("k8s --image i --env A", "--env A is not an assignment; use NAME=VALUE"),
         (
             "k8s --image i --env HF_TOKEN=hf_x",
-            "--env HF_TOKEN=... would show the token to all who see the job; use --secret",
+            "--env HF_TOKEN=... would show the token to everyone who sees the job; use --secret",
         ),
         (
             "k8s --image i --name My_Job",
-            "--name My_Job cannot name a job; use a letter, then up to 39 of a-z, 0-9 and -",
+            "--name My_Job is not a valid name; use a letter, then up to 39 of a-z, 0-9 and -",
         ),
     ],
 )
@@ -371,7 +386,7 @@ def test_a_configuration_is_checked_before_it_is_queued_with_seeds_of_32_bits(
 def test_a_site_without_its_client_is_told_so(in_the_repository: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(
-        SystemExit, match="^error: kubectl is not on PATH; install k8s's client here, or give --dry-run"
+        SystemExit, match="^error: kubectl is not on PATH; install it here, or take the output of --dry-run"
     ):
         main(["launch", "k8s", "--image", "i"])
 

@@ -1,4 +1,4 @@
-"""A preflight's decisions, and its nodes as threads of one process; networks: tests/distributed/test_namespaces.py."""
+"""A preflight's decisions, with nodes as threads of one process; for networks: tests/distributed/test_namespaces.py."""
 
 import json
 import os
@@ -16,9 +16,11 @@ import pytest
 from torchtitan.__main__ import main
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
-from torchtitan.launch.node import Node, plan_start, read_node
-from torchtitan.preflight import facts, lead, network, report
-from torchtitan.preflight import meet as preflight
+from torchtitan.launch import addresses
+from torchtitan.launch.node import Node
+from torchtitan.launch.start import plan_start
+from torchtitan.launch.variables import read_node
+from torchtitan.preflight import compare, connection, facts, leader, member, report
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"10.0.0.1": "eth0", "10.1.0.1": "eth1", "127.0.0.1": "lo"}
@@ -48,7 +50,7 @@ Run = Callable[..., list[bool]]
 @pytest.fixture
 def run_all(config: Config) -> Iterator[Run]:
     with ThreadPoolExecutor() as pool:
-        yield lambda nodes: list(pool.map(lambda node: preflight.run(node, config, {}, 0), nodes))
+        yield lambda nodes: list(pool.map(lambda node: member.run(node, config, {}, 0), nodes))
 
 
 def test_nodes_that_are_alike_pass_and_what_was_found_is_a_file(
@@ -61,8 +63,8 @@ def test_nodes_that_are_alike_pass_and_what_was_found_is_a_file(
     assert found["errors"] == [] and [node["host"] for node in found["nodes"]] == [socket.gethostname()] * 3
     assert {(p["to"], p["from"]) for p in found["pairs"]} == {(0, 1), (0, 2), (1, 2)}
     assert all(p["gbit_there"] > 0 and p["gbit_back"] > 0 and p["round_trip_ms"] > 0 for p in found["pairs"])
-    assert not list((tmp_path / "checkpoint").iterdir())  # the files by which the folder was tried
-    socket.create_server(("127.0.0.1", free_port)).close()  # left for torchrun
+    assert not list((tmp_path / "checkpoint").iterdir())  # the files that tested the folder are gone
+    socket.create_server(("127.0.0.1", free_port)).close()  # the port is free for torchrun
 
 
 def test_one_node_has_nobody_to_meet(run_all: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,8 +90,10 @@ def test_a_dry_run_needs_no_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_torchrun_gives_are_none_yet(config: Config) -> None:
     env = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "job-worker-0:23456"}
-    with pytest.raises(ValueError, match="PET_RDZV_ENDPOINT leaves the ranks of nodes to torchrun; a preflight needs"):
-        preflight.run(read_node(env, gpus=0), config, {}, 0)
+    with pytest.raises(
+        ValueError, match="PET_RDZV_ENDPOINT lets torchrun number the nodes, but a preflight comes before; set"
+    ):
+        member.run(read_node(env, gpus=0), config, {}, 0)
 
 
 def test_nodes_told_of_another_number_or_number_of_processes_are_refused(
@@ -98,18 +102,18 @@ def test_nodes_told_of_another_number_or_number_of_processes_are_refused(
     first, _ = nodes_of(2, free_port)
     (third,) = nodes_of(3, free_port)[2:]
     assert run_all([first, third]) == [False, False]
-    message = "says it is node 2 of 3, but node 0 was told of 2 nodes; set the same NNODES on all"
+    message = "has NODE_RANK = 2 and NNODES = 3, but node 0 has NNODES = 2; set the same NNODES on all nodes"
     assert capsys.readouterr().err.count(message) == 2
     assert run_all([first, nodes_of(2, free_port, NGPU="4")[1]]) == [False, False]
     name = f"({socket.gethostname()})"
-    message = f"NGPU: 1 on node 0 {name}, 4 on node 1 {name}; tell all nodes the same"
+    message = f"NGPU: 1 on node 0 {name}, 4 on node 1 {name}; set the same on all nodes"
     assert capsys.readouterr().err.count(message) == 2
 
 
 def come(node: Node, said: bytes) -> socket.socket:
-    connection = network.connect(node.head, time.monotonic() + 10)
-    connection.sendall(said)
-    return connection
+    joined = connection.connect(node.head, time.monotonic() + 10)
+    joined.sendall(said)
+    return joined
 
 
 def test_a_node_that_leaves_ends_it_for_all_and_strangers_end_nothing(
@@ -118,17 +122,17 @@ def test_a_node_that_leaves_ends_it_for_all_and_strangers_end_nothing(
     node = nodes_of(3, free_port)[0]
     hello = {"preflight": 1, "port": 1, "facts": facts.gather({}, config, {}, None, 0)}
     with ThreadPoolExecutor() as pool:
-        verdict = pool.submit(preflight.run, node, config, {}, 0)
+        verdict = pool.submit(member.run, node, config, {}, 0)
         strangers = [come(node, said) for said in (b"GET / HTTP/1.1\n\n", b"7\n", b"{}\n", b"")]
         strangers.pop().close()
-        for rank in (1, 1, 2):  # node 1 ends and is started again before all have come
-            member = come(node, json.dumps(hello | {"preflight": rank}).encode() + b"\n")
-            assert b"wait" in member.recv(2**16)
-            member.close()
+        for rank in (1, 1, 2):  # node 1 ends and is restarted before all have connected
+            peer = come(node, json.dumps(hello | {"preflight": rank}).encode() + b"\n")
+            assert b"wait" in peer.recv(2**16)
+            peer.close()
         assert not verdict.result(30)
     for stranger in strangers:
         stranger.close()
-    assert f"node 1 ({socket.gethostname()}) came and is gone" in capsys.readouterr().err
+    assert f"node 1 ({socket.gethostname()}) connected, then dropped out" in capsys.readouterr().err
 
 
 def test_a_node_that_says_other_things_is_no_pass(
@@ -136,39 +140,39 @@ def test_a_node_that_says_other_things_is_no_pass(
 ) -> None:
     node = nodes_of(2, free_port)[0]
     with ThreadPoolExecutor() as pool:
-        verdict = pool.submit(preflight.run, node, config, {}, 0)
+        verdict = pool.submit(member.run, node, config, {}, 0)
         stranger = come(node, b'{"preflight": 1, "port": 1, "facts": {"host": "h"}}\n')
         assert not verdict.result(30)
         stranger.close()
-    assert "the preflight itself has failed on node 0: KeyError(" in capsys.readouterr().err
+    assert "the preflight itself failed on node 0: KeyError(" in capsys.readouterr().err
 
 
 def test_what_is_not_node_0_is_told_from_it(config: Config, free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
     node = nodes_of(2, free_port)[1]
     with socket.create_server(("127.0.0.1", free_port)) as server, ThreadPoolExecutor() as pool:
-        verdict = pool.submit(preflight.run, node, config, {}, 0)
+        verdict = pool.submit(member.run, node, config, {}, 0)
         server.accept()[0].close()
         assert not verdict.result(30)
-    assert f"what answers at the head, 127.0.0.1:{free_port}, breaks off" in capsys.readouterr().err
+    assert f"the connection to the head 127.0.0.1:{free_port} broke off" in capsys.readouterr().err
 
 
 def test_where_gloo_listens_is_found_by_its_own_rule() -> None:
-    assert network.gloo_address({"GLOO_SOCKET_IFNAME": "eth1,eth0"}, ADDRESSES) == "10.1.0.1"
-    assert network.gloo_address({}, {}) in {found[4][0] for found in socket.getaddrinfo(socket.gethostname(), 0)}
+    assert addresses.gloo_address({"GLOO_SOCKET_IFNAME": "eth1,eth0"}, ADDRESSES) == "10.1.0.1"
+    assert addresses.gloo_address({}, {}) in {found[4][0] for found in socket.getaddrinfo(socket.gethostname(), 0)}
 
 
 def test_the_network_of_a_node_has_names() -> None:
-    assert network.own_addresses()["127.0.0.1"] == "lo"
-    assert network.in_words(ADDRESSES) == "eth0 (10.0.0.1), eth1 (10.1.0.1)"
-    assert [network.interface_of(a, ADDRESSES) for a in ("10.1.0.1", "127.0.1.1", "9.9.9.9", None)] == [
+    assert addresses.own_addresses()["127.0.0.1"] == "lo"
+    assert addresses.in_words(ADDRESSES) == "eth0 (10.0.0.1), eth1 (10.1.0.1)"
+    assert [addresses.interface_of(a, ADDRESSES) for a in ("10.1.0.1", "127.0.1.1", "9.9.9.9", None)] == [
         "eth1",
         "lo",
         "?",
         "?",
     ]
-    assert network.split_endpoint("[fd00::1]:29500") == ("fd00::1", 29500)
-    assert network.address_toward("127.0.0.1") == "127.0.0.1" and network.address_toward("no.such.name.") is None
-    assert not network.leads_here("no.such.name.", ADDRESSES)
+    assert addresses.split_endpoint("[fd00::1]:29500") == ("fd00::1", 29500)
+    assert addresses.address_toward("127.0.0.1") == "127.0.0.1" and addresses.address_toward("no.such.name.") is None
+    assert not addresses.leads_here("no.such.name.", ADDRESSES)
 
 
 @pytest.mark.parametrize(
@@ -182,19 +186,19 @@ def test_the_network_of_a_node_has_names() -> None:
 )
 def test_an_interface_that_is_not_there_is_refused_by_name(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        network.nccl_interfaces(env, ADDRESSES)
-        network.gloo_address(env, ADDRESSES)
+        addresses.nccl_interfaces(env, ADDRESSES)
+        addresses.gloo_address(env, ADDRESSES)
 
 
 def test_interfaces_may_be_named_by_nccls_own_ways() -> None:
     for named in ("", "eth", "=eth1", "^docker,lo", "ib0,eth1"):
-        network.nccl_interfaces({"NCCL_SOCKET_IFNAME": named}, ADDRESSES)
+        addresses.nccl_interfaces({"NCCL_SOCKET_IFNAME": named}, ADDRESSES)
 
 
 def test_a_host_whose_name_means_loopback_is_met_on_its_way_to_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "own_addresses", lambda: ADDRESSES)
-    monkeypatch.setattr(network, "address_toward", lambda host: {"10.0.0.9": "10.0.0.1"}.get(host))
-    monkeypatch.setattr(network, "gloo_address", lambda env, addresses: meant)
+    monkeypatch.setattr(addresses, "own_addresses", lambda: ADDRESSES)
+    monkeypatch.setattr(addresses, "address_toward", lambda host: {"10.0.0.9": "10.0.0.1"}.get(host))
+    monkeypatch.setattr(addresses, "gloo_address", lambda env, addresses: meant)
     config = {"CONFIG_FILE": str(ROOT / "train_configs/debug_model.toml"), "NNODES": "2", "NODE_RANK": "1", "NGPU": "1"}
     env = config | {"MASTER_ADDR": "10.0.0.9"}
     meant = "127.0.1.1"
@@ -202,14 +206,14 @@ def test_a_host_whose_name_means_loopback_is_met_on_its_way_to_the_head(monkeypa
     assert "GLOO_SOCKET_IFNAME" not in plan_start(env | {"GLOO_SOCKET_IFNAME": "eth1"}, [], 0).settings
     assert "GLOO_SOCKET_IFNAME" not in plan_start(env | {"MASTER_ADDR": "127.0.0.1"}, [], 0).settings
     assert "--local_addr=10.0.0.1" in plan_start(env | {"MAX_RESTARTS": "1"}, [], 0).arguments
-    meant = "10.1.0.1"  # what the name says is not put aside
+    meant = "10.1.0.1"  # an address that is not loopback is kept
     assert "GLOO_SOCKET_IFNAME" not in plan_start(env, [], 0).settings
     assert not any("local_addr" in word for word in plan_start(env | {"MAX_RESTARTS": "1"}, [], 0).arguments)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_every_pair_meets_once_and_no_node_twice_in_a_round(count: int) -> None:
-    rounds = lead.plan_rounds(count)
+    rounds = leader.plan_rounds(count)
     pairs = [pair for pairs in rounds for pair in pairs]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     assert all(len({node for pair in pairs for node in pair}) == 2 * len(pairs) for pairs in rounds)
@@ -229,16 +233,16 @@ def node_facts(**kinds: Any) -> dict[str, Any]:
 
 
 def test_what_differs_is_named_with_those_who_have_it() -> None:
-    assert facts.differences([node_facts()] * 3) == []
+    assert compare.differences([node_facts()] * 3) == []
     nodes = [node_facts(), node_facts(code={"a.py": "2"}, versions={"torch": "2.11"}, problems=["no"]), node_facts()]
-    assert facts.differences(nodes) == [
+    assert compare.differences(nodes) == [
         "node 1 (h): no",
         "a.py: one on nodes 0, 2, another on node 1 (h); give all nodes the same checkout or image",
         "torch: absent on nodes 0, 2, 2.11 on node 1 (h); install the same on all nodes",
     ]
-    many = facts.differences([node_facts(), node_facts(code={f"{i}.py": "" for i in range(9)})])
+    many = compare.differences([node_facts(), node_facts(code={f"{i}.py": "" for i in range(9)})])
     assert len(many) == 7 and many[-1] == "and 4 more of this kind"
-    assert facts.in_short(range(10)) == "nodes 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert compare.in_short(range(10)) == "nodes 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
 
 
 def test_a_sick_gpu_is_a_problem_and_a_slow_one_a_note() -> None:
@@ -249,14 +253,14 @@ def test_a_sick_gpu_is_a_problem_and_a_slow_one_a_note() -> None:
     listed[2] |= {"ecc.errors.uncorrected.volatile.total": "[Not Supported]", "memory.used": "[N/A]"}
     listed[3]["memory.used"] = "40000"
     checks = [{"uuid": str(i), "name": "H100", "exact": i != 2, "tflops": 300 if i == 3 else 700} for i in (3, 2, 1)]
-    devices = facts.judge_gpus(listed, checks)  # as torch sees them: three, in its order
+    devices = facts.judge_gpus(listed, checks)  # torch sees three of the four, in another order
     assert [device.pop("problems") for device in devices] == [
         [],
         ["GPU 1 multiplies matrices wrongly; leave it out"],
         ["GPU 2 has 2 uncorrected memory errors; reset it or leave it out"],
     ]
-    assert facts.gpu_notes([node_facts(devices=devices)]) == [
-        "node 0 (h): GPU 0 has 40000 MiB in use by something else",
+    assert compare.gpu_notes([node_facts(devices=devices)]) == [
+        "node 0 (h): GPU 0 has 40000 MiB in use by another program",
         "node 0 (h): GPU 0 computes at 300 TFLOP/s, the median H100 here at 700",
     ]
 
@@ -266,7 +270,7 @@ def test_a_sick_gpu_is_a_problem_and_a_slow_one_a_note() -> None:
     [
         ("echo '[]'", "torch sees none; install a CUDA build of torch that fits the driver"),
         ("echo 'Error: no CUDA' >&2; exit 1", "Error: no CUDA"),
-        ("kill -9 $$", "its computation was killed"),
+        ("kill -9 $$", "the computation that tests them was killed"),
     ],
 )
 def test_gpus_that_torch_cannot_use_are_a_problem(
@@ -284,7 +288,7 @@ def test_of_many_nodes_the_slow_pairs_are_shown(capsys: pytest.CaptureFixture[st
     nodes = [node_facts(address="10.0.0.1", addresses=ADDRESSES, cores=4) for _ in range(40)]
     pairs = [
         {"to": a, "from": b, "gbit_there": 1.0 if b == 7 else 10.0, "gbit_back": 10.0, "round_trip_ms": 0.1}
-        for pairs in lead.plan_rounds(40)
+        for pairs in leader.plan_rounds(40)
         for a, b in pairs
     ]
     found = {"nodes": nodes, "pairs": pairs, "rounds": "20 of 39 rounds", "warnings": []}
@@ -296,7 +300,7 @@ def test_of_many_nodes_the_slow_pairs_are_shown(capsys: pytest.CaptureFixture[st
 
 
 def test_a_message_has_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "LONGEST_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(connection, "LONGEST_MESSAGE_BYTES", 100)
     for said, wrong in (
         (b"{", "hung up"),
         (b"x" * 200, "hung up"),
@@ -304,7 +308,7 @@ def test_a_message_has_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
         (b"{]\n", "not a message"),
     ):
         ours, theirs = socket.socketpair()
-        channel = network.Channel(ours, 5)
+        channel = connection.Channel(ours, 5)
         theirs.sendall(said)
         theirs.close()
         with pytest.raises(ConnectionError, match=wrong):
@@ -313,11 +317,11 @@ def test_a_message_has_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_pair_that_connects_and_says_nothing_more_is_not_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_PAIR_SECONDS", 1.2)
-    with network.listen(0, "127.0.0.1") as silent, network.listen(0, "127.0.0.1") as unused:
+    monkeypatch.setattr(member, "_PAIR_SECONDS", 1.2)
+    with connection.listen(0, "127.0.0.1") as silent, connection.listen(0, "127.0.0.1") as unused:
         order = {"token": "t", "to": silent.getsockname()[:2]}
-        assert preflight._measure(order, unused)["error"].startswith(
-            "they connect, but what is sent stops (timed out):"
+        assert member._measure(order, unused)["error"].startswith(
+            "they connect, but then data stops arriving (timed out):"
         )
 
 
@@ -326,7 +330,7 @@ def test_words_that_come_in_pieces_are_put_together() -> None:
     with ours, theirs, ThreadPoolExecutor() as pool:
         ours.settimeout(5)
         theirs.sendall(b"pi")
-        received = pool.submit(network.receive_exactly, ours, 4)
+        received = pool.submit(connection.receive_exactly, ours, 4)
         time.sleep(0.1)
         theirs.sendall(b"ng")
         assert received.result(5) == b"ping"
@@ -338,10 +342,10 @@ def test_versions_are_those_of_all_that_is_pinned() -> None:
 
 
 def test_a_measurement_ends_with_its_other_end() -> None:
-    with network.listen(0, "127.0.0.1") as server, ThreadPoolExecutor() as pool:
-        leads = network.connect(f"127.0.0.1:{server.getsockname()[1]}", time.monotonic() + 5)
+    with connection.listen(0, "127.0.0.1") as server, ThreadPoolExecutor() as pool:
+        leads = connection.connect(f"127.0.0.1:{server.getsockname()[1]}", time.monotonic() + 5)
         follows = server.accept()[0]
-        measured = pool.submit(network.measure_with, leads, True)
+        measured = pool.submit(connection.measure_with, leads, True)
         assert follows.recv(4) == b"ping"
         follows.close()
         with pytest.raises(ConnectionError, match="the other end hung up"):
@@ -355,4 +359,4 @@ def test_a_folder_that_cannot_be_read_is_no_broken_connection(tmp_path: Path, mo
 
     (tmp_path / "token").write_text("x")
     monkeypatch.setattr(Path, "read_text", refuse)
-    assert preflight._look_and_leave(tmp_path / "token", "x", 1) == "cannot read there (Permission denied)"
+    assert member._look_and_leave(tmp_path / "token", "x", 1) == "cannot read there (Permission denied)"

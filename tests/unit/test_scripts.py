@@ -1,4 +1,4 @@
-"""The shell scripts as a newcomer meets them: real processes, a real virtual environment, no training."""
+"""The shell scripts as a new user runs them: real processes, a real virtual environment, no training."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import tomli
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "scripts" / "check_requirements.py"
 TRAIN = ROOT / "run_llama_train.sh"
-HERE = {"PYTHON": sys.executable}  # this Python has what is needed: nothing is set up
+HERE = {"PYTHON": sys.executable}  # this Python has all packages, so the scripts install nothing
 
 
 def run(command, cwd=ROOT, **env):
@@ -33,7 +33,7 @@ def finish(process):
 
 
 def missing(requirements, *, pyproject=None, folder=None):
-    """check_requirements --missing: exit code and lines; with a pyproject.toml of its own in `folder`."""
+    """Exit code and lines of check_requirements --missing, if asked with another pyproject.toml, put into `folder`."""
     script = CHECK
     if pyproject:
         (folder / "scripts").mkdir()
@@ -44,7 +44,7 @@ def missing(requirements, *, pyproject=None, folder=None):
 
 
 def fake_program(folder, name, body):
-    """Stands in on PATH for what this machine may not have: an old Python, a GPU."""
+    """Put a program on PATH that this machine may not have, such as an old Python or nvidia-smi."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{body}\n")
     (folder / name).chmod(0o755)
@@ -52,7 +52,7 @@ def fake_program(folder, name, body):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the set-up whose one requirement is a tiny package that lies beside it; nothing needs the network."""
+    """A copy of the setup scripts. Its only requirement is a tiny package in the folder, so no network is needed."""
     tree = tmp_path / "a checkout"  # paths have spaces
     (tree / "scripts").mkdir(parents=True)
     for name in ("scripts/setup_env.sh", "scripts/check_requirements.py", "pyproject.toml"):
@@ -68,7 +68,7 @@ def checkout(tmp_path):
 
 
 def start_set_up(tree, path=None, **env):
-    """scripts/setup_env.sh in a copy, with the folder `path` before everything else on PATH."""
+    """Start the copy's scripts/setup_env.sh, with the folder `path` first on PATH."""
     env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": tree.as_uri(), "PIP_CONFIG_FILE": os.devnull}
     if path:
         env["PATH"] = f"{path}{os.pathsep}{os.environ['PATH']}"
@@ -158,7 +158,7 @@ def test_a_mistake_in_the_config_is_shown_once_before_any_rank_starts(tmp_path):
     done = run([TRAIN], cwd=tmp_path, CONFIG_FILE="mine.toml", NGPU="2", CUDA_VISIBLE_DEVICES="0,1", **HERE)
     assert done.returncode == 2
     assert (done.stdout + done.stderr).count("stepz") == 1, done.stderr
-    assert "training.steps" in done.stderr  # the nearest right name
+    assert "training.steps" in done.stderr  # the nearest known key
 
 
 def test_the_config_check_loads_no_torch():
@@ -182,13 +182,13 @@ def test_help_lists_the_options_and_starts_nothing(tmp_path):
 def test_an_impossible_number_of_processes_is_refused(ngpu):
     done = run([TRAIN], NGPU=ngpu, **HERE)
     assert done.returncode == 2
-    assert f"NGPU = {ngpu} is no number of processes; use 1 or more" in done.stderr
+    assert f"NGPU = {ngpu} is not a number of processes; use 1 or more" in done.stderr
 
 
 def test_an_impossible_number_of_restarts_is_refused():
     done = run([TRAIN], MAX_RESTARTS="often", **HERE)
     assert done.returncode == 2
-    assert "MAX_RESTARTS = often is no number of restarts; use 0 or more" in done.stderr
+    assert "MAX_RESTARTS = often is not a number of restarts; use 0 or more" in done.stderr
 
 
 def test_more_processes_than_gpus_are_refused(tmp_path):
@@ -230,7 +230,7 @@ def test_comm_mode_dry_runs_as_many_ranks_as_asked_for():
 
 @pytest.fixture
 def cluster(tmp_path):
-    """A repository in which nothing trains, and Slurm's programs as one node would see them."""
+    """A repository in which nothing trains, and stand-ins for Slurm's programs as one node sees them."""
     for name in ("repository", "repository/scripts"):
         (tmp_path / name).mkdir()
     shutil.copy(ROOT / "multinode_trainer.slurm", tmp_path / "repository")

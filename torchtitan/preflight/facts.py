@@ -1,4 +1,4 @@
-"""What a node says of itself before training, and what must not differ between the nodes of a run; without torch."""
+"""Gathers what a node reports about itself: code, configuration, versions, addresses, GPUs. Does not load torch."""
 
 import hashlib
 import json
@@ -6,10 +6,8 @@ import platform
 import re
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,24 +16,20 @@ from typing import Any
 from torchtitan import hardware
 from torchtitan.config.load import flat
 from torchtitan.config.schema import Config
-from torchtitan.preflight import network
+from torchtitan.launch.addresses import gloo_address, nccl_interfaces, own_addresses
 
 ROOT = Path(__file__).resolve().parents[2]
-CLOCK_SECONDS = 5  # torchrun's c10d rendezvous takes a node for dead when its heartbeat, sent every 5 s, looks 15 s old
-_SLOW = 0.7  # of the median
-_TAKEN_MIB = 2048  # more than drivers and displays take
-_MOST_LINES = 6  # of one kind of difference
 _GPU_FIELDS = ("uuid", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "driver_version")
 
 Facts = dict[str, Any]
 
 
 def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], toward: str | None, gpus: int) -> Facts:
-    """`launch`: what all nodes must have been told alike; `toward`: this node's address on the way to the head."""
-    addresses = network.own_addresses()
+    """`launch`: settings that all nodes must share. `toward`: this node's own address on the route to the head."""
+    addresses = own_addresses()
     problems = []
     gloo = toward or "127.0.0.1"
-    for look in (network.nccl_interfaces, network.gloo_address):
+    for look in (nccl_interfaces, gloo_address):
         try:
             gloo = look(env, addresses) or gloo
         except ValueError as error:
@@ -47,7 +41,7 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
         "host": socket.gethostname(),
         "launch": dict(launch),
         "code": code_digests(ROOT),
-        # Where the same file lies may differ.
+        # The path of the TOML file may differ between nodes; its values may not.
         "config": {k: json.dumps(v) for k, v in flat(config.model_dump(exclude={"job": {"config_file"}})).items()},
         "versions": versions(devices),
         "addresses": addresses,
@@ -61,7 +55,7 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
 
 
 def code_digests(root: Path) -> dict[str, str]:
-    """A digest of each Python file that training may run; an image has no git to ask."""
+    """A digest of each Python file that training may run. Git cannot tell, for an image has none."""
     files = sorted([*root.glob("*.py"), *root.glob("torchtitan/**/*.py")])
     return {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
 
@@ -71,7 +65,7 @@ def digest(facts: Mapping[str, str]) -> str:
 
 
 def versions(devices: Sequence[Facts]) -> dict[str, str]:
-    """Versions of Python, of the packages that requirements.txt pins, of NCCL, and of the driver."""
+    """Versions of Python, of the packages in requirements.txt, of NCCL and of the NVIDIA driver."""
     names = re.findall(r"^[\w.-]+", (ROOT / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
     distributions = [(d.metadata["Name"], d.version) for d in metadata.distributions()]
     installed = {re.sub("[-_.]+", "-", name).lower(): version for name, version in distributions if name}
@@ -81,14 +75,14 @@ def versions(devices: Sequence[Facts]) -> dict[str, str]:
 
 
 def check_gpus() -> list[Facts]:
-    """The GPUs of this node as nvidia-smi and a short computation find them, each with its problems."""
+    """Test this node's GPUs by nvidia-smi and a short computation; each GPU comes with a list of its problems."""
     smi = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     program = [sys.executable, "-c", "from torchtitan import hardware; hardware.print_device_checks()"]
     try:
         listed = subprocess.run(smi, capture_output=True, text=True, timeout=60, check=True).stdout
         computed = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
         if computed.returncode:
-            raise OSError((computed.stderr.strip().splitlines() or ["its computation was killed"])[-1])
+            raise OSError((computed.stderr.strip().splitlines() or ["the computation that tests them was killed"])[-1])
         checks = json.loads(computed.stdout)
         if not checks:
             raise OSError("torch sees none; install a CUDA build of torch that fits the driver")
@@ -98,12 +92,12 @@ def check_gpus() -> list[Facts]:
 
 
 def judge_gpus(listed: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
-    """What nvidia-smi lists and what torch has computed, of the GPUs that torch sees, as one."""
+    """Merge what nvidia-smi lists with what torch computed, for each GPU that torch sees."""
     by_uuid = {device["uuid"].removeprefix("GPU-"): device for device in listed}
     judged = []
     for i, check in enumerate(checks):
         device, problems = by_uuid.get(check["uuid"], {}), []
-        # A field that a GPU does not have is [N/A] or [Not Supported].
+        # nvidia-smi prints [N/A] or [Not Supported] where a GPU lacks a field.
         errors = device.get("ecc.errors.uncorrected.volatile.total", "0")
         if errors.isdecimal() and errors != "0":
             problems.append(f"GPU {i} has {errors} uncorrected memory errors; reset it or leave it out")
@@ -111,62 +105,3 @@ def judge_gpus(listed: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
             problems.append(f"GPU {i} multiplies matrices wrongly; leave it out")
         judged.append(device | check | {"problems": problems})
     return judged
-
-
-def differences(nodes: Sequence[Facts]) -> list[str]:
-    """Each node's own problems, then what must be alike on all nodes and is not: who has what, and what to do."""
-    found = [f"{name_of(nodes, i)}: {problem}" for i, facts in enumerate(nodes) for problem in facts["problems"]]
-    found += _differing(nodes, "launch", "tell all nodes the same")
-    found += _differing(nodes, "code", "give all nodes the same checkout or image", shows_values=False)
-    found += _differing(nodes, "config", "start all nodes with the same file and options")
-    return found + _differing(nodes, "versions", "install the same on all nodes")
-
-
-def gpu_notes(nodes: Sequence[Facts]) -> list[str]:
-    """GPUs at less than 0.7 of the median of their kind, which hold up all others, and those with memory taken."""
-    speeds, lines = defaultdict(list), []
-    for rank, facts in enumerate(nodes):
-        for i, device in enumerate(facts["devices"]):
-            if "tflops" in device:
-                speeds[device.get("name")].append((device["tflops"], rank, i))
-            used = device.get("memory.used", "")
-            if used.isdecimal() and int(used) > _TAKEN_MIB:
-                lines.append(f"{name_of(nodes, rank)}: GPU {i} has {used} MiB in use by something else")
-    for kind, of_kind in speeds.items():
-        median = statistics.median(tflops for tflops, _, _ in of_kind)
-        lines += [
-            f"{name_of(nodes, rank)}: GPU {i} computes at {tflops:.0f} TFLOP/s, the median {kind} here at {median:.0f}"
-            for tflops, rank, i in of_kind
-            if tflops < _SLOW * median
-        ]
-    return lines
-
-
-def _differing(nodes: Sequence[Facts], kind: str, fix: str, shows_values: bool = True) -> list[str]:
-    lines = []
-    for key in sorted({key for facts in nodes for key in facts[kind]}):
-        holders = defaultdict(list)
-        for i, facts in enumerate(nodes):
-            holders[facts[kind].get(key)].append(i)
-        if len(holders) == 1:
-            continue
-        words = list(holders) if shows_values else ["one", *["another"] * (len(holders) - 1)]
-        shown = [
-            f"{word or 'absent'} on {_holders(nodes, of)}" for word, of in zip(words, holders.values(), strict=True)
-        ]
-        lines.append(f"{key}: {', '.join(shown)}; {fix}")
-    more = [f"and {len(lines) - _MOST_LINES} more of this kind"] if len(lines) > _MOST_LINES else []
-    return lines[:_MOST_LINES] + more
-
-
-def _holders(nodes: Sequence[Facts], ranks: Sequence[int]) -> str:
-    return name_of(nodes, ranks[0]) if len(ranks) == 1 else in_short(ranks)
-
-
-def in_short(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
-
-
-def name_of(nodes: Sequence[Facts], rank: int) -> str:
-    return f"node {rank} ({nodes[rank]['host']})"

@@ -1,14 +1,15 @@
-"""What a preflight has found, as tables for a person."""
+"""Prints what a preflight found as tables."""
 
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.preflight.facts import digest, name_of
-from torchtitan.preflight.network import interface_of
+from torchtitan.launch.addresses import interface_of
+from torchtitan.preflight.compare import name_of
+from torchtitan.preflight.facts import digest
 
-SLOW = 0.5  # of the median of all pairs
-_MOST_SHOWN = 16  # nodes; of more, only what is wrong
+SLOW = 0.5  # of the median speed of all pairs
+_MOST_SHOWN = 16  # nodes; the other nodes appear only in notes and errors
 
 
 def print_report(report: Mapping[str, Any]) -> None:
@@ -56,7 +57,7 @@ def _square(values: Mapping[tuple[int, int], float], count: int, form: str) -> l
 
 
 def _table(*blocks: list[list[str]]) -> str:
-    """Blocks of columns beside each other."""
+    """Blocks of columns side by side, as text."""
     rows = [[cell for row in parts for cell in [*row, ""]] for parts in zip(*blocks, strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -68,7 +69,7 @@ def _table(*blocks: list[list[str]]) -> str:
 
 
 def slow_pairs(report: Mapping[str, Any]) -> list[str]:
-    """Pairs at less than half of the median of all."""
+    """Notes on pairs that are slower than half of the median."""
     speeds = {(p["from"], p["to"]): p["gbit_there"] for p in report["pairs"]}
     speeds |= {(p["to"], p["from"]): p["gbit_back"] for p in report["pairs"]}
     if not speeds:

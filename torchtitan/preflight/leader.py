@@ -1,7 +1,7 @@
-"""Node 0's part of a preflight: waits for all nodes, compares what they say, has them try, and gives the verdict.
+"""Node 0's part of a preflight: wait for all nodes, compare their facts, have them test things, send the verdict.
 
-It listens where torchrun will, so that the head's address and port are tried, too. Bandwidth is of one TCP stream:
-enough to tell a slow link from the others, not what NCCL gets of InfiniBand.
+Node 0 listens where torchrun will, so the preflight also tests the head's address and port. Bandwidth is that of one
+TCP stream: it finds a slow link, but NCCL gets more out of InfiniBand.
 """
 
 import contextlib
@@ -16,28 +16,29 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan.config.schema import Config
-from torchtitan.preflight.facts import CLOCK_SECONDS, Facts, differences, digest, gpu_notes, in_short, name_of
-from torchtitan.preflight.network import Channel, interface_of, listen, split_endpoint
+from torchtitan.launch.addresses import interface_of, split_endpoint
+from torchtitan.launch.node import Node
+from torchtitan.preflight.compare import differences, gpu_notes, in_short, name_of
+from torchtitan.preflight.connection import Channel, listen
+from torchtitan.preflight.facts import Facts, digest
 from torchtitan.preflight.report import slow_pairs
 
-if TYPE_CHECKING:
-    from torchtitan.launch.node import Node
-
-ANSWER_SECONDS = 30  # of a node that has come
-_MOST_ROUNDS = 31  # of pairs that measure at once: all pairs of 32 nodes, some of more
-_SAY_SECONDS = 10  # of silence before it says whom it waits for
+ANSWER_SECONDS = 30  # limit for an answer of a node that has connected
+_CLOCK_SECONDS = 5  # torchrun (c10d) sends heartbeats every 5 s, and takes a node for dead when the last looks 15 s old
+_MOST_ROUNDS = 31  # of pairs that measure at once: covers all pairs of 32 nodes, and some pairs of more nodes
+_SAY_SECONDS = 10  # silence before node 0 prints which nodes it waits for
 
 
 class Failed(Exception):
-    """One message or several that end the preflight."""
+    """Ends the preflight; its arguments are the messages."""
 
 
 @dataclass
 class Report:
-    """All that node 0 has found; preflight.json."""
+    """Everything that node 0 found; written to preflight.json."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -47,22 +48,23 @@ class Report:
     seconds: float = 0.0
 
 
-class Lead(threading.Thread):
-    """Node 0's part: waits for all, compares, asks, and gives the verdict."""
+class Leader(threading.Thread):
+    """A thread on node 0, which also takes part as a member in its main thread."""
 
-    def __init__(self, node: "Node", config: Config, begin: float) -> None:
+    def __init__(self, node: Node, config: Config, begin: float) -> None:
         super().__init__(daemon=True)
         self.node, self.config, self.begin = node, config, begin
-        self.report, self.given_up = Report(), threading.Event()
+        self.report, self.member_ended = Report(), threading.Event()
         self.channels: dict[int, Channel] = {}
-        self.come: dict[int, dict[str, Any]] = {}
+        self.members: dict[int, dict[str, Any]] = {}
         port = split_endpoint(node.head)[1] if node.head else 0
         try:
             self.listener = listen(port)
         except OSError as error:
-            why = "another program has it" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0).lower()
+            taken = error.errno == errno.EADDRINUSE
+            why = "another program uses it" if taken else os.strerror(error.errno or 0).lower()
             raise Failed(
-                f"MASTER_PORT = {port}: node 0 cannot listen there, {why}; end that, or set another on all nodes"
+                f"MASTER_PORT = {port} is a port on which node 0 cannot listen: {why}; set another port on all nodes"
             ) from None
         self.endpoint = node.head or f"localhost:{self.listener.getsockname()[1]}"
 
@@ -70,7 +72,7 @@ class Lead(threading.Thread):
         report = self.report
         try:
             self._wait_for_all()
-            report.nodes = [self.come[rank]["facts"] for rank in range(self.node.num_nodes)]
+            report.nodes = [self.members[rank]["facts"] for rank in range(self.node.num_nodes)]
             report.errors += differences(report.nodes) + self._check_clocks() + self._check_folder()
             report.warnings += self._interfaces() + gpu_notes(report.nodes)
             if not report.errors:
@@ -79,9 +81,9 @@ class Lead(threading.Thread):
         except Failed as failure:
             report.errors += failure.args
             self._admit_late_nodes()
-        except Exception as error:  # a bug here, or a node of other code: it must not look like a pass
+        except Exception as error:  # a bug here, or a node with other code; it must not look like a pass
             report.nodes = []
-            report.errors.append(f"the preflight itself has failed on node 0: {error!r}; are all nodes of one version?")
+            report.errors.append(f"the preflight itself failed on node 0: {error!r}; give all nodes the same code")
         finally:
             self.listener.close()
             report.seconds = time.monotonic() - self.begin
@@ -89,7 +91,7 @@ class Lead(threading.Thread):
             for channel in self.channels.values():
                 with contextlib.suppress(OSError):
                     channel.send(do="verdict", errors=report.errors)
-                    channel.connection.shutdown(socket.SHUT_WR)  # close() could drop a verdict that is not read yet
+                    channel.connection.shutdown(socket.SHUT_WR)  # close() could drop a verdict not yet read
 
     def _write(self) -> None:
         folder = Path(self.config.job.dump_folder)
@@ -103,26 +105,26 @@ class Lead(threading.Thread):
             (folder / "preflight.json").write_text(text, encoding="utf-8")
         except OSError as error:
             self.report.errors.append(
-                f"job.dump_folder = {str(folder)!r} cannot be written on node 0: {error.strerror}"
+                f"job.dump_folder = {str(folder)!r} cannot be written on node 0: {error.strerror}; use another folder"
             )
 
     def _wait_for_all(self) -> None:
-        told, end = False, self.begin + self.node.timeout_seconds
-        while missing := [rank for rank in range(self.node.num_nodes) if rank not in self.come]:
+        announced, end = False, self.begin + self.node.timeout_seconds
+        while missing := [rank for rank in range(self.node.num_nodes) if rank not in self.members]:
             self.listener.settimeout(0.2)
             try:
                 self._welcome(*self.listener.accept())
             except TimeoutError:
                 left = end - time.monotonic()
-                if self.given_up.is_set():
-                    raise Failed(f"node 0 does not reach its own {self.node.head}; look at its output") from None
+                if self.member_ended.is_set():
+                    raise Failed(f"node 0 cannot reach its own address {self.node.head}; see its output") from None
                 if left < 0:
                     raise Failed(
-                        f"{in_short(missing)} of {self.node.num_nodes} did not come to {self.node.head} within "
-                        f"{self.node.timeout_seconds} s (RDZV_TIMEOUT); look at the output there"
+                        f"{in_short(missing)} of {self.node.num_nodes} did not connect to {self.node.head} within "
+                        f"{self.node.timeout_seconds} s (RDZV_TIMEOUT); see the output there"
                     ) from None
-                if not told and time.monotonic() - self.begin > _SAY_SECONDS:
-                    told = True
+                if not announced and time.monotonic() - self.begin > _SAY_SECONDS:
+                    announced = True
                     print(f"preflight: waiting {left:.0f} s more for {in_short(missing)}", file=sys.stderr, flush=True)
 
     def _welcome(self, connection: socket.socket, source: Any) -> None:
@@ -131,31 +133,31 @@ class Lead(threading.Thread):
             hello = channel.receive()
             rank = hello["preflight"]
             host = hello["facts"]["host"]
-        except (OSError, KeyError, TypeError):  # not one of ours
+        except (OSError, KeyError, TypeError):  # not a member of a preflight
             channel.close()
             return
         channel.connection.settimeout(ANSWER_SECONDS)
-        if rank in self.come and _hung_up(self.channels[rank].connection):
-            self.channels.pop(rank).close()  # started again
-            del self.come[rank]
-        if rank in self.come or not 0 <= rank < self.node.num_nodes:
-            self.channels[-1 - len(self.channels)] = channel  # to be told, too
+        if rank in self.members and _hung_up(self.channels[rank].connection):
+            self.channels.pop(rank).close()  # this node was restarted
+            del self.members[rank]
+        if rank in self.members or not 0 <= rank < self.node.num_nodes:
+            self.channels[-1 - len(self.channels)] = channel  # it hears the verdict, too
             this = f"{host} ({address})"
-            if rank not in self.come:
+            if rank not in self.members:
                 of = hello["facts"]["launch"]["NNODES"]
                 raise Failed(
-                    f"{this} says it is node {rank} of {of}, but node 0 was told of {self.node.num_nodes} nodes; "
-                    f"set the same NNODES on all"
+                    f"{this} has NODE_RANK = {rank} and NNODES = {of}, but node 0 has NNODES = {self.node.num_nodes}; "
+                    f"set the same NNODES on all nodes"
                 )
-            other = f"{self.come[rank]['facts']['host']} ({self.come[rank]['from']})"
-            raise Failed(f"{other} and {this} both say they are node {rank}; give each its own NODE_RANK")
-        self.channels[rank], self.come[rank] = channel, hello | {"from": address}
-        channel.send(do="wait")  # so that it knows whom it has reached
+            other = f"{self.members[rank]['facts']['host']} ({self.members[rank]['from']})"
+            raise Failed(f"{other} and {this} both have NODE_RANK = {rank}; give each node its own")
+        self.channels[rank], self.members[rank] = channel, hello | {"from": address}
+        channel.send(do="wait")  # tells the node that it has reached node 0
 
     def _admit_late_nodes(self) -> None:
-        """Nodes that connect within the next second hear the verdict, too; node 0's own part may be one of them."""
+        """Wait one more second for nodes that must hear the verdict, too; node 0's own member may be one of them."""
         end = time.monotonic() + 1
-        while len(self.come) < self.node.num_nodes and (left := end - time.monotonic()) > 0:
+        while len(self.members) < self.node.num_nodes and (left := end - time.monotonic()) > 0:
             self.listener.settimeout(left)
             with contextlib.suppress(OSError):
                 channel = Channel(self.listener.accept()[0], 1)
@@ -163,7 +165,7 @@ class Lead(threading.Thread):
                 self.channels[-1 - len(self.channels)] = channel
 
     def _ask(self, orders: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Send every node its order, then gather all answers."""
+        """Send each node its order, then gather all answers."""
         answers = {}
         for act in ("send", "receive"):
             for rank, order in orders.items():
@@ -174,7 +176,7 @@ class Lead(threading.Thread):
                         answers[rank] = self.channels[rank].receive()
                 except OSError as error:
                     raise Failed(
-                        f"{name_of(self.report.nodes, rank)} came and is gone ({error}); look at its output"
+                        f"{name_of(self.report.nodes, rank)} connected, then dropped out ({error}); see its output"
                     ) from None
         return answers
 
@@ -182,16 +184,16 @@ class Lead(threading.Thread):
         wrong = []
         for rank, facts in enumerate(self.report.nodes):
             best = float("inf")
-            for _ in range(5):  # the quickest exchange is the surest, as NTP has it
+            for _ in range(5):  # the quickest exchange gives the best estimate, as in NTP
                 before, begin = time.time(), time.perf_counter()
                 there = self._ask({rank: {"do": "clock"}})[rank]["time"]
                 took = time.perf_counter() - begin
                 if took < best:
                     best, facts["clock_seconds"] = took, there - before - took / 2
-            if abs(off := facts["clock_seconds"]) > CLOCK_SECONDS:
+            if abs(off := facts["clock_seconds"]) > _CLOCK_SECONDS:
                 name = name_of(self.report.nodes, rank)
                 wrong.append(
-                    f"{name}: its clock is {off:+.1f} s off node 0's, more than {CLOCK_SECONDS}; set both by NTP"
+                    f"{name}: its clock is {off:+.1f} s from node 0's, more than {_CLOCK_SECONDS} s; set both by NTP"
                 )
         return wrong
 
@@ -205,7 +207,7 @@ class Lead(threading.Thread):
             folder.mkdir(parents=True, exist_ok=True)
             probe.write_text(token)
         except OSError as error:
-            return [f"checkpoints go to {folder}, which node 0 cannot write: {error.strerror}; use --job.dump_folder"]
+            return [f"checkpoints go to {folder}, which node 0 cannot write: {error.strerror}; set --job.dump_folder"]
         order = {"do": "folder", "path": str(probe.absolute()), "token": token}
         try:
             answers = self._ask(dict.fromkeys(self.channels, order))
@@ -217,24 +219,24 @@ class Lead(threading.Thread):
                 left.unlink(missing_ok=True)
             probe.unlink()
         wrong = {rank: answer["error"] for rank, answer in answers.items() if answer["error"]}
-        wrong = dict.fromkeys(unseen, "writes there what node 0 does not see") | wrong
-        fix = "put job.dump_folder on a folder that all nodes share, or switch checkpoint.enable off"
+        wrong = dict.fromkeys(unseen, "wrote a file there that node 0 does not see") | wrong
+        fix = "set job.dump_folder to a folder that all nodes share, or use --checkpoint.no_enable"
         return [
             f"checkpoints go to {folder}, but {name_of(self.report.nodes, rank)} {what}; {fix}"
             for rank, what in wrong.items()
         ]
 
     def _interfaces(self) -> list[str]:
-        """Where gloo would not take the way to the head."""
-        taken: dict[tuple[str, str], list[int]] = {}
+        """Notes on nodes where gloo would use another interface than the route to the head."""
+        used: dict[tuple[str, str], list[int]] = {}
         for rank, facts in enumerate(self.report.nodes):
             here, there = (interface_of(facts[key], facts["addresses"]) for key in ("address", "toward_head"))
             if here != there and there not in ("lo", "?"):
-                taken.setdefault((here, there), []).append(rank)
+                used.setdefault((here, there), []).append(rank)
         return [
-            f"gloo takes {here} on {in_short(ranks)}, the way to the head is {there}; for that, set "
-            f"GLOO_SOCKET_IFNAME={there} NCCL_SOCKET_IFNAME={there} there"
-            for (here, there), ranks in taken.items()
+            f"gloo uses {here} on {in_short(ranks)}, but the route to the head is {there}; to use {there}, set "
+            f"GLOO_SOCKET_IFNAME={there} NCCL_SOCKET_IFNAME={there} on these nodes"
+            for (here, there), ranks in used.items()
         ]
 
     def _measure_pairs(self) -> list[str]:
@@ -247,13 +249,13 @@ class Lead(threading.Thread):
             for low, high in pairs:
                 order: dict[str, Any] = {"do": "measure", "token": token}
                 orders[low] = order | {"to": None}
-                orders[high] = order | {"to": [nodes[low]["address"], self.come[low]["port"]]}
+                orders[high] = order | {"to": [nodes[low]["address"], self.members[low]["port"]]}
             answers = self._ask(orders)
             failed = [(low, high, answers[high]["error"]) for low, high in pairs if "error" in answers[high]]
             if failed:
                 low, high, why = failed[0]
-                more = f" ({len(failed)} of {len(pairs)} pairs tried fail so)" if len(failed) > 1 else ""
-                fix = [*self._interfaces(), "open all ports between nodes, not the head's alone"][0]
+                more = f" ({len(failed)} of {len(pairs)} pairs in this round failed)" if len(failed) > 1 else ""
+                fix = [*self._interfaces(), "open all ports between the nodes, not only the head's"][0]
                 report.warnings = [warning for warning in report.warnings if warning != fix]
                 address = nodes[low]["address"]
                 where = f"{address} ({interface_of(address, nodes[low]['addresses'])})"
@@ -263,7 +265,7 @@ class Lead(threading.Thread):
 
 
 def plan_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which no node is in two pairs; the circle of a tournament."""
+    """Every pair once, in rounds in which each node is in at most one pair: a round-robin tournament."""
     ring = list(range(count)) + ([-1] if count % 2 else [])
     rounds = []
     for _ in range(len(ring) - 1):

@@ -1,0 +1,156 @@
+"""Starts this node's part of a run: reads what the launcher set, prints the command, and becomes that command.
+
+    python -m torchtitan.launch.start [options of train.py]
+
+run_llama_train.sh ends with this line once it has found a Python. Nothing else here starts a run of several nodes.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torchtitan import hardware
+from torchtitan.config.load import load_config_or_exit
+from torchtitan.config.schema import Config
+from torchtitan.launch.addresses import way_to_head
+from torchtitan.launch.node import Node
+from torchtitan.launch.variables import read_node
+from torchtitan.refusal import Refusal
+
+_SMI_SECONDS = 60  # the first call on a machine is slow
+
+
+@dataclass(frozen=True)
+class Start:
+    """What this node will start."""
+
+    understood: str  # one line for the user: what the launcher's variables were taken to mean
+    settings: dict[str, str]  # environment variables to add
+    arguments: list[str]  # of Python
+    node: Node | None = None  # None: the run needs no other node and no device (--help, a dry run)
+    config: Config | None = None
+
+
+def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
+    """Check the configuration, then plan torchrun, or train.py itself where one process is enough."""
+    config = env.get("CONFIG_FILE") or "train_configs/debug_model.toml"
+    if mode := env.get("COMM_MODE"):
+        options = ["--comm.mode", mode, *options]
+    train = ["train.py", "--job.config_file", config, *options]
+    if {"--help", "-h"} & set(options):
+        return Start("", {}, train)
+    if second := next((option for option in options if re.match("--job.config[_-]file", option)), None):
+        raise Refusal(f"{second} is given, but this script reads the file from CONFIG_FILE; use CONFIG_FILE=FILE.toml")
+    shown_ranks = env.get("LOG_RANK") or "0"
+    if not re.fullmatch("[0-9]+(,[0-9]+)*", shown_ranks):
+        raise Refusal(f"LOG_RANK = {shown_ranks} is not a list of ranks; use numbers separated by commas, such as 0,1")
+    fake = "fake_backend" in options or "--comm.mode=fake_backend" in options  # one process plays all ranks
+    node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
+
+    # Checked without torch and before any rank exists, so that each node shows a mistake once and at once.
+    checked = load_config_or_exit(train[1:], node.world_size, rank=0)
+
+    settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
+    understood = _understood(node, config, gpus)
+    if fake or (node.world_size == 1 and node.restarts == 0):
+        if fake or {"WORLD_SIZE", "RANK"} & set(env):  # some platforms number their containers with these names
+            settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
+        return Start(understood, settings, train, None if fake else node, checked)
+    meeting, own_address = _settings_to_meet(env, node)
+    arguments = [*node.torchrun(shown_ranks, own_address), *train]
+    return Start(understood, settings | meeting, arguments, node, checked)
+
+
+def _settings_to_meet(env: Mapping[str, str], node: Node) -> tuple[dict[str, str], str | None]:
+    """Variables for torchrun and gloo, and this node's own address if others could not find it by its host name."""
+    settings: dict[str, str] = {}
+    own_address = None
+    if node.num_nodes > 1:
+        if (way := way_to_head(node.head)) is not None:
+            own_address, interface = way
+            settings |= {} if env.get("GLOO_SOCKET_IFNAME") else {"GLOO_SOCKET_IFNAME": interface}
+        # By default torchrun prefixes lines with a number that begins at 0 on each node.
+        settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
+    if node.restarts:
+        # Each attempt needs a store of its own: https://github.com/pytorch/pytorch/issues/135712
+        settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if "PET_STANDALONE" in env:
+        settings["PET_STANDALONE"] = "0"  # no command-line option could override it
+    return settings, own_address
+
+
+def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
+    """On a CPU, malloc keeps freed memory, for fresh pages cost a tenth of a step (docs/performance.md)."""
+    kept = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**30, "MALLOC_TOP_PAD_": 2**26}
+    if node.num_processes > 1:  # otherwise every rank would take every core
+        kept["OMP_NUM_THREADS"] = max(1, hardware.num_cores() // node.num_processes)
+    return {name: str(value) for name, value in kept.items() if not env.get(name)}
+
+
+def _gpu_allocator(env: Mapping[str, str]) -> dict[str, str]:
+    """Segments that grow in place fragment less. A setting of the user's own stays."""
+    if env.get("PYTORCH_ALLOC_CONF") or env.get("PYTORCH_CUDA_ALLOC_CONF"):
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def _understood(node: Node, config: str, gpus: int) -> str:
+    nodes = ""
+    if node.num_nodes > 1:
+        rank = "" if node.rank is None else f"NODE_RANK={node.rank}, "
+        nodes = f"NNODES={node.num_nodes}, {rank}" + (f"head {node.head}, " if node.head else "")
+    read = f"; read {', '.join(node.read)}" if node.read else ""
+    return f"training {config}, {nodes}NGPU={node.num_processes} (NVIDIA GPUs here: {gpus}){read}"
+
+
+def only_prints(env: Mapping[str, str]) -> bool:
+    return (env.get("DRY_RUN") or "0") != "0"
+
+
+def count_gpus(visible: str | None) -> int:
+    """NVIDIA GPUs of this machine, limited to `visible` (CUDA_VISIBLE_DEVICES) where it is set."""
+    try:
+        smi = subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return 0
+    try:
+        listed = smi.communicate(timeout=_SMI_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        smi.kill()  # without wait(): a process that hangs in the driver never ends
+        raise Refusal(
+            f"nvidia-smi does not answer within {_SMI_SECONDS} s: a GPU or its driver hangs; "
+            f"restart this node, or leave it out"
+        ) from None
+    gpus = len(re.findall("^GPU ", listed, re.MULTILINE))
+    if gpus and visible is not None:
+        return len(re.findall("(?:^|,) *[0-9GM]", visible))  # an index, GPU-... or MIG-...
+    return gpus
+
+
+def main(options: list[str], check: Callable[[Start, int], bool] = lambda start, gpus: True) -> None:
+    """Print the command and become it, if `check` (a preflight, given the start and the number of GPUs) passes."""
+    try:
+        gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        start = plan_start(os.environ, options, gpus)
+        python = os.path.relpath(sys.executable)
+        python = sys.executable if python.startswith("..") else python
+        if start.understood:
+            settings = [f"{name}={shlex.quote(value)}" for name, value in start.settings.items()]
+            print(start.understood)
+            print(" ".join([*settings, shlex.join([python, *start.arguments])]), flush=True)
+        if only_prints(os.environ):
+            return
+        if not check(start, gpus):
+            raise SystemExit(1)
+    except Refusal as error:
+        print(f"run_llama_train.sh: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    os.execve(python, [python, *start.arguments], {**os.environ, **start.settings})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

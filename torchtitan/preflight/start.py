@@ -1,0 +1,27 @@
+"""Runs a preflight on this node: before training, or alone.
+
+PREFLIGHT=1 ./run_llama_train.sh            on each node: trains if every check passes
+python -m torchtitan preflight              on each node, with the same variables: only checks
+"""
+
+import os
+import sys
+
+from torchtitan.launch.start import Start, count_gpus, main, plan_start
+from torchtitan.preflight import member
+
+
+def check_only(options: list[str]) -> bool:
+    """Whether the nodes are ready for a run with these options of train.py; prints what is wrong if they are not."""
+    gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return nodes_are_ready(plan_start(os.environ, options, gpus), gpus)
+
+
+def nodes_are_ready(start: Start, gpus: int) -> bool:
+    if start.node is None or start.config is None:  # a dry run needs no nodes
+        return True
+    return member.run(start.node, start.config, {**os.environ, **start.settings}, gpus)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], check=nodes_are_ready)
