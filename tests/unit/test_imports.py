@@ -182,7 +182,7 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.hardware", "import torch.distributed"),
         ("torchtitan.launch.node", "def f():\n    import torch"),
         ("torchtitan.launch.node", "from torchtitan.observe.log import logger"),
-        ("torchtitan.launch.node", "from torchtitan.preflight.meet import meet"),
+        ("torchtitan.launch.start", "def f():\n    from torchtitan.preflight import member"),
         ("torchtitan.models.families", "from torchtitan.models.llama.args import LlamaArgs"),
         ("torchtitan.models.layers", "from torchtitan.models.llama.args import LlamaArgs"),
         ("torchtitan.models.llama.args", "from torch import nn"),
@@ -225,7 +225,8 @@ def test_an_allowed_import_is_left_alone(module, line):
 
 @pytest.mark.parametrize(
     "module",
-    ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.node", "torchtitan.models.families"]
+    ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.start", "torchtitan.preflight.start"]
+    + ["torchtitan.models.families"]
     + [f"{family}.spec" for family in FAMILIES],
 )
 def test_reading_a_config_loads_no_torch_and_takes_no_time(module):

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torchtitan import hardware
-from torchtitan.config.load import load_config_or_exit
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import way_to_head
 from torchtitan.launch.node import Node
 from torchtitan.launch.variables import read_node
+from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
 
 _SMI_SECONDS = 60  # the first call on a machine is slow
@@ -52,7 +52,7 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
     # Checked without torch and before any rank exists, so that each node shows a mistake once and at once.
-    checked = load_config_or_exit(train[1:], node.world_size, rank=0)
+    checked, _ = load_run_or_exit(train[1:], node.world_size, rank=0)
 
     settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
     understood = _understood(node, config, gpus)

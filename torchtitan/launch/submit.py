@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.config.load import load_config_or_exit
 from torchtitan.launch.job import Job
 from torchtitan.launch.sites import SITES
+from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
 
 
