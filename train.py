@@ -59,6 +59,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     # The run begins anew, or after its last checkpoint.
     checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step)
     seed = run.agree_on_seed(checkpoints.seed)
+    recorded = with_seed(config, seed)  # the configuration that repeats this run
     loader, held_out = run.build_training_loader(seed), run.build_validation_loader()
     model = run.build_model(seed)
     logger.info(f"{run.describe_model()}, seed {seed}")
@@ -67,16 +68,16 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     )
     forward_backward = run.build_forward_backward(model)
     update = Update(config, model, optimizer, run.mesh.stage_group)
-    begun = step = checkpoints.restore(with_seed(config, seed), run.blueprint, model, optimizer, loader)
+    begun = step = checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
     update.after_update()
 
     # Rank 0 writes what the run shows of itself.
     writer = None
     if place.rank == 0:
-        records = start_record(run.folder, with_seed(config, seed), goes_on=checkpoints.resumes)
+        records = start_record(run.folder, recorded, goes_on=checkpoints.resumes)
         if config.job.print_config:
-            print(to_toml(with_seed(config, seed)))
-        writer = MetricsWriter(with_seed(config, seed), records, step, training.steps, f"{peak.origin} peak")
+            print(to_toml(recorded))
+        writer = MetricsWriter(recorded, records, step, training.steps, f"{peak.origin} peak")
     collectives.make_trace_folder(comm, run.folder, run.device)
     reporter = Reporter(run, writer, peak, checkpoints.tokens_offset, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer)
