@@ -23,9 +23,9 @@ if __name__ == "__main__":  # before torch is loaded, so that --help and a mista
         (config.comm.mode == "fake_backend", "dry_run"),
         (config.checkpoint.create_seed_checkpoint, "seed_checkpoint"),
     ):
-        if asked:  # by a key of torchtitan's for what is a verb here
+        if asked:  # torchtitan has a key where this recipe has a verb
             os.execv(sys.executable, [sys.executable, "-m", "torchtitan", verb, "--", *sys.argv[1:]])
-    gc.disable()  # imports leave no garbage; looking for it takes a quarter of their time
+    gc.disable()  # imports leave no garbage, and looking for it takes a quarter of their time
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -50,13 +50,13 @@ from torchtitan.training.validate import Validator
 def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     training, comm = config.training, config.comm
 
-    # The ranks meet. What can be refused has been refused before they do.
+    # The ranks meet. Everything that can be refused is refused before that.
     run = start_run(config, blueprint, place, records=True)
     watch = Watch(run.folder, comm.init_timeout_seconds, run.mesh.groups)
     peak = run.find_peak()
     attention = run.pick_attention()
 
-    # The run begins anew, or after its last checkpoint.
+    # The run starts at step 0 or after a checkpoint.
     checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step)
     seed = run.agree_on_seed(checkpoints.seed)
     recorded = with_seed(config, seed)  # the configuration that repeats this run
@@ -71,7 +71,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     begun = step = checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
     update.after_update()
 
-    # Rank 0 writes what the run shows of itself.
+    # Rank 0 writes the records.
     writer = None
     if place.rank == 0:
         records = start_record(run.folder, recorded, goes_on=checkpoints.resumes)
@@ -105,12 +105,12 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
             saves = checkpoints.due(step, is_time_up)
             stopping = is_asked_to_stop and step < training.steps
-            if saves or reporter.due(step):  # what is saved has been judged
+            if saves or reporter.due(step):  # losses are judged before they are saved
                 reporter.flush(step, update.learning_rate)
             if validator.due(step) and not stopping:
                 with reporter.paused():
                     validator(step)
-            if saves and not stopping:  # after it: a run that goes on from here has validated
+            if saves and not stopping:  # after validation, so that a run resumed from here does not repeat it
                 with reporter.paused():
                     checkpoints.save(step, reporter.skips_in_a_row)
             if step == begun + 1:  # the slow first step is over
@@ -133,7 +133,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # nor is anything of them looked through later, or one by one at the end
+    gc.freeze()  # so that no later collection looks through the imports
     start_logging(place.rank, wants_color(config.metrics.disable_color_printing))
     try:
         main(config, blueprint, place)

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> None:
 
     verbs.add_parser("schema", help="bring train_configs/schema.json and docs/configuration.md up to date")
 
-    dry = verbs.add_parser("dry_run", help="what each rank would hold and move, on machines that are not there")
+    dry = verbs.add_parser("dry_run", help="estimate what each rank would hold and move, without the machines")
     seed = verbs.add_parser("seed_checkpoint", help="save the initial weights as step 0 and train nothing")
     for verb in (dry, seed):
         verb.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
 
     checkpoint = "a run folder (its newest checkpoint), a folder step-N, or a download from Hugging Face or Meta"
     dtypes = ("float32", "bfloat16", "float16")
-    family = "family of a downloaded model that its config.json does not tell, as model.name: path/to/file.py:SPEC"
+    family = "family of a download whose config.json names none of this recipe's: path/to/file.py:SPEC"
     convert = verbs.add_parser("convert", help="weights from and to Hugging Face, and from Meta's files")
     convert.add_argument("source", metavar="FROM", help=checkpoint)
     convert.add_argument("target", metavar="TO", help="the folder to write, new or empty")

@@ -1,4 +1,4 @@
-"""What a number of ranks makes impossible for a layout."""
+"""Finds layouts that the number of ranks makes impossible."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the mess
 
 
 def find_layout_conflicts(config: Config, world_size: int | None) -> Iterator[Finding]:
-    """Those that depend on the number of ranks only where it is known."""
+    """Rules that depend on the number of ranks are checked only if it is known."""
     yield from _async_tensor_parallel(config)
     if world_size is not None:
         yield from _ranks(config, world_size)

@@ -59,7 +59,7 @@ def check(data: dict[str, Any], origin: str, world_size: int | None = None) -> C
 
 
 def run_or_exit(load: Callable[[], Loaded], rank: int) -> Loaded:
-    """What a program loads first: rank 0 alone shows the mistakes, and the exit code is 2."""
+    """Load a program's configuration. On mistakes, rank 0 prints them and every rank exits with code 2."""
     try:
         return load()
     except ConfigError as error:
@@ -190,7 +190,7 @@ def _take_out_not_yet(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[st
 
 
 def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dict[str, Any]:
-    """What the command line sets. tyro checks types; values are left to the schema, as those of the file are."""
+    """The values that the command line sets. tyro checks their types, and the schema checks their values."""
     parsed: Any = tyro.cli(
         _options(defaults),
         args=list(argv),
@@ -221,7 +221,7 @@ def _options(section: Section) -> Any:
 
 
 def _changed(values: dict[str, Any], defaults: Section) -> dict[str, Any]:
-    """Those of the values that are not the default, as nested tables; a section without any is left out."""
+    """The values that differ from the defaults, as nested tables. A section without such a value is left out."""
     changed = {}
     for name, value in values.items():
         default = getattr(defaults, name)

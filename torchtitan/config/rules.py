@@ -1,4 +1,4 @@
-"""What makes a configuration impossible although every single value is fine: pure, no torch, all findings at once."""
+"""Finds values that are fine alone and impossible together. Pure, without torch; all findings are listed at once."""
 
 import json
 import math
@@ -14,7 +14,7 @@ RUN_FILES = [*RECORDS, "wandb", "hang", "hf", "load_only"]  # what a run writes 
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
-    """All conflicts; those that depend on the number of ranks only where it is known."""
+    """All conflicts. Rules that depend on the number of ranks are checked only if it is known."""
     findings = [*_schedule(config), *_compile(config), *_data(config)]
     findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config)]
     return [*findings, *find_layout_conflicts(config, world_size)]

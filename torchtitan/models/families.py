@@ -1,4 +1,4 @@
-"""From [model] to a Blueprint: which family, which shape, and what that model cannot be under its layout; no torch."""
+"""Turns [model] into a Blueprint: finds the family and the shape, and checks the model under its layout. No torch."""
 
 import functools
 import importlib
@@ -36,12 +36,12 @@ def load_run(
 def load_run_or_exit(
     argv: Sequence[str], world_size: int | None, rank: int, prog: str = "train.py"
 ) -> tuple[Config, Blueprint]:
-    """load_run for a program: rank 0 alone shows the mistakes, and the exit code is 2."""
+    """Like load_run, for a program: on mistakes, rank 0 prints them and every rank exits with code 2."""
     return run_or_exit(lambda: load_run(argv, world_size, prog, rank), rank)
 
 
 def plan_model(config: Config, origin: str = "the configuration") -> Blueprint:
-    """The model that a configuration with valid values names; raises ConfigError where it cannot be."""
+    """The model that a valid configuration names. Raises ConfigError if the model cannot run under it."""
     try:
         blueprint = find_model(config.model)
     except Refusal as error:
@@ -52,7 +52,7 @@ def plan_model(config: Config, origin: str = "the configuration") -> Blueprint:
 
 
 def find_model(model: Model) -> Blueprint:
-    """The family's flavor, with what [model] says besides."""
+    """The flavor's shape, with the keys of [model] over it."""
     spec = find_spec(model.name)
     known = {field.name: field for field in fields(spec.shape)}
     said = {key: getattr(model, key) for key in SHAPE_KEYS if getattr(model, key) is not None}
@@ -109,7 +109,7 @@ def _load_file(path: Path, name: str) -> Any:
     described = importlib.util.spec_from_file_location(module_name, path)
     assert described is not None and described.loader is not None
     module = importlib.util.module_from_spec(described)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up
+    sys.modules[module_name] = module  # dataclasses and pickle look up their module here
     described.loader.exec_module(module)
     return module
 
@@ -119,14 +119,14 @@ def _import(place: str, name: str) -> Any:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):
-            raise  # of something that the user's module imports
+            raise  # the user's module imports something that is missing
         raise Refusal(
             f'model.name = "{name}": there is no module {place}; correct the name, or set PYTHONPATH'
         ) from None
 
 
 def find_download(folder: Path, family: str | None = None) -> tuple[str, Blueprint]:
-    """The family and the shape that config.json of a Hugging Face folder tells; a model of no family is refused."""
+    """Read family and shape from config.json of a Hugging Face folder; refuse a model that no family reads."""
     path = folder / FROM_DOWNLOAD
     try:
         content = json.loads(path.read_bytes())
@@ -148,7 +148,7 @@ def find_download(folder: Path, family: str | None = None) -> tuple[str, Bluepri
 
 
 def as_section(name: str, blueprint: Blueprint, hf_assets_path: str) -> Model:
-    """[model] that stands for this model: the flavor of its shape, or every key of it."""
+    """The [model] section that describes this model: a flavor if one has its shape, otherwise every key."""
     shape = blueprint.shape
     kept = {"vocab_size": shape.vocab_size, "max_seq_len": shape.max_seq_len}
     for flavor, known in blueprint.spec.flavors.items():

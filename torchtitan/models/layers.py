@@ -1,4 +1,4 @@
-"""What decoders share, as plain modules: rotary positions, causal attention, a gated feed-forward, first values.
+"""Modules that decoders share: rotary positions, causal attention, a gated feed-forward, initial values.
 
 Rotation turns the two halves of a head against each other, as Hugging Face's files have it.
 """
@@ -54,7 +54,7 @@ class CausalAttention(nn.Module):
 
 
 def exchange_attention(model: nn.Module, make: Callable[[nn.Module], nn.Module]) -> int:
-    """Put another module in the place of every CausalAttention; how many there were."""
+    """Replace every CausalAttention by another module. Returns how many there were."""
     found = [
         (parent, name)
         for parent in model.modules()
@@ -89,5 +89,5 @@ class FeedForward(nn.Module):
 
 @torch.no_grad()
 def fill_normal(weight: Tensor, std: float, generator: torch.Generator) -> None:
-    """A normal distribution, cut off at three deviations."""
+    """Fill with a normal distribution, cut off at three standard deviations."""
     weight.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)

@@ -1,4 +1,4 @@
-"""What a model makes impossible for a configuration whose values are all fine; no torch."""
+"""Finds configurations that this model makes impossible, once all values are valid. No torch."""
 
 import math
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from torchtitan.refusal import Refusal
 
 
 def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
-    """The mistakes of a configuration that only its model shows, all at once."""
+    """All mistakes that depend on the model."""
     refused = list(_tensor_parallel(blueprint, config))
     yield from refused
-    # A refused degree says nothing about lengths.
+    # If the degree is refused, checking lengths against it would only repeat the mistake.
     yield from _lengths(blueprint, config, tp=1 if refused else config.parallelism.tensor_parallel_degree)
     if config.parallelism.pipeline_parallel_degree > 1:
         yield from _pipeline(blueprint, config)
@@ -21,7 +21,7 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
 
 
 def check_tensor_parallel(blueprint: Blueprint, config: Config) -> None:
-    """What a program that trains nothing asks of a model."""
+    """Refuse a degree of tensor parallelism that the model cannot take, for a program that does not train."""
     if refusals := list(_tensor_parallel(blueprint, config)):
         raise Refusal("; ".join(refusals))
 
@@ -63,7 +63,7 @@ def _pipeline(blueprint: Blueprint, config: Config) -> Iterator[str]:
 
 
 def _two_parts(config: Config) -> Iterator[str]:
-    """What does not go together with a backward that gives the gradients of inputs first, those of weights later."""
+    """Find keys that a schedule excludes if it computes gradients of inputs first and gradients of weights later."""
     recompute, parallelism = config.activation_checkpoint, config.parallelism
     csv = parallelism.pipeline_parallel_schedule_csv
     name = "parallelism.pipeline_parallel_schedule" + ("_csv" if csv else "")

@@ -1,4 +1,4 @@
-"""All that the recipe knows of a family of models, and of one model of it. No torch is imported here.
+"""All that the recipe knows of a family of models, and of one model. Importing this file imports no torch.
 
 A family is one `ModelSpec`. Its functions import torch when they are called, so that a launcher or a planner reads
 shapes in a moment. docs/architecture.md shows how to write one.
@@ -27,8 +27,8 @@ class Part:
     name: str  # in the model, as `layers.3`
     parameters: int
     flops: int  # model FLOPs of forward and backward of one token
-    kind: Literal["lookup", "layer", "other"] = "other"  # a lookup's backward needs no weights
-    tied: int = 0  # how many of the parameters belong to an earlier part, too
+    kind: Literal["lookup", "layer", "other"] = "other"  # backward of a lookup needs no weights
+    tied: int = 0  # how many of these parameters an earlier part has counted already
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HuggingFace:
 
 @dataclass(frozen=True)
 class OtherFormat:
-    """Weights that somebody else publishes in files of their own."""
+    """Weights in a publisher's own files."""
 
     shape: Any
     outline: Mapping[str, Tensor]  # on the meta device, under the model's names
@@ -61,11 +61,17 @@ class ModelSpec:
     initialize: Callable[[str, Tensor, Any, torch.Generator], None]  # gives a whole parameter its first values, by name
     # Styles of tensor parallelism by module, `layers.*.` for every layer: shape, split_sequence, loss_parallel.
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None
-    tied: Callable[[Any], tuple[str, str] | None] = lambda shape: None  # two names of one parameter, the first leads
+    tied: Callable[[Any], tuple[str, str] | None] = lambda shape: (
+        None
+    )  # two names of one parameter; it is saved under the first
     takes_muon: Callable[[str], bool] = lambda name: False  # whether Muon updates this matrix, rather than AdamW
-    refusals: Callable[[Any, Config], Iterator[str]] = lambda shape, config: iter(())  # what cannot be, and the fix
+    refusals: Callable[[Any, Config], Iterator[str]] = lambda shape, config: iter(
+        ()
+    )  # sentences that say what is impossible and what to type instead
     hugging_face: HuggingFace | None = None
-    other_formats: Mapping[str, Callable[[Path], OtherFormat]] = field(default_factory=dict)  # by a file that marks one
+    other_formats: Mapping[str, Callable[[Path], OtherFormat]] = field(
+        default_factory=dict
+    )  # by the file that marks such a folder
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,11 @@ class Blueprint:
 
     @property
     def tied(self) -> tuple[str, str] | None:
-        """The two names of a parameter that serves twice, as embedding and as output."""
+        """The two names of a parameter that is both embedding and output."""
         return self.spec.tied(self.shape)
 
     def leading_name(self, name: str) -> str:
-        """The name that a parameter is initialised, saved and loaded by: of two tied ones the first."""
+        """The name under which a parameter is initialised, saved and loaded; tied parameters share the first."""
         return self.tied[0] if self.tied and name == self.tied[1] else name
 
     def parts(self, seq_len: int = 1) -> Sequence[Part]:
@@ -94,7 +100,7 @@ class Blueprint:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, a tied one once."""
+        """The number of parameters; a tied one counts once."""
         return sum(part.parameters - part.tied for part in self.parts())
 
     def flops_per_token(self, seq_len: int) -> int:
@@ -106,7 +112,7 @@ class Blueprint:
         return sum(part.flops for part in self.parts(seq_len))
 
     def with_vocabulary(self, tokenizer_size: int) -> Blueprint:
-        """The same, with as many rows as the tokenizer has ids where nothing else fixed them."""
+        """The same model with a fixed vocabulary: the tokenizer's size, unless the flavor or [model] fixed it."""
         rows = self.shape.vocab_size or tokenizer_size
         if tokenizer_size > rows:
             raise Refusal(

@@ -1,4 +1,4 @@
-"""Which parts of a model each pipeline stage holds, and which rank holds the stage; no torch."""
+"""Decides which parts of a model each pipeline stage holds, and which rank holds the stage. No torch."""
 
 import csv
 import itertools
@@ -37,7 +37,7 @@ class StagePlan:
 
 
 def plan_stages(parts: Sequence[Part], parallelism: Parallelism) -> StagePlan:
-    """Cut the model as the configuration says; by default so that the slowest stage is as fast as can be."""
+    """Cut the model as the configuration says. By default the slowest stage is as fast as possible."""
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if degree == 1:
         return StagePlan((tuple(parts),), (0,))
@@ -61,7 +61,7 @@ def plan_stages(parts: Sequence[Part], parallelism: Parallelism) -> StagePlan:
 
 
 def _cut(parts: Sequence[Part], parallelism: Parallelism, num_stages: int | None) -> tuple[tuple[Part, ...], ...]:
-    """The parts of each stage; the number of stages is the schedule file's where there is one."""
+    """The parts of each stage. A schedule file fixes the number of stages."""
     if (names := parallelism.module_fqns_per_model_part) is not None:
         _check_modules(names, [part.name for part in parts])
         by_name = {part.name: part for part in parts}
@@ -124,7 +124,7 @@ def _default_num_stages(num_layers: int, parallelism: Parallelism) -> int:
 
 
 def _end_weights(parallelism: Parallelism) -> tuple[int, int] | None:
-    """Layers that embedding and output count for, if the configuration says so."""
+    """How many layers the embedding and the output count for, if the configuration says so."""
     first = parallelism.pipeline_parallel_first_stage_less_layers
     last = parallelism.pipeline_parallel_last_stage_less_layers
     if first is None and last is None:
@@ -154,10 +154,10 @@ def _spread(parts: Sequence[Part], parallelism: Parallelism, num_stages: int) ->
 
 
 def _balance(parts: Sequence[Part], num_stages: int) -> list[int]:
-    """The slowest stage as fast as possible; among such cuts, the largest stage as small as possible.
+    """Make the slowest stage as fast as possible, and among such cuts the largest stage as small as possible.
 
-    Time is counted in FLOPs, where a lookup costs nothing, and size in parameters, where it does. Layers are taken
-    for alike.
+    Time is counted in FLOPs, where a lookup costs nothing, and size in parameters, where it does. The cut assumes
+    that all layers cost the same.
     """
     layers = [part for part in parts if part.kind == "layer"]
     begin, end = parts[: parts.index(layers[0])], parts[parts.index(layers[-1]) + 1 :]
@@ -228,7 +228,7 @@ def _check_stages_a_rank(num_stages: int, degree: int, schedule: str) -> None:
 
 
 def _read_csv(path: str, degree: int) -> tuple[list[int], int, bool]:
-    """Of a schedule with a row of actions for each rank: each stage's rank, the microbatches, if backward is in two."""
+    """Read a schedule file: each stage's rank, the number of microbatches, and whether backward is in two parts."""
     name = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
     try:
         with Path(path).open(newline="") as file:

@@ -1,4 +1,4 @@
-"""What a rank holds of a model: all of it or some stages, and a tied weight, which two stages may share."""
+"""The part of a model that a rank holds (all of it or some stages), and the weight that two stages may share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def tie(model: nn.Module, names: tuple[str, str] | None) -> bool:
-    """Make both names one parameter again where the module has both; whether it has."""
+    """Make both names one parameter again, if the module has both. Returns whether it has."""
     if names is None:
         return False
     owners = [_owner(model, name) for name in names]
@@ -24,7 +24,7 @@ def tie(model: nn.Module, names: tuple[str, str] | None) -> bool:
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """The module that has the parameter, if it is in this stage, and the parameter's name there."""
+    """The module that holds the parameter, if this stage has it, and the parameter's name in that module."""
     module, _, leaf = name.rpartition(".")
     try:
         return model.get_submodule(module), leaf
@@ -45,7 +45,7 @@ class TiedWeight:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Give both the sum of their gradients, so that they stay the same."""
+        """Set both gradients to their sum, so that the two copies stay equal."""
         if self.first is not None and self.copy is not None:
             assert self.first.grad is not None and self.copy.grad is not None
             total = self.first.grad + self.copy.grad
@@ -69,7 +69,7 @@ class TiedWeight:
 
     @torch.no_grad()
     def copy_first(self, states: Mapping[Any, dict[str, Tensor]]) -> None:
-        """Give a copy that lies beside the first on this rank the first's values and optimizer states."""
+        """If this rank holds both, give the copy the first one's values and optimizer states."""
         if self.first is None or self.copy is None:
             return
         self.copy.copy_(self.first)
@@ -79,13 +79,13 @@ class TiedWeight:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What this rank holds of a model: all of it, or its stages of a pipeline, each by its number."""
+    """The stages that this rank holds, by number; without a pipeline, one stage is the whole model."""
 
     stages: Mapping[int, nn.Module]
-    ranks: Sequence[int]  # of all stages, which pipeline rank holds them
+    ranks: Sequence[int]  # the pipeline rank of every stage
     axis: DeviceMesh
-    dim: int  # of the activations between stages
-    vocab_size: int  # of what the last one gives
+    dim: int  # width of the activations between stages
+    vocab_size: int  # width of the last stage's output
     tied: TiedWeight | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -93,13 +93,13 @@ class ModelParts:
             yield from stage.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names they have in the model, however its blocks are wrapped."""
+        """Parameters under the names they have in the unwrapped model."""
         for stage in self.stages.values():
             for name, parameter in stage.named_parameters():
                 yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """By the names they are saved and loaded by: a tied weight and its copy have one."""
+        """Parameters under the names of a checkpoint, where a tied weight and its copy are one entry."""
         named: dict[str, nn.Parameter] = {}
         for name, parameter in self.named_parameters():
             is_copy = self.tied is not None and parameter is self.tied.copy
@@ -111,9 +111,9 @@ class ModelParts:
         return len(self.ranks) - 1 in self.stages
 
     def own_gradients(self) -> list[Tensor]:
-        """The gradients here, those of a tied weight on one stage only."""
+        """This rank's gradients; a tied weight counts on one stage only."""
         copy = self.tied.copy if self.tied else None
         own = [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
-        if not own and copy is not None and copy.grad is not None:  # a stage that has nothing else
+        if not own and copy is not None and copy.grad is not None:  # the stage holds nothing else
             own = [torch.zeros_like(copy.grad)]
         return own

@@ -26,7 +26,7 @@ from torchtitan.parallel.parts import ModelParts
 
 
 class Pipeline:
-    """Takes a local batch through all stages, forward and backward or forward only."""
+    """Runs a local batch through all stages, forward and backward or forward only."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class Pipeline:
         self.csv = parallelism.pipeline_parallel_schedule_csv
         by_name = parallelism.pipeline_parallel_schedule
         self.schedule_class: Any = _PipelineScheduleRuntime if self.csv else get_schedule_class(by_name)
-        self.sequence_shards = parallelism.tensor_parallel_degree  # of activations between stages, [B, S / this, dim]
+        self.sequence_shards = parallelism.tensor_parallel_degree  # activations between stages are [B, S / this, dim]
         self._schedules: dict[tuple[int, ...], Any] = {}
 
     def __call__(
         self, inputs: Tensor, labels: Tensor, positions: Tensor | None, mask: Any, divisor: Tensor | None
     ) -> Tensor:
-        """The summed loss; gradients are of the loss over the divisor, and without one there are none."""
+        """Return the summed loss. With a divisor, also compute the gradients of loss / divisor."""
         batch_size, seq_len = inputs.shape
-        if positions is None:  # later stages cannot tell from what they receive: it may be split along the sequence
+        if positions is None:  # later stages cannot derive them from their input, which may be split along the sequence
             positions = torch.arange(seq_len, device=inputs.device)
         training = divisor is not None
         key = batch_size, seq_len, training
@@ -60,7 +60,7 @@ class Pipeline:
             target=labels,
             return_outputs=False,
             positions=positions.expand(batch_size, -1),
-            **({} if mask is None else {"mask": mask}),  # torch 2.11 takes every input for a tensor
+            **({} if mask is None else {"mask": mask}),  # torch 2.11 treats every input as a tensor
         )
         return self._total
 
@@ -70,7 +70,7 @@ class Pipeline:
         return summed if self._divisor is None else summed / self._divisor
 
     def _build(self, batch_size: int, seq_len: int, training: bool) -> Any:
-        """A schedule for batches of this shape; shapes are told, so that no stage has to try itself out first."""
+        """Build a schedule for batches of this shape. Passing shapes in spares a trial run of every stage."""
         num_stages = len(self.parts.ranks)
         tokens = torch.empty(self.microbatch_size, seq_len, dtype=torch.long, device="meta")
         between = (self.microbatch_size, seq_len // self.sequence_shards, self.parts.dim)
@@ -99,7 +99,7 @@ class Pipeline:
         if self.csv:
             schedule._load_csv(self.csv)
         if not training and not single:
-            # eval() leaves backward to the stages, which fail where two neighbours are on one rank.
+            # eval() runs the stages' backward, which fails if two neighbouring stages are on one rank.
             for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD):
                 schedule.register_custom_function(kind, _no_backward)
         return schedule

@@ -11,21 +11,21 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchtitan.config.schema import ActivationCheckpoint
 
-# Kept: what costs most to compute again, or to send again for what it takes.
+# Outputs to keep: the operations that cost most to compute or to send again.
 _SAVED_OPERATIONS = {
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._efficient_attention_forward.default,  # of a piece under context parallelism, in float32
+    torch.ops.aten._efficient_attention_forward.default,  # a piece under context parallelism, in float32
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops.aten.max.default,  # a scale of float8
 }
 
 
 def apply_recompute(model: nn.Module, layers: Sequence[str], config: ActivationCheckpoint) -> None:
-    """Exchange layers for ones that recompute; parameter names do not change.
+    """Replace layers by ones that recompute. Parameter names do not change.
 
     `layers` are the names of the whole model's, so that every n-th is the same on any stage of a pipeline.
     """
@@ -35,7 +35,7 @@ def apply_recompute(model: nn.Module, layers: Sequence[str], config: ActivationC
         settings = torch._functorch.config
         settings.activation_memory_budget = config.memory_budget
         if hasattr(settings, "unsafe_treat_script_objects_as_zero_size"):
-            # Tensor parallelism has the compiler save meshes as well, which torch 2.13 does not put a size to.
+            # With tensor parallelism the compiler also saves meshes, whose size torch 2.13 does not know.
             settings.unsafe_treat_script_objects_as_zero_size = True
         return
     every = 1 if config.by_operation or config.mode == "full" else int(config.selective_ac_option)

@@ -1,4 +1,4 @@
-"""A run's data: found before ranks meet, opened as the loader of training or of validation."""
+"""Finds a run's data before the ranks meet, and opens it as the loader of training or validation."""
 
 import torch
 
@@ -13,7 +13,7 @@ from torchtitan.refusal import Refusal
 
 
 def check_data(config: Config) -> None:
-    """Refuse data that is not there; what is in it shows when the loaders are built."""
+    """Refuse data that does not exist. Its content is checked when the loaders are built."""
     named: list[tuple[str, Training | Validation | DataSource]] = [
         (f"training.sources[{i}]", source) for i, source in enumerate(config.training.sources)
     ]
@@ -53,7 +53,7 @@ def build_validation_loader(
     """The held-out data in file order.
 
     It ends when no rank has any left; the last batches are filled up with ignored tokens. Its batches are as large as
-    the training's, so that what `validation.steps` of them hold does not depend on ranks.
+    the training's, so `validation.steps` batches hold the same text on any number of ranks.
     """
     validation = config.validation
     source = DataSource(dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key)

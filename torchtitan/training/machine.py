@@ -1,4 +1,4 @@
-"""The last of three places where a run is refused: what this machine, or what is installed on it, cannot do.
+"""The last of three places where a run is refused: what this machine or its installed packages cannot do.
 
 The values come first (config/rules.py), then the model under its layout (models/rules.py).
 """
@@ -15,7 +15,7 @@ from torchtitan.refusal import Refusal
 
 
 def check_machine(config: Config, device: torch.device) -> None:
-    """Refuse before anything is started."""
+    """Refuse a configuration that this machine cannot run, before anything starts."""
     if config.metrics.enable_wandb:
         import_wandb()
     if config.compile.enable:
@@ -57,7 +57,7 @@ def _check_compiler(config: Config, device: torch.device) -> None:
     degree, recompute = config.parallelism.tensor_parallel_degree, config.activation_checkpoint
     whole = recompute.mode in ("selective", "full") and not recompute.by_operation
     if degree > 1 and whole and config.compile.model and device.type == "cpu":
-        # The random state that a CPU's attention is recomputed with trades places with the mesh (docs/log.md).
+        # torch swaps the random state, with which a CPU recomputes attention, and the mesh (docs/log.md).
         raise Refusal(
             f"compile.enable = true with tensor_parallel_degree = {degree} cannot recompute whole blocks on a CPU: "
             f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '

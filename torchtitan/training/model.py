@@ -1,4 +1,4 @@
-"""This rank's part of a model: laid out over the mesh without memory, given memory, filled with first values."""
+"""Builds this rank's part of a model: lays it out on the meta device, allocates memory, fills in initial values."""
 
 import hashlib
 
@@ -18,9 +18,9 @@ from torchtitan.weights.tensors import copy_part
 def build_model(config: Config, blueprint: Blueprint, mesh: Mesh, device: torch.device, seed: int) -> ModelParts:
     """This rank's part of the model, with initial weights that depend on seed and name, not on the layout.
 
-    Each rank draws every whole parameter it has a part of, one at a time, and keeps its part. Kinds of devices have
-    generators of their own, so another kind gives other values; values are drawn on the device also where the
-    parameters are kept on the host.
+    Each rank draws every parameter that it has a part of, whole and one at a time, and keeps its part. Each kind of
+    device has its own random generator, so another kind gives other values. Values are drawn on the device even if
+    the parameters are kept on the host.
     """
     model = lay_out_model(config, blueprint, mesh)
     give_memory(model, config, device)
@@ -58,6 +58,6 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
 
 
 def give_memory(model: ModelParts, config: Config, device: torch.device) -> None:
-    """Parameters on the device, or on the host with `training.enable_cpu_offload`; without values yet."""
+    """Allocate the parameters, without values, on the device or (`training.enable_cpu_offload`) on the host."""
     for stage in model.stages.values():
         stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)

@@ -1,6 +1,6 @@
-"""How any model meets a mesh, in this order: TP, CP, recompute, compile each layer, shard.
+"""Applies the mesh to any model, in this order: TP, CP, recompute, compile each layer, shard.
 
-What is the family's own comes from its spec: the plan of tensor parallelism and the parts.
+The family's spec contributes the plan of tensor parallelism and the parts.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ def apply_parallelism(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config
         exchange_attention(model, AttentionByProducts)
     apply_recompute(model, blueprint.layers, config.activation_checkpoint)
     if compile_.enable and mesh.dims.tp > 1:
-        # What split tensors compile to depends on the rank, but the key it is cached under does not, and with another
-        # rank's code a second run would train wrongly: https://github.com/pytorch/pytorch/issues/188390
+        # The code compiled for split tensors depends on the rank, but its cache key does not. With another rank's code
+        # a second run would train wrongly: https://github.com/pytorch/pytorch/issues/188390
         torch.compiler.config.cache_key_tag = f"rank {mesh.devices.get_rank()}"
     modules = dict(model.named_modules())
     if compile_.model:
@@ -73,7 +73,7 @@ def apply_parallelism(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config
 
 
 def sharding_units(model: nn.Module, blueprint: Blueprint) -> list[list[nn.Module]]:
-    """What is gathered together: each part before the layers, each layer, and all that follows them.
+    """The modules that FSDP gathers together: each part before the layers, each layer, and all parts after them.
 
     A tied weight stays with the root, which is gathered throughout.
     """
@@ -111,7 +111,7 @@ def split_tensors(
     parallelize_module(model, axis, ends)
     for name in ends:
         wait_for_output(modules[name])
-    tie(model, blueprint.tied)  # both were split alike, by rows, but each on its own
+    tie(model, blueprint.tied)  # both were split by rows, but as separate parameters
     left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if split_sequence and left_out:
         raise Refusal(

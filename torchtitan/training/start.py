@@ -1,4 +1,4 @@
-"""The one place where a run is put together: everything there is before the model, and the builders of what follows.
+"""The one place where a run is put together: the ranks and their mesh, and the builders of data, model and step.
 
 Training, evaluation, generation and the dry run all begin here.
 """
@@ -32,7 +32,7 @@ from torchtitan.training.step import ForwardBackward
 
 @dataclass(frozen=True)
 class Run:
-    """What stands before there is a model: the ranks have met, and each knows its place and its share."""
+    """A run whose ranks have met: each knows its place, its device and its share of the batch. It has no model yet."""
 
     config: Config
     blueprint: Blueprint  # with the vocabulary fixed
@@ -62,7 +62,7 @@ class Run:
         return f"{name}: {parameters:,} parameters, {batch}, local batches a rank: {self.batch.num_local_batches}"
 
     def agree_on_seed(self, saved: int | None) -> int:
-        """The seed that the configuration names, or a resumed run began with, or that rank 0 draws."""
+        """The configuration's seed, or else the resumed run's, or else one that rank 0 draws."""
         seed = saved if self.config.debug.seed is None else self.config.debug.seed
         return collectives.from_rank_0(secrets.randbits(31) if seed is None else seed)
 
@@ -78,7 +78,7 @@ class Run:
         return peak
 
     def pick_attention(self) -> AbstractContextManager:
-        """Inside, a GPU computes attention by the fastest kernel that can take this model's."""
+        """A context in which a GPU computes attention by the fastest kernel that supports this model."""
         shape, dims, training = self.blueprint.shape, self.dims, self.config.training
         kernel, attention = hardware.pick_attention(
             self.device,
@@ -129,7 +129,7 @@ class Run:
         self.stop()
 
     def stop(self) -> None:
-        """Part from the other ranks, and let others have the run folder."""
+        """Leave the process group and release the run folder."""
         collectives.stop_process_group()
         if self.lock is not None:
             self.lock.close()
@@ -173,7 +173,7 @@ def lay_out_ranks(
     folder: Path | None = None,
     lock: IO[str] | None = None,
 ) -> Run:
-    """The run on its mesh, once there is a process group."""
+    """Lay the ranks out on the mesh; the process group must exist."""
     dims = plan_layout(config.parallelism, place.world_size)
     batch = plan_batch(config.training, dims.dp)
     mesh = build_mesh(dims, device.type)

@@ -1,4 +1,4 @@
-"""What of a run a checkpoint holds: its tensors by names that no layout changes, and the place in the data."""
+"""The contents of a checkpoint: tensors under names that do not depend on the layout, and the place in the data."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ def model_tensors(model: ModelParts) -> Tensors:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Of a weight that FSDP gathers in float8, what torchao's wrapper holds: a checkpoint is read without torchao."""
+    """Unwrap a weight that FSDP gathers in float8, so that a checkpoint can be read without torchao."""
     if not isinstance(tensor, DTensor):
         return tensor
     local = tensor.to_local()
@@ -27,7 +27,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Its states, made first where there has been no update yet."""
+    """The optimizer's states. Creates them if there has been no update yet."""
     named = model.saved_parameters()
     if not optimizer.state:
         make_states(optimizer)
@@ -39,7 +39,7 @@ def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Te
 
 
 def data_tensors(loader: Loader) -> Tensors:
-    """The place of each of this rank's streams, as the bytes of JSON; what all streams share is `data_header`."""
+    """The place of each of this rank's streams, as bytes of JSON. `data_header` has what all streams share."""
     texts = {f"data.{name}": json.dumps(state) for name, state in loader.state_dict()["streams"].items()}
     return {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
 

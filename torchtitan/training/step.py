@@ -1,4 +1,4 @@
-"""Forward and backward of one optimizer step: local batches in turn, one division by the global token count."""
+"""Forward and backward of one optimizer step: one local batch after another, divided once by the global token count."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class StepLoss:
     """A step's loss as scalars that are still on the device."""
 
-    share: Tensor  # this rank's part of the global mean: the parts of all ranks with other tokens add up to it
+    share: Tensor  # this rank's part of the global mean: the sum over ranks with other tokens is the mean
     own: Tensor  # the mean over this rank's own tokens
 
 
@@ -46,7 +46,7 @@ class ForwardBackward:
             from torchtitan.parallel.pipeline import Pipeline
 
             self.run = Pipeline(model, loss, parallelism, getattr(torch, training.mixed_precision_param), device)
-        # Looked up once: slicing a mesh costs tensor operations.
+        # Look these up once, because slicing a mesh costs tensor operations.
         self.token_group, self.cp_axis = mesh.tokens.get_group(), mesh.devices["cp"]
 
     def __call__(self, batch: Batch) -> StepLoss:
@@ -62,7 +62,7 @@ class ForwardBackward:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, local_batch_size: int) -> Tensor:
-        """This rank's summed loss and number of counted tokens, in float64; no gradients."""
+        """Return this rank's summed loss and its number of counted tokens, in float64. Computes no gradients."""
         batch, positions = self._own_part(batch)
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._local_batches(batch, positions, local_batch_size):
@@ -71,7 +71,7 @@ class ForwardBackward:
         return torch.stack([total.double(), tokens.double()])
 
     def _own_part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """The positions this rank holds of each sequence; documents stay whole, for the mask."""
+        """Keep this rank's positions of each sequence. Document numbers stay whole, because the mask needs them."""
         if self.cp_axis.size() == 1:
             return batch, None
         from torchtitan.parallel.context import own_positions
@@ -88,7 +88,7 @@ class ForwardBackward:
         mask: "Tensor | Masks | None",
         divisor: Tensor | None,
     ) -> Tensor:
-        """As Pipeline's: the summed loss, and gradients of it over the divisor if there is one."""
+        """Return the summed loss. With a divisor, also compute the gradients of loss / divisor, as Pipeline does."""
         output = self.model.stages[0](inputs, positions=positions, mask=mask)
         summed = self.loss(output, labels)  # a term that the model returns (a router's balance) would be added here
         if divisor is not None:

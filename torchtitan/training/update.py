@@ -1,4 +1,4 @@
-"""What follows backward: the gradient norm, the optimizer at the step's learning rate, and what depends on weights."""
+"""Everything after backward: the gradient norm, the optimizer's update, and values that depend on the new weights."""
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ class Update:
             update_in_backward(optimizer, self._norm.add, lambda: self.learning_rate)
 
     def begin(self, step: int) -> None:
-        """Set the learning rate, which an update in backward needs already."""
+        """Set the step's learning rate before backward, because an update in backward needs it."""
         factor = learning_rate_factor(step, self.config.lr_scheduler, self.config.training.steps)
         self.learning_rate = self.config.optimizer.lr * factor
 
     def apply(self) -> Tensor:
-        """Clip and update; the gradient norm before clipping, still on the device."""
+        """Clip the gradients and update. Returns the gradient norm before clipping, still on the device."""
         self._norm.add(*self.model.own_gradients())
         gradient_norm = self._norm.total()
         apply_update(self.optimizer, self.learning_rate, gradient_norm, self.config.training.max_norm)
@@ -37,7 +37,7 @@ class Update:
         return gradient_norm
 
     def after_update(self) -> None:
-        """What follows from the new weights; a model's buffers that an update moves (a router's bias) belong here."""
+        """Recompute values that depend on the weights. Buffers that follow an update (a router's bias) go here."""
         if self.config.float8 is not None:
             from torchtitan.parallel.float8 import update_float8_scales
 

@@ -1,4 +1,4 @@
-"""Loss on held-out data: the same batches every time, each token counted once, on however many ranks."""
+"""Measures the loss on held-out data: the same batches every time, each token once, on any number of ranks."""
 
 import torch
 
@@ -11,14 +11,14 @@ from torchtitan.training.step import ForwardBackward
 
 
 class Validator:
-    """Called after a step, records the mean loss over the first batches of the data, or over all of it."""
+    """Records the mean loss over the first batches of the data, or over all of it."""
 
     def __init__(
         self, run: Run, forward_backward: ForwardBackward, loader: Loader | None, writer: MetricsWriter | None = None
     ) -> None:
         self.config, self.device, self.group = run.config.validation, run.device, run.mesh.losses.get_group()
         self.forward_backward, self.loader, self.writer = forward_backward, loader, writer
-        self._last = 0  # the step it was called after
+        self._last = 0  # the step of the last validation
 
     def due(self, step: int) -> bool:
         return self.loader is not None and step % self.config.freq == 0 and step != self._last
@@ -30,7 +30,7 @@ class Validator:
             self.writer.write_validation(step, loss, tokens)
 
     def finish(self, step: int, goes_on: bool) -> None:
-        """Validate where the run ends; one that will go on validates only when it is due."""
+        """Validate at the end of the run. A run that will be resumed validates only when it is due."""
         if self.due(step) or (self.loader is not None and not goes_on and step != self._last):
             self(step)
 

@@ -1,4 +1,4 @@
-"""What each rank of a run would hold and move, on machines that are not there.
+"""Estimates what each rank of a run would hold and move, without the machines.
 
 python -m torchtitan dry_run train_configs/llama3_405b.toml --world_size 512
 """

@@ -1,4 +1,4 @@
-"""A model in this recipe's checkpoints: read as named tensors, and written one tensor at a time."""
+"""Reads the model of a checkpoint as named tensors, and writes one, a tensor at a time."""
 
 import warnings
 from typing import Any
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.weights.tensors import Weights
 
-_MODEL = "model."  # what a checkpoint's names of parameters begin with
+_MODEL = "model."  # prefix of a parameter's name in a checkpoint
 
 
 def open_checkpoint(storage: Storage, step: int) -> Weights:
@@ -40,7 +40,7 @@ def save_checkpoint(weights: Weights, storage: Storage, config: dict[str, Any], 
     writer = storage.writer(0)
     writer.single_file_per_rank = False  # a file a tensor: torch keeps what it has written until the file is closed
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what is wanted
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
         dcp.save(outline, storage_writer=writer, planner=_ReadingPlanner(weights, dtype), no_dist=True)
     files = storage.describe(storage.being_written(0), storage.names(storage.being_written(0)))
     storage.complete(Manifest(0, files, config, layout="1 rank", versions={"torch": torch.__version__}, run={}))

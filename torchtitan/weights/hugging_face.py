@@ -1,4 +1,4 @@
-"""Hugging Face folders: safetensors are read by name, and written one tensor at a time with all that belongs there."""
+"""Reads and writes Hugging Face folders: safetensors, config.json, and the tokenizer's files."""
 
 import json
 import shutil
@@ -59,13 +59,13 @@ def save_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face folder, holding one tensor at a time; it gets its name when it is complete."""
+    """Write a Hugging Face folder, holding one tensor at a time. The last step is the rename to its name."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     target = refuse_existing(folder)
     writing = target.with_name(f"{target.name}.writing")
     renamed = weights.renamed({to_hf_name(name): name for name in weights.outline})
-    shutil.rmtree(writing, ignore_errors=True)  # of a conversion that was cut short
+    shutil.rmtree(writing, ignore_errors=True)  # leftover of a conversion that was cut short
     writing.mkdir(parents=True)
     outline = {name: like.to(dtype or like.dtype) for name, like in renamed.outline.items()}
     split = split_state_dict_into_shards_factory(
@@ -86,7 +86,7 @@ def save_hf(
 
 
 def refuse_existing(folder: str) -> Path:
-    """Whatever is there is never written over."""
+    """Refuse a target that exists; nothing is overwritten."""
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refusal(f"{folder} is there already; remove it, or name another folder")
@@ -94,7 +94,7 @@ def refuse_existing(folder: str) -> Path:
 
 
 def copy_assets(assets: str | Path, target: Path) -> None:
-    """The tokenizer's files, whatever kind it is, and how to generate; one file under the name it is looked for by."""
+    """Copy the tokenizer's files and generation_config.json. A single file gets the name that readers look for."""
     assets = Path(assets)
     target.mkdir(parents=True, exist_ok=True)
     if assets.is_file():
@@ -107,7 +107,7 @@ def copy_assets(assets: str | Path, target: Path) -> None:
 
 
 def _write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) -> None:
-    """The format by hand, 8 bytes of length, a JSON header, the bytes: safetensors' own writer wants a whole file."""
+    """Write the format by hand (length, JSON header, data), because safetensors' writer needs all tensors at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, like in outline.items():

@@ -1,4 +1,4 @@
-"""The model that a path leads to: a run's checkpoint, a Hugging Face folder, or a family's own files.
+"""Opens the model at a path: a run's checkpoint, a Hugging Face folder, or a publisher's own files.
 
 All three are opened alike, and their weights are read when they are asked for.
 """
@@ -30,10 +30,10 @@ class StoredModel:
     """A model that is stored somewhere."""
 
     weights: Weights  # under the model's names, complete
-    family: str  # as model.name
+    family: str  # the value of model.name
     blueprint: Blueprint
     assets: Path  # folder of the tokenizer and generation_config.json
-    dtype: torch.dtype  # to compute in
+    dtype: torch.dtype  # type to compute in
     config: Config | None = None  # the run's
     place: tuple[Storage, Manifest] | None = None
 
@@ -43,7 +43,7 @@ class StoredModel:
         return self.place is not None and self.place[1].step > 0
 
     def reading(self) -> AbstractContextManager:
-        """Inside, a run that goes on does not remove the checkpoint."""
+        """Inside this context, a running training does not remove the checkpoint."""
         return self.place[0].reading(self.place[1].step) if self.place else nullcontext()
 
     def plain_config(self, folder: str, assets: Path, degree: int = 1) -> Config:
@@ -76,7 +76,7 @@ def open_model(path: str, family: str | None = None) -> StoredModel:
 
 
 def build_tokenizer_for(source: StoredModel, path: str | Path) -> Tokenizer:
-    """The tokenizer there, if the model has a row for each of its ids."""
+    """The tokenizer at this path; refused if the model has fewer rows than the tokenizer has ids."""
     tokenizer = build_tokenizer(path)
     source.blueprint.with_vocabulary(tokenizer.vocab_size)
     return tokenizer
@@ -89,7 +89,7 @@ def outline_of(blueprint: Blueprint) -> dict[str, Tensor]:
 
 
 def check_shape(source: StoredModel, blueprint: Blueprint) -> None:
-    """Refuse weights of another model than a run's; max_seq_len may differ, no weight depends on it."""
+    """Refuse weights of another model than the run's. max_seq_len may differ, because no weight depends on it."""
     if source.blueprint.spec.shape is not blueprint.spec.shape:
         raise Refusal(f"{source.weights.where} holds {source.blueprint.name}, this run trains {blueprint.name}")
     ours = asdict(blueprint.shape)
@@ -110,7 +110,7 @@ def load_weights(source: StoredModel, model: ModelParts) -> None:
 def write_hf(
     source: StoredModel, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """A folder that transformers loads."""
+    """Write a folder that transformers loads."""
     hugging_face = source.blueprint.spec.hugging_face
     if hugging_face is None:
         raise Refusal(
@@ -138,7 +138,7 @@ def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
     config = Config.model_validate(manifest.config)
     blueprint = find_model(config.model)
     weights = open_checkpoint(storage, manifest.step)
-    rows = _rows_of_embedding(blueprint, weights)  # what a tokenizer may have decided
+    rows = _rows_of_embedding(blueprint, weights)  # the tokenizer may have fixed it
     blueprint = replace(blueprint, shape=replace(blueprint.shape, vocab_size=rows))
     weights.check(outline_of(blueprint))
     dtype = getattr(torch, config.training.mixed_precision_param)
@@ -149,7 +149,7 @@ def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
 def _rows_of_embedding(blueprint: Blueprint, weights: Weights) -> int:
     lookup = next(part.name for part in blueprint.parts() if part.kind == "lookup")
     embedding = weights.outline.get(f"{lookup}.weight")
-    return 1 if embedding is None else len(embedding)  # what is missing is found by the check that follows
+    return 1 if embedding is None else len(embedding)  # the check that follows finds a missing embedding
 
 
 def _open_hf(folder: Path, family: str | None) -> StoredModel:

@@ -16,7 +16,7 @@ class Weights:
 
     where: str
     outline: dict[str, Tensor]  # on the meta device
-    fill: Callable[[str, Tensor], None]  # reads into a tensor, of a sharded one only what this rank holds
+    fill: Callable[[str, Tensor], None]  # reads into a tensor; for a sharded one, only this rank's part
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         like = self.outline[name]
@@ -25,7 +25,7 @@ class Weights:
         return tensor
 
     def check(self, wanted: Mapping[str, Tensor]) -> None:
-        """Refuse other names than those wanted, and other shapes."""
+        """Refuse missing names, unexpected names and other shapes."""
         faults = [f"missing: {name}" for name in wanted if name not in self.outline]
         faults += [f"unexpected: {name}" for name in self.outline if name not in wanted]
         faults += [
@@ -37,14 +37,14 @@ class Weights:
             raise Refusal("\n  ".join([f"{self.where} does not fit the model:", *faults]))
 
     def renamed(self, old_names: Mapping[str, str]) -> "Weights":
-        """The same under new names, given as new -> old."""
+        """The same weights under new names; `old_names` maps new to old."""
         outline = {new: self.outline[old] for new, old in old_names.items()}
         return replace(self, outline=outline, fill=lambda name, tensor: self.fill(old_names[name], tensor))
 
 
 @torch.no_grad()
 def copy_part(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Read what this rank holds of a tensor, in the tensor's own type."""
+    """Read this rank's part of a tensor, in the tensor's own type."""
     part = tuple(slice(0, size) for size in tensor.shape)
     if isinstance(tensor, DTensor):
         for chunk in tensor.__create_chunk_list__():  # DTensor's description of itself for checkpoints
