@@ -139,7 +139,7 @@ def pick(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generato
 
 
 def stop_ids(assets: Path, tokenizer: Tokenizer) -> set[int]:
-    """The ids that end a text: the tokenizer's EOS, and those in generation_config.json (a chat model's end of turn)."""
+    """The ids that end a text: the tokenizer's EOS, and those of generation_config.json (as a chat's end of turn)."""
     path = assets / "generation_config.json"
     named = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
     return {tokenizer.eos_id, *([named] if isinstance(named, int) else named or [])}
