@@ -28,7 +28,7 @@ def _async_tensor_parallel(config: Config) -> Iterator[Finding]:
     elif not (config.compile.model and config.compile.backend == "inductor"):
         yield (
             (name, "compile.enable", "compile.components", "compile.backend"),
-            f"{name} = true is carried out by the compiler; set compile.enable = true with "
+            f"{name} = true needs the compiler; set compile.enable = true with "
             f'"model" among compile.components and compile.backend = "inductor", or set it to false',
         )
 

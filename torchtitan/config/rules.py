@@ -25,7 +25,7 @@ def _optimizer(config: Config) -> Iterator[Finding]:
     if config.optimizer.name == "Muon" and config.training.on_nonfinite == "skip":
         yield (
             ("optimizer.name", "training.on_nonfinite"),
-            'training.on_nonfinite = "skip" leaves updates out on the device, which optimizer.name = "Muon" cannot; '
+            'training.on_nonfinite = "skip" skips updates on the device, but optimizer.name = "Muon" cannot do that; '
             'use "AdamW", or on_nonfinite = "stop"',
         )
     if config.optimizer.early_step_in_backward:
@@ -35,14 +35,14 @@ def _optimizer(config: Config) -> Iterator[Finding]:
     if config.training.on_nonfinite == "skip":
         yield (
             ("training.on_nonfinite", "optimizer.implementation"),
-            f'training.on_nonfinite = "skip" leaves updates out on the device, which '
-            f'optimizer.implementation = "{implementation}" cannot; use "fused"',
+            f'training.on_nonfinite = "skip" skips updates on the device, but '
+            f'optimizer.implementation = "{implementation}" cannot do that; use "fused"',
         )
     if config.optimizer.moments_dtype != "float32":
         yield (
             ("optimizer.moments_dtype", "optimizer.implementation"),
-            f'optimizer.moments_dtype = "{config.optimizer.moments_dtype}" has an implementation of its own, in one '
-            f'pass; "{implementation}" is another; set optimizer.implementation = "fused"',
+            f'optimizer.moments_dtype = "{config.optimizer.moments_dtype}" requires optimizer.implementation = '
+            f'"fused", not "{implementation}"; set it to "fused", or moments_dtype to "float32"',
         )
 
 
@@ -60,7 +60,7 @@ def _early_step(config: Config) -> Iterator[Finding]:
             config.training.on_nonfinite == "skip",
             "training.on_nonfinite",
             '"skip"',
-            "an update is left out once all gradients are known",
+            "an update is skipped only once all gradients are known",
             '"stop"',
         ),
         (
@@ -106,12 +106,13 @@ def _compile(config: Config) -> Iterator[Finding]:
     if recompute.mode == "selective" and option != "op" and not re.fullmatch("[1-9][0-9]*", option):
         yield (
             ("activation_checkpoint.selective_ac_option",),
-            f'activation_checkpoint.selective_ac_option = "{option}" is neither "op" nor a number of blocks, as "2"',
+            f'activation_checkpoint.selective_ac_option = "{option}" is not allowed; use "op", '
+            f'or a number of blocks, as "2"',
         )
     if recompute.mode == "memory_budget" and not config.compile.model:
         yield (
             ("activation_checkpoint.mode", "compile.enable", "compile.components"),
-            'activation_checkpoint.mode = "memory_budget" is carried out by the compiler; set compile.enable = true '
+            'activation_checkpoint.mode = "memory_budget" needs the compiler; set compile.enable = true '
             'with "model" among compile.components, or use "selective"',
         )
     if config.compile.enable and not config.compile.components:
@@ -136,28 +137,28 @@ def _float8(config: Config) -> Iterator[Finding]:
     if "auto_filter_small_kn" in float8.filter_fqns and float8.recipe_name == "rowwise_with_gw_hp":
         yield (
             (filters, recipe),
-            f'{filters} = ["auto_filter_small_kn"] knows no sizes for recipe_name = "rowwise_with_gw_hp"; name the '
+            f'{filters} = ["auto_filter_small_kn"] has no sizes for recipe_name = "rowwise_with_gw_hp"; name the '
             f'layers to leave out, as ["output"], or use recipe "rowwise"',
         )
     if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
         yield (
             (precompute, gather),
-            f"{precompute} = true serves the float8 all-gather: set enable_fsdp_float8_all_gather = true, too, or it "
-            f"to false",
+            f"{precompute} = true needs the float8 all-gather; set enable_fsdp_float8_all_gather = true, or "
+            f"{precompute} to false",
         )
     if float8.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
         yield (
             (precompute, "training.enable_cpu_offload"),
-            f"{precompute} = true with training.enable_cpu_offload = true computes scales for nothing: they are lost "
-            f"when a weight is copied to the GPU; set one of them to false",
+            f"{precompute} = true with training.enable_cpu_offload = true has no effect: the scales are lost "
+            f"when a weight is copied to the GPU; set one of the two to false",
         )
     if not float8.enable_fsdp_float8_all_gather:
         return
     if float8.recipe_name not in (None, "tensorwise"):
         yield (
             (gather, recipe),
-            f'{gather} = true needs one scale a tensor, recipe_name = "{float8.recipe_name}" has one a row; use '
-            f'"tensorwise", or set it to false',
+            f'{gather} = true needs one scale for each tensor, but recipe_name = "{float8.recipe_name}" has one '
+            f'for each row; use "tensorwise", or set it to false',
         )
 
 
@@ -188,15 +189,15 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
         if value != Checkpoint.model_fields[key].default and not checkpoint.last_save_model_only:
             yield (
                 (f"checkpoint.{key}", "checkpoint.last_save_model_only"),
-                f"checkpoint.{key} = {json.dumps(value)} is for weights that are saved alone, from which a run cannot "
-                "go on; say so with checkpoint.last_save_model_only = true, or convert the checkpoint later "
+                f"checkpoint.{key} = {json.dumps(value)} applies to a last save of weights alone, from which a "
+                "run cannot be resumed; set checkpoint.last_save_model_only = true, or convert the checkpoint later "
                 "(python -m torchtitan convert)",
             )
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         yield (
             ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only"),
             "checkpoint.initial_load_in_hf = true with initial_load_model_only = false: safetensors are weights alone, "
-            "without optimizer, data and step; set one of them the other way round",
+            "without optimizer, data and step; change one of the two",
         )
 
 
@@ -217,9 +218,9 @@ def _folders(config: Config) -> Iterator[Finding]:
     taken = {*RUN_FILES, "earlier", "checkpoint" if "://" in config.checkpoint.folder else ""}
     for key, name in run_folders(config).items():
         if PurePath(name).parts != (name,) or name == "..":
-            yield (key,), f'{key} = "{name}" is a name inside job.dump_folder; use one without "/", as "tb"'
+            yield (key,), f'{key} = "{name}" must be a name inside job.dump_folder; use one without "/", as "tb"'
         elif name in taken:
-            yield (key,), f'{key} = "{name}" is used for something else in the run folder; use another name'
+            yield (key,), f'{key} = "{name}" already names something else in the run folder; use another name'
         taken.add(name)
 
 
@@ -227,7 +228,7 @@ def _data(config: Config) -> Iterator[Finding]:
     if config.training.sources and config.training.dataset_path is not None:
         yield (
             ("training.sources", "training.dataset_path"),
-            "training.dataset_path and [[training.sources]] both say where the data is; remove one of them",
+            "training.dataset_path and [[training.sources]] both name the data; remove one of them",
         )
     cycle = config.profiling.profiler_warmup + config.profiling.profiler_active
     if config.profiling.enable_profiling and cycle > config.profiling.profile_freq:
