@@ -285,7 +285,7 @@ def test_a_preflight_says_on_each_node_what_is_wrong(ended: dict[str, dict[int, 
 def test_a_rank_that_others_do_not_reach_by_gloo_ends_and_says_so(ended: dict[str, dict[int, Any]]) -> None:
     """gloo alone would let the first rank wait five times its timeout."""
     (first, first_code), (second, second_code) = ended["gloo"].values()
-    assert first_code == 1 and "another rank has not connected to this one by gloo within 8 s; gloo uses" in first
+    assert first_code == 1 and "another rank has not connected to this rank over gloo within 8 s; gloo uses" in first
     # The second rank reports gloo's error, or on a busy machine that gloo reported nothing in time.
-    heard = "Refusal: this rank cannot connect to another by gloo ("
-    assert second_code == 1 and (heard in second or "has not connected to this one by gloo" in second), second
+    heard = "Refusal: this rank cannot connect to another rank over gloo ("
+    assert second_code == 1 and (heard in second or "has not connected to this rank over gloo" in second), second
