@@ -1,7 +1,7 @@
 """All that the recipe knows of a family of models, and of one model. Importing this file imports no torch.
 
 A family is one `ModelSpec`. Its functions import torch when they are called, so that a launcher or a planner reads
-shapes in a moment. docs/architecture.md shows how to write one.
+shapes in a moment. docs/models.md shows how to write one.
 """
 
 from __future__ import annotations
