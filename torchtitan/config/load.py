@@ -5,10 +5,9 @@ import dataclasses
 import difflib
 import functools
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import tomli
 import tomli_w
@@ -22,8 +21,6 @@ from torchtitan.refusal import Refusal
 
 IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part", "rope_scaling"}  # too deep for a command line
 _HELP = "Train a language model. Every key of the TOML file is an option here and overrides it."
-
-Loaded = TypeVar("Loaded")
 
 
 class ConfigError(Refusal):
@@ -56,16 +53,6 @@ def check(data: dict[str, Any], origin: str, world_size: int | None = None) -> C
     if mistakes:
         raise ConfigError(origin, mistakes)
     return config
-
-
-def run_or_exit(load: Callable[[], Loaded], rank: int) -> Loaded:
-    """Load a program's configuration. On mistakes, rank 0 prints them and every rank exits with code 2."""
-    try:
-        return load()
-    except ConfigError as error:
-        if rank == 0:
-            print(error, file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def to_toml(config: Config) -> str:

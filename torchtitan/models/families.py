@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.load import ConfigError, load_config, run_or_exit
+from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config, Model
 from torchtitan.models.rules import find_refusals
 from torchtitan.models.spec import Blueprint, ModelSpec
@@ -37,7 +37,12 @@ def load_run_or_exit(
     argv: Sequence[str], world_size: int | None, rank: int, prog: str = "train.py"
 ) -> tuple[Config, Blueprint]:
     """Like load_run, for a program: on mistakes, rank 0 prints them and every rank exits with code 2."""
-    return run_or_exit(lambda: load_run(argv, world_size, prog, rank), rank)
+    try:
+        return load_run(argv, world_size, prog, rank)
+    except ConfigError as error:
+        if rank == 0:
+            print(error, file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def plan_model(config: Config, origin: str = "the configuration") -> Blueprint:

@@ -90,10 +90,7 @@ def stop_process_group() -> None:
 
 
 def agree(*mine: bool) -> list[bool]:
-    """Ask every rank the same yes-or-no questions: each answer is yes if at least one rank says yes.
-
-    One small all-reduce over gloo, from host to host.
-    """
+    """Ask every rank the same questions, in one all-reduce over gloo: an answer is yes if one rank says yes."""
     if dist.get_world_size() == 1:
         return list(mine)
     everyones = torch.tensor(mine, dtype=torch.int32)
