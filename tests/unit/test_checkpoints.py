@@ -308,7 +308,7 @@ def test_weights_alone_can_be_saved_at_the_end_in_another_type_and_form(tmp_path
         for name, path in (("a", tmp_path), ("b", tmp_path / "hf"))
     )
     assert from_run[0]["loss"] == from_hf[0]["loss"]
-    with pytest.raises(ConfigError, match="last_save_in_hf = true is for weights that are saved alone"):
+    with pytest.raises(ConfigError, match="last_save_in_hf = true applies to a last save of weights alone"):
         run(tmp_path / "c", 1, checkpoint__last_save_in_hf=True)
 
 
