@@ -115,7 +115,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
                     checkpoints.save(step, reporter.skips_in_a_row)
             if step == begun + 1:  # the slow first step is over
                 collectives.set_timeout(comm.train_timeout_seconds, run.mesh.groups)
-                watch.timeout_seconds = comm.train_timeout_seconds
+                watch.set_timeout(comm.train_timeout_seconds)
             if step % training.gc_freq == 0:
                 gc.collect(1)
             step_ended()

@@ -4,6 +4,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -57,6 +58,9 @@ def _forget(frozen: list[Any]) -> None:
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    for thread in threading.enumerate():
+        if thread.name == "watch":  # of a run that ended before its loop; it would end this process later
+            thread._target.__self__.__exit__(None, None, None)  # type: ignore[attr-defined]
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()

@@ -21,12 +21,8 @@ PROMPTS = [[0, 5, 900, 31], [0, 77], [0, *range(100, 140)]]
 TIED = {"model__flavor": "tiny-tied"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP 2 x TP 2 x PP 2": (8, layout(4, tp=2, pp=2, microbatch_size=2)),
-    "TP 4": (4, layout(tp=4)),
-    "TP 2, tied": (2, layout(tp=2) | TIED),
     "CP 2 x TP 2": (4, layout(cp=2, tp=2)),
-    "HSDP 2 x 2": (4, layout(2, replicate=2)),
     "PP 2, tied": (2, layout(pp=2) | TIED),
-    "TP 2, compiled": (2, layout(tp=2) | COMPILED),
     "FSDP 2 x TP 2, tied, compiled, recompute": (
         4, layout(4, tp=2) | TIED | COMPILED | {"activation_checkpoint__mode": "selective",
                                                 "activation_checkpoint__selective_ac_option": "op"}),

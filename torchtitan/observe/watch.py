@@ -33,13 +33,13 @@ class PeerError(Refusal):
 
 
 class Watch:
-    """Put the training loop inside. Set `step` at each step, and `timeout_seconds` when it changes.
+    """Put the training loop inside. Set `step` at each step, and call `set_timeout` when the timeout changes.
 
     An error inside ends all ranks. If another rank caused the error, it becomes a PeerError.
     """
 
     def __init__(self, run_folder: Path, timeout_seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
-        self.step, self.timeout_seconds = 0, timeout_seconds
+        self.step, self._timeout_seconds = 0, timeout_seconds
         self._folder, self._rank, self._world_size = run_folder / "hang", dist.get_rank(), dist.get_world_size()
         self._loop = threading.get_ident()
         self._wake, self._answered, self._left = threading.Event(), threading.Event(), threading.Event()
@@ -55,6 +55,10 @@ class Watch:
             self._board = dist.PrefixStore("watch", store.clone())
             self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
             self._thread.start()
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout_seconds = seconds
+        self._wake.set()  # the thread looks at once: asleep as long as before, it would see a short pause too late
 
     def __enter__(self) -> "Watch":
         return self
@@ -86,7 +90,7 @@ class Watch:
 
     @property
     def _interval(self) -> float:
-        return min(2.0, self.timeout_seconds / 20)
+        return min(2.0, self._timeout_seconds / 20)
 
     @property
     def _grace(self) -> float:
@@ -102,7 +106,7 @@ class Watch:
         except RuntimeError:  # the board is gone, so rank 0 or the launcher has ended
             self._answered.set()
             before = self._progress()
-            if not self._left.wait(self.timeout_seconds) and self._progress() == before:
+            if not self._left.wait(self._timeout_seconds) and self._progress() == before:
                 os._exit(1)
         finally:
             self._answered.set()
@@ -130,7 +134,7 @@ class Watch:
 
     def _waits_long(self, seconds: float) -> bool:
         """Whether torch may soon give up a collective, which can end the process at once."""
-        if seconds <= self.timeout_seconds - min(30.0, self.timeout_seconds / 3):
+        if seconds <= self._timeout_seconds - min(30.0, self._timeout_seconds / 3):
             return False
         where = self._where()
         saves = where.place.startswith("torchtitan/checkpoint/")  # a slow disk is no hang
