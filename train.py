@@ -12,7 +12,7 @@ import sys
 
 from torchtitan.config.load import to_toml, with_seed
 from torchtitan.config.schema import Config
-from torchtitan.hardware import Place, read_place
+from torchtitan.hardware import Place, end_with_launcher, read_place
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint
 
@@ -121,9 +121,9 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             step_ended()
 
         reporter.flush(step, update.learning_rate)
-        checkpoints.finish(step, reporter.skips_in_a_row, is_last=not stopping)
-        if step > begun:
+        if step > begun:  # before the last save: a run that is killed here repeats its last steps and validates
             validator.finish(step, goes_on=stopping)
+        checkpoints.finish(step, reporter.skips_in_a_row, is_last=not stopping)
 
     loader.close()
     reporter.close(step, run.folder)
@@ -133,6 +133,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
 
 if __name__ == "__main__":
+    end_with_launcher()
     gc.freeze()  # so that no later collection looks through the imports
     start_logging(place.rank, wants_color(config.metrics.disable_color_printing))
     try:

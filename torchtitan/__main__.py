@@ -78,7 +78,11 @@ def main(argv: list[str]) -> None:
     drill.add_argument("--ranks", type=int, default=2, help="processes of the run (default: %(default)s)")
     drill.add_argument("--seed", type=int, default=0, help="decides which fault comes when (default: %(default)s)")
     drill.add_argument("--minutes", type=float, default=60, help="limit of the whole drill (default: %(default)s)")
-    drill.add_argument("--out", default="outputs/drill", help="folder, emptied first (default: %(default)s)")
+    drill.add_argument(
+        "--out",
+        default="outputs/drill",
+        help="folder of the drill; an earlier drill's is emptied (default: %(default)s)",
+    )
     drill.epilog = "After --: options of train.py."
 
     from torchtitan.launch import submit

@@ -3,11 +3,13 @@
 Peaks are the vendors' figures for dense bf16, in TFLOP/s. A device that is not in the table is measured, never guessed.
 """
 
+import ctypes
 import functools
 import json
 import os
 import re
 import resource
+import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -51,12 +53,21 @@ class Place:
     world_size: int
 
 
+_PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
 def read_place() -> Place:
-    return Place(
-        rank=int(os.environ.get("RANK", 0)),
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
-    )
+    given = {name: os.environ.get(name, default) for name, default in _PLACE.items()}
+    for name, value in given.items():
+        if not value.isdecimal():
+            raise SystemExit(f"error: {name} = {value!r} is no number; unset it, or start the run with torchrun")
+    return Place(*map(int, given.values()))
+
+
+def end_with_launcher() -> None:
+    """Let Linux end this rank when the torchrun that started it is gone: nobody would watch the ranks."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def check_restarts(world_size: int) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from torchtitan.checkpoint.storage import Manifest, Storage, _IndexUnpickler
+from torchtitan.checkpoint.reading import _IndexUnpickler
+from torchtitan.checkpoint.storage import Manifest, Storage
 
 STATE = {"model.weight": torch.arange(12.0).view(3, 4), "optimizer.weight.step": torch.tensor(3.0)}
 

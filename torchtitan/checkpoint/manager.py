@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from torchtitan.checkpoint.storage import Manifest, Storage
+from torchtitan.checkpoint.storage import UNFINISHED, Manifest, Storage
 from torchtitan.config.schema import Checkpoint
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
@@ -179,8 +179,15 @@ class Checkpointer:
             )
 
     def find(self, storage: Storage, step: int = -1) -> Manifest | None:
-        """The newest complete checkpoint, or the one of this step; the log lists each one it skipped, and why."""
-        candidates = self.on_rank_0(storage.steps)
+        """The newest complete checkpoint, or the one of this step; the log lists each one it skipped, and why.
+
+        If there are checkpoints and all are damaged, the run is refused: it would start again and replace them.
+        """
+        try:
+            candidates = self.on_rank_0(storage.steps)
+        except OSError as error:
+            raise Refusal(str(error).removeprefix("rank 0: ")) from None
+        damaged = False
         if step >= 0:
             if step not in candidates:
                 found = ", ".join(map(str, candidates)) or "none"
@@ -194,6 +201,13 @@ class Checkpointer:
                 raise Refusal(f"step {step} in {storage.url} cannot be loaded: {manifest}; name another step")
             if self.rank == 0:
                 logger.warning(f"skipped the checkpoint of step {candidate}: {manifest}")
+            damaged = damaged or manifest != UNFINISHED
+        if damaged:
+            found = ", ".join(map(str, candidates))
+            raise Refusal(
+                f"{storage.url} has checkpoints (steps {found}), but none can be used, for the reasons above; repair "
+                "one, or start again in another job.dump_folder"
+            )
         return None
 
     def _examine(self, storage: Storage, step: int) -> Manifest | str:

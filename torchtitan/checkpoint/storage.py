@@ -6,10 +6,8 @@ absent. Reading a checkpoint runs no code from it.
 """
 
 import fcntl
-import io
 import json
 import os
-import pickle
 import re
 import shutil
 import zlib
@@ -20,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from torchtitan.refusal import Refusal
 
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
+UNFINISHED = "it has no manifest, so its save never finished"
 
 
 @dataclass(frozen=True)
@@ -57,11 +55,23 @@ class Storage:
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
 
     def steps(self) -> list[int]:
-        """The steps that have a folder, complete or not, newest first."""
-        if not self.fs.exists(self.root):
-            return []
+        """The steps that have a folder, complete or not, newest first.
+
+        What cannot be listed is refused: taken for an empty folder, it would make the run start again.
+        """
         self.fs.invalidate_cache()
-        names = (path.rstrip("/").rpartition("/")[2] for path in self.fs.ls(self.root, detail=False))
+        here = [Path(self.root), *Path(self.root).parents] if self.is_local else []
+        for link in (path for path in here if path.is_symlink() and not path.exists()):
+            raise Refusal(f"{link} is a link to {os.readlink(link)}, which is away; mount its disk, or remove the link")
+        try:
+            paths = self.fs.ls(self.root, detail=False)
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # clients of object stores raise their own types
+            raise Refusal(f"{self.url} cannot be listed: {error}; make it readable, or choose another folder") from None
+        if self.is_local and Path(self.root).is_file():
+            raise Refusal(f"{self.url} is a file, where checkpoints need a folder; move it, or choose another folder")
+        names = (path.rstrip("/").rpartition("/")[2] for path in paths)
         return sorted((int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name)), reverse=True)
 
     def folder(self, step: int) -> str:
@@ -102,10 +112,10 @@ class Storage:
                 raise ValueError("its own checksum differs")
             manifest = Manifest(**read | {"files": {name: tuple(about) for name, about in read["files"].items()}})
         except FileNotFoundError:
-            return "it has no manifest, so its save never finished"
+            return UNFINISHED
         except NotADirectoryError:
             return "it is a file, not a folder"
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             return f"its manifest cannot be read ({error})"
         if manifest.step != step:
             return f"its manifest belongs to step {manifest.step}"
@@ -114,6 +124,8 @@ class Storage:
                 found = self.fs.size(f"{self.folder(step)}/{name}")
             except FileNotFoundError:
                 return f"{name} is missing"
+            except OSError as error:
+                return f"{name} cannot be read ({error})"
             if found != size:
                 return f"{name} has {found} bytes, the manifest says {size}"
         return manifest
@@ -127,6 +139,8 @@ class Storage:
                     faults.append(f"the checksum of {name} differs")
             except FileNotFoundError:  # another process has just removed it
                 faults.append(f"{name} is missing")
+            except OSError as error:
+                faults.append(f"{name} cannot be read ({error})")
         return faults
 
     def remove(self, folder: str) -> None:
@@ -184,6 +198,8 @@ class Storage:
         return FsspecWriter(self.fs.unstrip_protocol(self.being_written(step)))
 
     def reader(self, step: int) -> FileSystemReader:
+        from torchtitan.checkpoint.reading import Reader, RemoteReader
+
         return Reader(self.folder(step)) if self.is_local else RemoteReader(self.fs.unstrip_protocol(self.folder(step)))
 
     def _checksum(self, path: str) -> tuple[int, int]:
@@ -192,48 +208,6 @@ class Storage:
             while chunk := file.read(_CHUNK):
                 size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
         return size, checksum
-
-
-class _WithoutTrust:
-    """Reads the index of a checkpoint. torch unpickles it, which could run any code; here few classes are allowed."""
-
-    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
-            metadata = _IndexUnpickler(io.BytesIO(file.read())).load()
-        for name, kind in metadata.state_dict_metadata.items():
-            if not isinstance(kind, TensorStorageMetadata):  # torch would unpickle it
-                raise Refusal(
-                    f"{self.path}: {name} is no tensor, and reading it could run any code; save it again as a tensor"
-                )
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class Reader(_WithoutTrust, FileSystemReader):
-    """Reads from a disk."""
-
-
-class RemoteReader(_WithoutTrust, FsspecReader):
-    """Reads from an fsspec URL."""
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    _ALLOWED = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-            "BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch": {"Size", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool", "strided"},
-        "torch.serialization": {"_get_layout"},
-        "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # Python 3.13 alone uses this name
-        if name not in self._ALLOWED.get(module, ()):
-            raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which no index needs; refused")
-        return super().find_class(module, name)
 
 
 def _checksum_of(says: dict[str, Any]) -> int:

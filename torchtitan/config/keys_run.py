@@ -1,10 +1,19 @@
 """Keys of a run's folder, of what is observed while it trains, of the collectives between its ranks, and its seed."""
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from torchtitan.config.section import NonNegativeInt, PositiveInt, Seconds, Section
+
+
+def _on_a_disk(folder: str) -> str:
+    """The folder with its `~` expanded, once for everything that is written there."""
+    expanded = os.path.expanduser(folder)
+    if "://" in folder or "::" in folder or expanded.startswith("~"):
+        raise ValueError("must be a folder on a disk, as runs/first; only checkpoint.folder may be a URL")
+    return expanded
 
 
 class Job(Section):
@@ -14,8 +23,8 @@ class Job(Section):
     """The TOML file that describes the run. Keys that the file leaves out keep their defaults, and options on the
     command line override the file."""
 
-    dump_folder: Annotated[str, Field(min_length=1)] = "./outputs"
-    """The run folder: the run writes config.toml, metrics.jsonl, curves, traces and checkpoints into it. Give each run
+    dump_folder: Annotated[str, Field(min_length=1), AfterValidator(_on_a_disk)] = "./outputs"
+    """The run folder, on a disk; `~` means the home folder. The run writes config.toml, metrics.jsonl, curves, traces and checkpoints into it. Give each run
     a folder of its own."""
 
     description: str = "default job"

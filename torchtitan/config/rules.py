@@ -215,6 +215,12 @@ def run_folders(config: Config) -> dict[str, str]:
 
 def _folders(config: Config) -> Iterator[Finding]:
     """Folders inside the run folder: moved aside with it, so they must be its own."""
+    scheme, _, place = config.checkpoint.folder.partition("://")
+    if "://" in config.checkpoint.folder and (scheme in ("http", "https") or not place.strip("/")):
+        yield (
+            ("checkpoint.folder",),
+            f'checkpoint.folder = "{config.checkpoint.folder}" is no place to write; use one as "s3://bucket/run"',
+        )
     taken = {*RUN_FILES, "earlier", "checkpoint" if "://" in config.checkpoint.folder else ""}
     for key, name in run_folders(config).items():
         if PurePath(name).parts != (name,) or name == "..":

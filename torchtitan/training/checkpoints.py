@@ -144,7 +144,7 @@ class Checkpoints:
                 )
         if is_last and self.section.last_save_in_hf:
             try:
-                self.manager.on_rank_0(lambda: self._write_hf(step))  # the others wait: validation may follow
+                self.manager.on_rank_0(lambda: self._write_hf(step))
             except OSError as error:
                 raise SaveError(
                     f"step {step} is saved, but {self.run_folder / 'hf'} could not be written: {error}"

@@ -14,8 +14,8 @@ from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import save_checkpoint
-from torchtitan.weights.hugging_face import refuse_existing
 from torchtitan.weights.stored import StoredModel, build_tokenizer_for, copy_tokenizer, open_model, write_hf
+from torchtitan.weights.targets import refuse_existing
 
 
 def run(args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import load_config
 from torchtitan.refusal import Refusal
 from torchtitan.verbs.drill_faults import FAULTS, FILLS_THE_DISK, Run
+from torchtitan.weights.targets import make_empty
 
 _SMALL_DISK_BYTES = 4 << 30  # a disk of this size may be filled without harm to others
 _MOST_STEPS_OF_A_FAULT = 8
@@ -28,8 +29,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     """The verb; returns 0 if nothing was lost."""
     steps = load_config(["--checkpoint.enable", *options], args.ranks).training.steps
     out, chance, begin = Path(args.out).absolute(), random.Random(args.seed), time.monotonic()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    make_empty(out)
     deadline = begin + 60 * args.minutes
     untouched = Run(out / "untouched", args.ranks, options, deadline)
     untouched.start()

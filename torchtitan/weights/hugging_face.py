@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.refusal import Refusal
+from torchtitan.weights.targets import make_empty, refuse_existing
 from torchtitan.weights.tensors import Weights, copy_part
 
 SHARD_BYTES = 5_000_000_000
@@ -65,8 +66,7 @@ def save_hf(
     target = refuse_existing(folder)
     writing = target.with_name(f"{target.name}.writing")
     renamed = weights.renamed({to_hf_name(name): name for name in weights.outline})
-    shutil.rmtree(writing, ignore_errors=True)  # leftover of a conversion that was cut short
-    writing.mkdir(parents=True)
+    mark = make_empty(writing)
     outline = {name: like.to(dtype or like.dtype) for name, like in renamed.outline.items()}
     split = split_state_dict_into_shards_factory(
         outline,
@@ -82,15 +82,8 @@ def save_hf(
     _write_json(writing / "config.json", config)
     if not (writing / "generation_config.json").exists():
         _write_json(writing / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
+    mark.unlink()
     writing.rename(target)
-
-
-def refuse_existing(folder: str) -> Path:
-    """Refuse a target that exists; nothing is overwritten."""
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise Refusal(f"{folder} is there already; remove it, or name another folder")
-    return target
 
 
 def copy_assets(assets: str | Path, target: Path) -> None:

@@ -1,0 +1,180 @@
+"""What attacks on a run folder found: nothing that a user made is moved, emptied or taken for something else."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_runs import tiny_config, train_here
+from torchtitan.checkpoint.storage import Storage
+from torchtitan.config.load import ConfigError, load_config
+from torchtitan.parallel import collectives
+from torchtitan.refusal import Refusal
+from torchtitan.training.validate import Validator
+from torchtitan.verbs import drill
+from torchtitan.weights.targets import make_empty
+
+SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 0}
+
+
+def run(folder: Path, steps: int, **overrides: Any) -> list[dict[str, Any]]:
+    try:
+        return train_here(tiny_config(str(folder), training__steps=steps, **(SAVING | overrides)))
+    finally:
+        collectives.stop_process_group()  # a refused run leaves it running
+
+
+def test_a_link_whose_disk_is_away_is_refused_and_moves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("records")
+    (tmp_path / "run/checkpoint").symlink_to(tmp_path / "disk")
+    with pytest.raises(Refusal, match="run/checkpoint is a link to .*/disk, which is away; mount its disk"):
+        run(tmp_path / "run", 1)
+    assert not (tmp_path / "run/earlier").exists()
+
+
+def test_a_file_or_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Refusal, match="is a file, where checkpoints need a folder"):
+        Storage(str(tmp_path / "file")).steps()
+    storage = Storage("memory://bucket/run")
+    assert storage.steps() == []
+
+    def fail(*_: Any, **__: Any) -> list[str]:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(type(storage.fs), "ls", fail)
+    with pytest.raises(Refusal, match="memory://bucket/run cannot be listed: no route"):
+        storage.steps()
+
+
+def test_a_link_to_another_disk_stays_and_what_lies_there_is_moved_there(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint").symlink_to(disk)
+    run(tmp_path / "run", 1)
+    assert (tmp_path / "run/checkpoint").is_symlink() and (disk / "step-1").is_dir()
+    assert not (tmp_path / "run/earlier").exists()  # the link led to an empty folder: used as it is
+    run(tmp_path / "run", 1, checkpoint__enable=False)  # a fresh run in the same folder
+    assert (tmp_path / "run/checkpoint").is_symlink()
+    assert (disk / "earlier/1/step-1").is_dir() and Storage(str(disk)).steps() == []
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/run", "a::b", "~nobody-of-this-name/x"])
+def test_what_cannot_be_a_run_folder_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match="must be a folder on a disk"):
+        load_config(["--job.dump_folder", folder], 1)
+
+
+def test_the_home_folder_is_expanded_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load_config(["--job.dump_folder", "~/runs"], 1).job.dump_folder == "/home/someone/runs"
+
+
+@pytest.mark.parametrize("folder", ["http://host/run", "file://", "s3://"])
+def test_a_url_that_cannot_be_written_is_refused_before_the_run(folder: str) -> None:
+    with pytest.raises(ConfigError, match="is no place to write"):
+        load_config(["--checkpoint.enable", "--checkpoint.folder", folder], 1)
+
+
+def test_a_verb_empties_only_what_it_made(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").touch()
+    with pytest.raises(Refusal, match="was not made by this verb"):
+        drill.run(Namespace(out=str(mine), ranks=1, seed=0, minutes=1.0, faults=1), [])
+    assert (mine / "thesis.txt").exists()
+    for _ in range(2):
+        make_empty(tmp_path / "made")
+        assert len(list((tmp_path / "made").iterdir())) == 1
+        (tmp_path / "made/of a drill").touch()
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder in place of a file, and a loop of links: both cannot be read by root either."""
+    run(tmp_path, 6)
+    manifest, data = tmp_path / "checkpoint/step-6/manifest.json", tmp_path / "checkpoint/step-4/__0_0.distcp"
+    manifest.unlink()
+    manifest.mkdir()
+    data.unlink()
+    data.symlink_to(data)
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, 8)
+    assert "skipped the checkpoint of step 6: its manifest cannot be read" in caplog.text
+    assert "skipped the checkpoint of step 4: __0_0.distcp cannot be read" in caplog.text
+    assert "resuming from step 2" in caplog.text and Storage(str(tmp_path / "checkpoint")).steps()[0] == 8
+
+
+def test_if_all_checkpoints_are_damaged_the_run_does_not_start_again(tmp_path: Path) -> None:
+    run(tmp_path, 4)
+    for path in (tmp_path / "checkpoint").glob("step-*/__0_0.distcp"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(Refusal, match=r"has checkpoints \(steps 4, 2\), but none can be used"):
+        run(tmp_path, 6)
+    assert not (tmp_path / "earlier").exists()
+
+
+def test_a_run_that_is_killed_in_its_last_validation_makes_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validation = {"validation__enable": True, "validation__dataset": "pydocs_validation", "validation__seq_len": 64,
+                  "validation__steps": 1, "validation__freq": 100}  # fmt: skip
+
+    def die(_: Validator) -> tuple[float, int]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Validator, "measure", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, 3, **validation)
+    run(tmp_path, 3, **validation)
+    assert "validation" in (tmp_path / "metrics.jsonl").read_text()
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; from torchtitan.hardware import end_with_launcher;"
+    "end_with_launcher(); print('ready', flush=True); time.sleep(60)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel call is Linux's")
+def test_ranks_end_with_the_process_that_started_them() -> None:
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], env=environment, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    lines = [parent.stdout.readline() for _ in range(2)]
+    child = next(int(line) for line in lines if line.strip().isdecimal())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    end = time.monotonic() + 10
+    while _lives(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_a_place_that_is_no_number_is_refused(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "train.py"], env=os.environ | {name: "x"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {name} = 'x' is no number")

@@ -1,0 +1,53 @@
+"""Reads a checkpoint without running code from it. Only a run that reads a checkpoint loads this file."""
+
+import io
+import pickle
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+from torchtitan.refusal import Refusal
+
+
+class _WithoutTrust:
+    """Reads the index of a checkpoint. torch unpickles it, which could run any code; here few classes are allowed."""
+
+    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
+            metadata = _IndexUnpickler(io.BytesIO(file.read())).load()
+        for name, kind in metadata.state_dict_metadata.items():
+            if not isinstance(kind, TensorStorageMetadata):  # torch would unpickle it
+                raise Refusal(
+                    f"{self.path}: {name} is no tensor, and reading it could run any code; save it again as a tensor"
+                )
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Reader(_WithoutTrust, FileSystemReader):
+    """Reads from a disk."""
+
+
+class RemoteReader(_WithoutTrust, FsspecReader):
+    """Reads from an fsspec URL."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    _ALLOWED = {
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+            "BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch": {"Size", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool", "strided"},
+        "torch.serialization": {"_get_layout"},
+        "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    }  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # Python 3.13 alone uses this name
+        if name not in self._ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which no index needs; refused")
+        return super().find_class(module, name)
