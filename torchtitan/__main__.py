@@ -79,9 +79,7 @@ def main(argv: list[str]) -> None:
     drill.add_argument("--seed", type=int, default=0, help="decides which fault comes when (default: %(default)s)")
     drill.add_argument("--minutes", type=float, default=60, help="limit of the whole drill (default: %(default)s)")
     drill.add_argument(
-        "--out",
-        default="outputs/drill",
-        help="folder of the drill; an earlier drill's is emptied (default: %(default)s)",
+        "--out", default="outputs/drill", help="folder; an earlier drill's is emptied (default: %(default)s)"
     )
     drill.epilog = "After --: options of train.py."
 

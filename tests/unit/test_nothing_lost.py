@@ -125,7 +125,7 @@ def test_if_all_checkpoints_are_damaged_the_run_does_not_start_again(tmp_path: P
 
 
 def test_a_run_that_is_killed_in_its_last_validation_makes_it_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     validation = {"validation__enable": True, "validation__dataset": "pydocs_validation", "validation__seq_len": 64,
                   "validation__steps": 1, "validation__freq": 100}  # fmt: skip
@@ -137,8 +137,9 @@ def test_a_run_that_is_killed_in_its_last_validation_makes_it_up(
         patched.setattr(Validator, "measure", die)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, 3, **validation)
-    run(tmp_path, 3, **validation)
-    assert "validation" in (tmp_path / "metrics.jsonl").read_text()
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, 3, **validation)
+    assert "resuming from step 2" in caplog.text and "validation after step 3" in caplog.text
 
 
 PARENT = """

@@ -6,7 +6,7 @@ on one rank is raised on all ranks.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -179,10 +179,7 @@ class Checkpointer:
             )
 
     def find(self, storage: Storage, step: int = -1) -> Manifest | None:
-        """The newest complete checkpoint, or the one of this step; the log lists each one it skipped, and why.
-
-        If there are checkpoints and all are damaged, the run is refused: it would start again and replace them.
-        """
+        """The newest complete checkpoint, or the one of this step; the log lists each one it skipped, and why."""
         try:
             candidates = self.on_rank_0(storage.steps)
         except OSError as error:
@@ -202,7 +199,7 @@ class Checkpointer:
             if self.rank == 0:
                 logger.warning(f"skipped the checkpoint of step {candidate}: {manifest}")
             damaged = damaged or manifest != UNFINISHED
-        if damaged:
+        if damaged:  # a run that starts again would replace them
             found = ", ".join(map(str, candidates))
             raise Refusal(
                 f"{storage.url} has checkpoints (steps {found}), but none can be used, for the reasons above; repair "
@@ -244,32 +241,14 @@ class Checkpointer:
 
     def load(self, storage: Storage, step: int, tensors: Tensors) -> None:
         """Fill the tensors, keeping their sharding; any layout may have saved them."""
+        from torchtitan.checkpoint.reading import another_model, differences, unknown
+
         shapes = self.shapes(storage, step)
-        wrong = [f"{name} is missing there" for name in tensors if name not in shapes]
-        wrong += [
-            f"{name} is {list(shapes[name])} there, {list(tensor.shape)} here"
-            for name, tensor in tensors.items()
-            if name in shapes and shapes[name] != tensor.shape
-        ]
-        wrong = list(dict.fromkeys(name for part in self._all(lambda: wrong) for name in part))
-        wrong += [f"{name} is in no rank's model" for name in self._unknown(shapes, tensors)]
-        if wrong:
-            more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-            raise Refusal(
-                f"step {step} in {storage.url} holds another model, or a part of one: "
-                f"{'; '.join(wrong[:20])}{more}; set model.flavor to its model, resume from another step "
-                "(checkpoint.load_step), or start elsewhere (job.dump_folder, or checkpoint.initial_load_path)"
-            )
+        wrong = list(dict.fromkeys(name for part in self._all(lambda: differences(shapes, tensors)) for name in part))
+        if wrong := wrong + unknown(shapes, tensors, self.group):
+            raise another_model(f"step {step} in {storage.url}", wrong)
         with storage.reading(step):
             dcp.load(tensors, storage_reader=storage.reader(step), process_group=self.group)
-
-    def _unknown(self, shapes: Iterable[str], tensors: Tensors) -> list[str]:
-        """Names in the checkpoint that no rank asks for, among the kinds (model, optimizer) that are loaded."""
-        kinds = {name.partition(".")[0] for name in tensors} - {"data"}  # the run may have fewer streams now
-        names = [name for name in shapes if name.partition(".")[0] in kinds]
-        known = torch.tensor([name in tensors for name in names], dtype=torch.int32)
-        dist.all_reduce(known, dist.ReduceOp.MAX, group=self.group)
-        return [name for name, is_known in zip(names, known.tolist(), strict=True) if not is_known]
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -1,9 +1,16 @@
-"""Reads a checkpoint without running code from it. Only a run that reads a checkpoint loads this file."""
+"""Reads a checkpoint without running code from it, and tells whether it holds the model that is asked for.
+
+Only a run that reads a checkpoint loads this file.
+"""
 
 import io
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
@@ -51,3 +58,31 @@ class _IndexUnpickler(pickle.Unpickler):
         if name not in self._ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"the checkpoint's index names {module}.{name}, which no index needs; refused")
         return super().find_class(module, name)
+
+
+def differences(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> list[str]:
+    """What this rank asks for and the checkpoint does not have in that shape."""
+    missing = [f"{name} is missing there" for name in tensors if name not in shapes]
+    return missing + [
+        f"{name} is {list(shapes[name])} there, {list(tensor.shape)} here"
+        for name, tensor in tensors.items()
+        if name in shapes and shapes[name] != tensor.shape
+    ]
+
+
+def unknown(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], group: Any) -> list[str]:
+    """What no rank asks for, among the kinds (model, optimizer) that are loaded; called by all ranks."""
+    kinds = {name.partition(".")[0] for name in tensors} - {"data"}  # the run may have fewer streams now
+    names = [name for name in shapes if name.partition(".")[0] in kinds]
+    known = torch.tensor([name in tensors for name in names], dtype=torch.int32)
+    dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
+    return [f"{name} is in no rank's model" for name, k in zip(names, known.tolist(), strict=True) if not k]
+
+
+def another_model(place: str, wrong: list[str]) -> Refusal:
+    more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+    return Refusal(
+        f"{place} holds another model, or a part of one: {'; '.join(wrong[:20])}{more}; set model.flavor to its model, "
+        "resume from another step (checkpoint.load_step), or start elsewhere (job.dump_folder, or "
+        "checkpoint.initial_load_path)"
+    )

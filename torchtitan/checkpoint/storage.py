@@ -55,10 +55,8 @@ class Storage:
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
 
     def steps(self) -> list[int]:
-        """The steps that have a folder, complete or not, newest first.
-
-        What cannot be listed is refused: taken for an empty folder, it would make the run start again.
-        """
+        """The steps that have a folder, complete or not, newest first."""
+        # What cannot be listed is refused: taken for an empty folder, it would make the run start again.
         self.fs.invalidate_cache()
         here = [Path(self.root), *Path(self.root).parents] if self.is_local else []
         for link in (path for path in here if path.is_symlink() and not path.exists()):

@@ -24,8 +24,8 @@ class Job(Section):
     command line override the file."""
 
     dump_folder: Annotated[str, Field(min_length=1), AfterValidator(_on_a_disk)] = "./outputs"
-    """The run folder, on a disk; `~` means the home folder. The run writes config.toml, metrics.jsonl, curves, traces and checkpoints into it. Give each run
-    a folder of its own."""
+    """The run folder, on a disk; `~` means the home folder. The run writes config.toml, metrics.jsonl, curves, traces
+    and checkpoints into it. Give each run a folder of its own."""
 
     description: str = "default job"
     """One line about the run, which the log shows at the start."""
