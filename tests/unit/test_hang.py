@@ -133,5 +133,5 @@ def test_a_rank_that_stands_still_waits_for_others(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: has_gpu)
     rank = object.__new__(watch.Watch)
-    rank.step, rank.timeout_seconds, rank._where = step, 100, lambda: where
+    rank.step, rank._timeout_seconds, rank._where = step, 100, lambda: where
     assert rank._waits_long(71) is is_long and not rank._waits_long(69)
