@@ -72,8 +72,14 @@ def main(argv: list[str]) -> None:
     evaluate.epilog = "After --: options of train.py, over the configuration that the checkpoint was trained with."
 
     drill = verbs.add_parser("drill", help="break a run in many ways; it must end as if nothing had happened")
+    drill.add_argument("--faults", type=int, default=0, help="how many (default: one of each kind that fits)")
     drill.add_argument(
-        "--faults", type=int, default=11, help="how many (default: %(default)s, as many as there are kinds)"
+        "--on",
+        action="append",
+        default=[],
+        metavar="RIDE",
+        help="the small model on a layout, with a way to save, in a place, such as 'PP 2, async, store'; may be "
+        "repeated; all: each of them",
     )
     drill.add_argument("--ranks", type=int, default=2, help="processes of the run (default: %(default)s)")
     drill.add_argument("--seed", type=int, default=0, help="decides which fault comes when (default: %(default)s)")
@@ -81,7 +87,7 @@ def main(argv: list[str]) -> None:
     drill.add_argument(
         "--out", default="outputs/drill", help="folder; an earlier drill's is emptied (default: %(default)s)"
     )
-    drill.epilog = "After --: options of train.py."
+    drill.epilog = "After --: options of train.py; without any, a small model is drilled."
 
     from torchtitan.launch import submit
 
@@ -109,6 +115,10 @@ def main(argv: list[str]) -> None:
         _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
     except Refusal as error:
         raise SystemExit(f"error: {error}") from None
+    except OSError as error:
+        if error.filename is None and error.errno is None:
+            raise
+        raise SystemExit(f"error: {error}; check the path, its permissions and the space on its disk") from None
 
 
 def _run(args: argparse.Namespace, options: list[str]) -> None:

@@ -18,6 +18,7 @@ from tests.tiny_runs import read_records
 from torchtitan.checkpoint.manager import SaveError
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -63,7 +64,7 @@ def train_with(rank: int, world_size: int, environment: dict[str, str], *args: A
     try:
         cases.train(rank, world_size, *args)
         ended = ""
-    except (OSError, SaveError) as error:
+    except (OSError, SaveError, Refusal) as error:
         ended = str(error)
     finally:
         logger.removeHandler(told)

@@ -15,7 +15,7 @@ BOS, EOS = 256, 257
 class ByteTokenizer:
     """Each byte is one token."""
 
-    vocab_size, bos_id, eos_id = 258, BOS, EOS
+    vocab_size, bos_id, eos_id, file_sha256 = 258, BOS, EOS, ""
 
     def encode(self, text: str, bos: bool, eos: bool) -> list[int]:
         return [BOS] * bos + list(text.encode()) + [EOS] * eos

@@ -232,3 +232,17 @@ def test_the_vocabulary_is_the_configs_else_the_flavors_else_the_tokenizers() ->
 def test_a_tokenizer_larger_than_the_embedding_is_refused() -> None:
     with pytest.raises(ValueError, match="the tokenizer has 98 ids, but llama3 60M has only 60 rows .* = 98 or more"):
         find_model(Model(flavor="60M", vocab_size=60)).with_vocabulary(98)
+
+
+@pytest.mark.parametrize("flavor", ["1B", "8B"])
+def test_the_rotation_is_that_of_transformers_to_the_bit_at_far_positions_too(flavor: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    args = LLAMA3.flavors[flavor]
+    config = LlamaConfig(**LLAMA3.hugging_face.to_config(args, "float32", 1, 2))
+    positions = torch.tensor([[0, 1, 5_000, 120_000, args.max_seq_len - 1]])
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    ours = rope_table(positions, args.head_size, args.rope_theta, args.rope_scaling)
+    for own, other in zip(ours, theirs, strict=True):
+        assert torch.equal(torch.cat((own, own), dim=-1), other)

@@ -116,6 +116,13 @@ def come(node: Node, said: bytes) -> socket.socket:
     return joined
 
 
+def join(node: Node, **hello: Any) -> connection.Channel:
+    channel = connection.Channel(come(node, b""), 10)
+    channel.prove(node.run_id, leads=False)
+    channel.send(**hello)
+    return channel
+
+
 def test_a_node_that_leaves_ends_it_for_all_and_strangers_end_nothing(
     config: Config, free_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,8 +133,8 @@ def test_a_node_that_leaves_ends_it_for_all_and_strangers_end_nothing(
         strangers = [come(node, said) for said in (b"GET / HTTP/1.1\n\n", b"7\n", b"{}\n", b"")]
         strangers.pop().close()
         for rank in (1, 1, 2):  # node 1 ends and is restarted before all have connected
-            peer = come(node, json.dumps(hello | {"preflight": rank}).encode() + b"\n")
-            assert b"wait" in peer.recv(2**16)
+            peer = join(node, **hello | {"preflight": rank})
+            assert peer.receive() == {"do": "wait"}
             peer.close()
         assert not verdict.result(30)
     for stranger in strangers:
@@ -141,10 +148,56 @@ def test_a_node_that_says_other_things_is_no_pass(
     node = nodes_of(2, free_port)[0]
     with ThreadPoolExecutor() as pool:
         verdict = pool.submit(member.run, node, config, {}, 0)
-        stranger = come(node, b'{"preflight": 1, "port": 1, "facts": {"host": "h"}}\n')
+        other = join(node, preflight=1, port=1, facts={"host": "h"})
         assert not verdict.result(30)
-        stranger.close()
+        other.close()
     assert "the preflight itself failed on node 0: KeyError(" in capsys.readouterr().err
+
+
+def test_a_node_that_does_not_know_the_secret_takes_no_part(
+    config: Config, free_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, guest = nodes_of(2, free_port, RDZV_TIMEOUT="2")[0], nodes_of(2, free_port, PET_RDZV_ID="another")[1]
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(member.run, head, config, {"PREFLIGHT_SECRET": "a"}, 0),
+            pool.submit(member.run, guest, config, {}, 0),
+            pool.submit(member.run, guest, config, {"PREFLIGHT_SECRET": "b"}, 0),
+        ]
+        assert [run.result(30) for run in runs] == [False] * 3
+    said = capsys.readouterr().err
+    assert said.count("it does not know the secret of this run's nodes; give all nodes the same PREFLIGHT_SECRET") == 2
+    assert "did not connect to" in said and "127.0.0.1 connected without the nodes' secret" in said
+
+
+def test_many_strangers_who_say_little_keep_no_node_waiting(run_all: Run, config: Config, free_port: int) -> None:
+    head, other = nodes_of(2, free_port)
+    with ThreadPoolExecutor() as pool:
+        verdict = pool.submit(member.run, head, config, {}, 0)
+        silent = [come(head, b"{") for _ in range(20)]
+        begin = time.monotonic()
+        assert member.run(other, config, {}, 0) and verdict.result(30)
+        assert time.monotonic() - begin < 4  # a silent stranger is heard for five seconds
+    for stranger in silent:
+        stranger.close()
+
+
+def test_a_byte_at_a_time_is_no_message_and_a_false_head_is_found_out() -> None:
+    ours, theirs = socket.socketpair()
+    channel, begin = connection.Channel(ours, 0.5), time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(lambda: [(time.sleep(0.2), theirs.send(b" ")) for _ in range(5)])
+        with pytest.raises(TimeoutError):
+            channel.receive()
+    assert time.monotonic() - begin < 3
+    theirs.sendall(json.dumps({"challenge": "c"}).encode() + b"\n" + json.dumps({"proof": "p"}).encode() + b"\n")
+    channel.seconds = 5
+    with pytest.raises(connection.NotANode):
+        channel.prove("secret", leads=False)
+    theirs.sendall(json.dumps({"host": "\x1b[2Jnode\n", "of": ["\x07", 3]}).encode() + b"\n")
+    assert channel.receive() == {"host": "?[2Jnode?", "of": ["?", 3]}
+    channel.close()
+    theirs.close()
 
 
 def test_what_is_not_node_0_is_told_from_it(config: Config, free_port: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,7 +356,7 @@ def test_a_message_has_an_end_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(connection, "LONGEST_MESSAGE_BYTES", 100)
     for said, wrong in (
         (b"{", "hung up"),
-        (b"x" * 200, "hung up"),
+        (b"x" * 200, "not a message"),
         (b"[]\n", "not a message"),
         (b"{]\n", "not a message"),
     ):

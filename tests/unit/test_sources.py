@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loader, take, write_jsonl
 
-from torchtitan.data import documents, sharded_kinds, sources, stream
+from torchtitan.data import documents, sharded, sharded_kinds, sources, stream
 from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
 from torchtitan.data.sources import open_source
 
@@ -249,3 +249,63 @@ def test_hub_errors_say_what_to_do(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(sharded_kinds, "load_hub_dataset", unreachable)
     with pytest.raises(ValueError, match=r"(?s)'allenai/c4 \(en\) train' cannot be opened.*dataset_path.*HF_TOKEN"):
         open_source("c4", None, "text", ByteTokenizer())
+
+
+WRITERS = {
+    "corpus/*.jsonl": lambda path, texts: write_jsonl(path.with_suffix(".jsonl"), texts),
+    "corpus/*.gz": lambda path, texts: path.with_suffix(".jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode(), mtime=0)
+    ),
+    "corpus/*.txt": lambda path, texts: path.with_suffix(".txt").write_text("\n".join(texts)),
+    "corpus/*.parquet": lambda path, texts: write_parquet(path.with_suffix(".parquet"), texts),
+}
+
+
+@pytest.mark.parametrize("pattern", WRITERS)
+def test_two_files_with_their_contents_swapped_are_another_text(tmp_path, pattern):
+    found = set()
+    (tmp_path / "corpus").mkdir()
+    for texts in ({"a": TEXTS[:9], "b": TEXTS[9:18]}, {"b": TEXTS[:9], "a": TEXTS[9:18]}):
+        for name, of in texts.items():
+            WRITERS[pattern](tmp_path / "corpus" / name, of)
+        found.add(open_path(tmp_path / pattern).identity)
+    numbers = {identity.rpartition(" (")[0] for identity in found}
+    assert len(found) == 2 and len(numbers) == 1  # of the same count and size
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"), [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.txt", lambda text: text[11:-3])]
+)
+def test_a_document_that_is_too_long_for_memory_is_named(tmp_path, monkeypatch, name, pack):
+    monkeypatch.setattr(documents, "LONGEST_TEXT", 1000)
+    lines = b"".join(
+        json.dumps({"text": "x" * size}).encode() + b"\n" for size in ((1000,) if "txt" in name else (9, 2000))
+    )
+    long = pack(lines.replace(b"x" * 1000, b"x" * 5000) if "txt" in name else lines)
+    (tmp_path / name).write_bytes(long)
+    source = open_path(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name}(:2)?: more than .* in one document; cut it into several"):
+        source.tokens(len(source) - 1) if hasattr(source, "tokens") else source.open(0, None).read(5)
+
+
+def test_a_line_without_end_is_not_read_to_its_end(tmp_path, monkeypatch):
+    for module in (documents, sharded_kinds):
+        monkeypatch.setattr(module, "LONGEST_LINE", 1000)
+    line = json.dumps({"text": "x" * 5000}).encode()
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + line)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"\n" + line))
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: more than"):
+        open_path(tmp_path / "a.jsonl").tokens(0)
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz:2: more than"):
+        open_path(tmp_path / "b.jsonl.gz").open(0, None).read(1)
+
+
+def test_a_stream_holds_so_many_characters_and_no_more(tmp_path, monkeypatch):
+    texts = ["x" * 300 + str(i) for i in range(10)]
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode())
+    )
+    monkeypatch.setattr(sharded, "BLOCK_CHARS", 1000)
+    reader = open_path(tmp_path / "a.jsonl.gz").open(0, None)
+    blocks = [reader.read(512) for _ in range(4)]
+    assert [len(block) for block in blocks] == [4, 4, 2, 0] and sum(blocks, []) == texts

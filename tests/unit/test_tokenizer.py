@@ -15,6 +15,7 @@ from small_tokenizers import KINDS, ROOT, SHIPPED, UNUSUAL_TEXTS, read_documents
 from small_tokenizers import sentencepiece_file as sentencepiece_file
 from small_tokenizers import tiktoken_file as tiktoken_file
 
+from torchtitan.data import tokenizer_interface
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.tokenizer_models import TIKTOKEN_SPECIAL_TOKENS
 
@@ -166,3 +167,17 @@ def test_the_tokenizer_module_imports_neither_torch_nor_a_tokenizer_library() ->
     code = "import sys, torchtitan.data.tokenizer; print([m for m in sys.argv[1:] if m in sys.modules])"
     command = [sys.executable, "-c", code, "torch", "tokenizers", "tiktoken", "sentencepiece"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_long_text_is_encoded_in_pieces_with_the_same_ids(monkeypatch):
+    tokenizer = build_tokenizer(SHIPPED)
+    text = "\n".join(f"def f_{i}(x):\n\n    return x ** {i}  # naïve" for i in range(400))
+    whole = tokenizer.encode(text, bos=True, eos=True)
+    batch = tokenizer.encode_batch([text, "short"], bos=True, eos=True)
+    monkeypatch.setattr(tokenizer_interface, "PIECE_CHARS", 700)
+    monkeypatch.setattr(tokenizer_interface, "_LAST_CHARS", 300)
+    parts = list(tokenizer_interface.pieces(text))
+    assert "".join(parts) == text and len(parts) > 20 and max(map(len, parts)) <= 700
+    assert tokenizer.encode(text, bos=True, eos=True) == whole
+    assert tokenizer.encode_batch([text, "short"], bos=True, eos=True) == batch
+    assert "".join(tokenizer_interface.pieces("x" * 5000)) == "x" * 5000

@@ -144,7 +144,7 @@ class Storage:
     def remove(self, folder: str) -> None:
         """Remove the manifest first: if this is interrupted, the rest does not count as a checkpoint."""
         if self.fs.exists(f"{folder}/{_MANIFEST}"):
-            self.fs.rm_file(f"{folder}/{_MANIFEST}")
+            self.fs.rm(f"{folder}/{_MANIFEST}", recursive=True)  # damage may have put a folder in its place
         if self.fs.exists(folder):
             self.fs.rm(folder, recursive=True)
 

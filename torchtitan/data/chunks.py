@@ -14,6 +14,7 @@ from torchtitan.data.sources import Location, open_texts
 CHUNK_BYTES = 4 << 20
 MAX_CHUNKS = 4096  # each chunk is two files in one folder
 BATCH_DOCUMENTS = 256
+BATCH_CHARS = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,22 @@ def read_chunk(job: Job, chunk: Chunk, texts: Any) -> Iterator[str]:
         yield from (texts.text(index) for index in range(chunk.begin, chunk.end))
 
 
+def in_batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_chars = 0
+    for text in documents:
+        batch.append(text)
+        num_chars += len(text)
+        if len(batch) == BATCH_DOCUMENTS or num_chars >= BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    yield batch
+
+
 def _lines_starting_within(path: Path, begin: int, end: int, text_key: str) -> Iterator[str]:
     data = map_file(path)
     if begin and data[begin - 1 : begin] != b"\n":
-        begin += len(line_at(data, begin)) + 1
+        begin = (data.find(b"\n", begin) + 1) or end
     while begin < end:
         line = line_at(data, begin)
         if line.strip():

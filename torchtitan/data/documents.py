@@ -6,6 +6,7 @@ A line that is not a JSON object with text in it is an error that names the file
 import bisect
 import contextlib
 import errno
+import hashlib
 import json
 import mmap
 import resource
@@ -20,12 +21,15 @@ from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.refusal import Refusal
 
 INDEX_BLOCK_BYTES = 64 << 20
+LONGEST_TEXT = 32 << 20  # characters; encoding takes some 40 bytes for each
+LONGEST_LINE = 256 << 20  # bytes
+_END_BYTES = 4096
 
 
 class Texts(Protocol):
     """Documents by number, as text."""
 
-    identity: str  # number and size of the documents; a resumed run compares it
+    identity: str  # number, size and digest of the documents; a resumed run compares it
 
     def __len__(self) -> int: ...
 
@@ -71,7 +75,7 @@ class JsonLines:
         self._starts = [starts for starts, _ in indexes]
         self._numbers = [numbers for _, numbers in indexes]
         self._ends = list(accumulate(len(starts) for starts in self._starts))
-        self.identity = f"{len(self):,} documents in {sum(map(len, self._maps)):,} bytes"
+        self.identity = f"{len(self):,} documents in {describe_files(files)}"
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -91,18 +95,21 @@ class TextFiles:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
-        self.identity = f"{len(files):,} documents in {sum(path.stat().st_size for path in files):,} bytes"
+        self.identity = f"{len(files):,} documents in {describe_files(files)}"
 
     def __len__(self) -> int:
         return len(self._files)
 
     def text(self, index: int) -> str:
+        if self._files[index].stat().st_size > 4 * LONGEST_TEXT:
+            raise too_long(str(self._files[index]))
         try:
-            return self._files[index].read_bytes().decode("utf-8-sig")
+            text = self._files[index].read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise Refusal(
                 f"{self._files[index]}: cannot be read as UTF-8 text: {error}; convert it to UTF-8 or leave it out"
             ) from error
+        return check_text(text, "", lambda: self.describe(index))
 
     def describe(self, index: int) -> str:
         return str(self._files[index])
@@ -124,7 +131,8 @@ class SavedDataset:
             )
         self._dataset = self._dataset.select_columns([text_key]).with_format(None)
         self._folder, self._text_key = folder, text_key
-        self.identity = f"{len(self):,} documents in {self._dataset.data.nbytes:,} bytes"
+        files = [Path(file["filename"]) for file in self._dataset.cache_files]
+        self.identity = f"{len(self):,} documents in {describe_files(files)}"
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -164,6 +172,18 @@ def map_file(path: Path) -> mmap.mmap | bytes:
         raise Refusal(f"{path} cannot be read: {error.strerror}; {fix}") from error
 
 
+def describe_files(files: Sequence[Path]) -> str:
+    """Size and a digest of names, sizes and both ends of each file: swapped or changed files are another text."""
+    digest, size = hashlib.sha256(), 0
+    for path in files:
+        with path.open("rb") as file:
+            head, length = file.read(_END_BYTES), path.stat().st_size
+            file.seek(max(0, length - _END_BYTES))
+            digest.update(repr((path.name, length, head, file.read(_END_BYTES))).encode())
+        size += length
+    return f"{size:,} bytes ({digest.hexdigest()[:8]})"
+
+
 def index_lines(data: mmap.mmap | bytes) -> tuple[np.ndarray, np.ndarray]:
     """The start offset and the number, from 1, of every line that is not blank."""
     if not len(data):
@@ -183,12 +203,14 @@ def index_lines(data: mmap.mmap | bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def line_at(data: mmap.mmap | bytes, start: int) -> bytes:
-    end = data.find(b"\n", start)
-    return data[start : end if end >= 0 else len(data)]
+    end = data.find(b"\n", start, start + LONGEST_LINE + 1)
+    return data[start : end if end >= 0 else start + LONGEST_LINE + 1]
 
 
 def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
     """The text of one JSON line. Errors begin with `where()`; if the line is not JSON, the error ends with `hint`."""
+    if len(line) > LONGEST_LINE:
+        raise too_long(where())
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -207,4 +229,10 @@ def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
 def check_text(value: Any, text_key: str, where: Any) -> str:
     if not isinstance(value, str):
         raise Refusal(f"{where()}: {text_key!r} holds {type(value).__name__}, not text; correct it or set text_key")
+    if len(value) > LONGEST_TEXT:
+        raise too_long(where())
     return value
+
+
+def too_long(where: str) -> Refusal:
+    return Refusal(f"{where}: more than {LONGEST_TEXT >> 20} Mi characters in one document; cut it into several")

@@ -12,9 +12,10 @@ PROBE = (
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """A hash that is the same for tokenizers that turn text into the same ids, whichever files they come from."""
+    """A hash of the tokenizer's file, and of what it does here: packages and the files beside it decide that, too."""
     sampled = range(0, tokenizer.vocab_size, max(1, tokenizer.vocab_size // 512))
     facts = [
+        tokenizer.file_sha256,
         tokenizer.vocab_size,
         tokenizer.bos_id,
         tokenizer.eos_id,

@@ -15,11 +15,12 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from torchtitan.data import prepared
-from torchtitan.data.chunks import BATCH_DOCUMENTS, Chunk, Job, describe_plan, plan_chunks, read_chunk
+from torchtitan.data.chunks import Chunk, Job, describe_plan, in_batches, plan_chunks, read_chunk
 from torchtitan.data.fingerprint import fingerprint
-from torchtitan.data.prepared import META, OFFSETS, PLAN, TOKENS, Meta, token_dtype
+from torchtitan.data.prepared import CHECKSUMS, META, OFFSETS, PLAN, TOKENS, Meta, token_dtype
 from torchtitan.data.sources import locate_text, open_texts
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.refusal import Refusal
@@ -122,20 +123,19 @@ def _end_with_parent() -> None:
 
 
 def _tokenize_chunk(number: int, chunk: Chunk) -> int:
-    """Write the tokens of a chunk, then its document lengths. The file of lengths marks the chunk as complete."""
+    """Write the tokens of a chunk, then length and checksum of each document. That file marks the chunk as complete."""
     job, tokenizer, texts = _worker
-    lengths: list[int] = []
-    documents = read_chunk(job, chunk, texts)
+    documents: list[tuple[int, int]] = []
     tokens_path, lengths_path = _chunk_files(job.out, number)
     with tokens_path.open("wb") as file:
-        while batch := list(islice(documents, BATCH_DOCUMENTS)):
-            encoded = tokenizer.encode_batch(batch, bos=True, eos=True)
-            lengths += map(len, encoded)
-            for ids in encoded:
-                file.write(np.array(ids, dtype=job.dtype).tobytes())
+        for batch in in_batches(read_chunk(job, chunk, texts)):
+            for ids in tokenizer.encode_batch(batch, bos=True, eos=True):
+                data = np.array(ids, dtype=job.dtype).tobytes()
+                documents.append((len(ids), zlib.crc32(data)))
+                file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    _write_whole(lengths_path, np.array(lengths, dtype="<i8").tobytes())
+    _write_whole(lengths_path, np.array(documents, dtype="<i8").tobytes())
     return number
 
 
@@ -165,6 +165,11 @@ def _tokenize(job: Job, chunks: list[Chunk], workers: int) -> None:
             for future in as_completed(futures):
                 future.result()
                 progress.advance(bar)
+        except BrokenProcessPool:
+            raise Refusal(
+                f"--workers: a worker on {job.location.name} was killed, probably for want of memory; run the same "
+                f"command again with fewer --workers (there were {min(workers, len(todo))})"
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -181,7 +186,7 @@ def _finished(job: Job, num_chunks: int) -> set[int]:
             # Chunks are joined in order, so no chunk after a missing one can be joined.
             joined = 0
             continue
-        num_bytes = int(np.fromfile(lengths_path, "<i8").sum()) * itemsize
+        num_bytes = int(_documents(lengths_path)[:, 0].sum()) * itemsize
         end += num_bytes
         if _size(tokens_path) == num_bytes or end <= joined:
             finished.add(number)
@@ -191,8 +196,8 @@ def _finished(job: Job, num_chunks: int) -> set[int]:
 def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
     """Append chunk after chunk to one file. Each is deleted at once, so the disk never holds all tokens twice."""
     itemsize = np.dtype(job.dtype).itemsize
-    lengths = [np.fromfile(_chunk_files(job.out, number)[1], "<i8") for number in range(len(chunks))]
-    offsets = np.cumsum(np.concatenate([np.zeros(1, "<i8"), *lengths]), dtype="<i8")
+    documents = [_documents(_chunk_files(job.out, number)[1]) for number in range(len(chunks))]
+    offsets = np.cumsum(np.concatenate([np.zeros(1, "<i8"), *(part[:, 0] for part in documents)]), dtype="<i8")
     if len(offsets) == 1:
         raise Refusal(f"{job.location.name} holds no document; give a source with text in it")
     tokens_path = job.out / TOKENS
@@ -201,7 +206,7 @@ def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
     with tokens_path.open("r+b") as joined:
         for number in range(len(chunks)):
             chunk_path = _chunk_files(job.out, number)[0]
-            end = begin + int(lengths[number].sum()) * itemsize
+            end = begin + int(documents[number][:, 0].sum()) * itemsize
             if _size(tokens_path) < end or chunk_path.is_file():
                 assert _size(chunk_path) == end - begin, f"{chunk_path} was changed by something else"
                 joined.truncate(begin)
@@ -214,6 +219,8 @@ def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
             begin = end
     assert _size(tokens_path) == begin, f"{tokens_path} was changed by something else"
     _write_whole(job.out / OFFSETS, offsets.tobytes())
+    checksums = np.concatenate([part[:, 1] for part in documents]).astype("<u4").tobytes()
+    _write_whole(job.out / CHECKSUMS, checksums)
     tokens = np.memmap(tokens_path, job.dtype, mode="r")
     meta = Meta(
         format_version=prepared.FORMAT_VERSION,
@@ -221,6 +228,7 @@ def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
         num_tokens=int(offsets[-1]),
         dtype=job.dtype,
         largest_id=int(tokens.max()),
+        checksums_crc32=zlib.crc32(checksums),
         vocab_size=tokenizer.vocab_size,
         tokenizer_sha256=fingerprint(tokenizer),
         text_key=job.text_key,
@@ -231,6 +239,11 @@ def _join(job: Job, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
 
 def _chunk_files(folder: Path, number: int) -> tuple[Path, Path]:
     return folder / f"chunk-{number:05d}.tokens", folder / f"chunk-{number:05d}.lengths"
+
+
+def _documents(path: Path) -> np.ndarray:
+    """Length and checksum of each document of a chunk."""
+    return np.fromfile(path, "<i8").reshape(-1, 2)
 
 
 def _size(path: Path) -> int:

@@ -1,10 +1,11 @@
-"""Prepared tokens: a flat file of ids, a file of document offsets, and meta.json; read memory-mapped.
+"""Prepared tokens: flat files of ids, of offsets and checksums of documents, and meta.json; read memory-mapped.
 
 `prepare` writes meta.json last, so a folder without it is unfinished and refused. Training with a tokenizer that gives
 other ids is refused, too.
 """
 
 import json
+import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from torchtitan.data.fingerprint import fingerprint
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.refusal import Refusal
 
-FORMAT_VERSION = 1
-TOKENS, OFFSETS, META, PLAN = "tokens.bin", "documents.bin", "meta.json", "plan.json"
+FORMAT_VERSION = 2
+TOKENS, OFFSETS, CHECKSUMS = "tokens.bin", "documents.bin", "checksums.bin"
+META, PLAN = "meta.json", "plan.json"
 DTYPES = ("<u2", "<u4")
 DAMAGED = "the folder is damaged: copy it again or prepare it again"
 
@@ -29,6 +31,7 @@ class Meta:
     num_tokens: int
     dtype: str
     largest_id: int
+    checksums_crc32: int  # of the file of checksums
     vocab_size: int
     tokenizer_sha256: str
     text_key: str
@@ -66,13 +69,18 @@ class PreparedTokens:
         begins, ends = self._offsets[:-1], self._offsets[1:]
         if self._offsets[0] != 0 or self._offsets[-1] != self.meta.num_tokens or (begins > ends).any():
             raise Refusal(f"{folder / OFFSETS} does not rise from 0 to {self.meta.num_tokens:,}; {DAMAGED}")
-        self.identity = f"{self.meta.num_documents:,} documents of {self.meta.num_tokens:,} tokens"
+        self._checksums = _map(folder / CHECKSUMS, "<u4", self.meta.num_documents)
+        about = f"{self.meta.num_documents:,} documents of {self.meta.num_tokens:,} tokens"
+        self.identity = f"{about} ({self.meta.checksums_crc32:08x})"
 
     def __len__(self) -> int:
         return self.meta.num_documents
 
     def tokens(self, index: int) -> np.ndarray:
-        return self._tokens[self._offsets[index] : self._offsets[index + 1]]
+        tokens = self._tokens[self._offsets[index] : self._offsets[index + 1]]
+        if zlib.crc32(tokens.data) != self._checksums[index]:
+            raise Refusal(f"{self._folder / TOKENS}, document {index}: its tokens have changed; {DAMAGED}")
+        return tokens
 
     def describe(self, index: int) -> str:
         return f"{self._folder} document {index}"

@@ -1,22 +1,36 @@
 """Texts that can only be read forwards, shard by shard."""
 
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
+
+BLOCK_CHARS = 64 << 20  # as much text as a stream holds at once
 
 
-class ShardReader(Protocol):
-    """Reads one shard. `state()` is the place it has reached, as small plain data."""
+class ShardReader(ABC):
+    """Reads one shard."""
+
+    @abstractmethod
+    def next(self) -> str | None:
+        """The next text, or None at the end."""
+
+    @abstractmethod
+    def state(self) -> Any:
+        """The place it has reached, as small plain data."""
 
     def read(self, count: int) -> list[str]:
-        """The next `count` texts, or fewer at the end of the shard."""
-
-    def state(self) -> Any: ...
+        """The next `count` texts; fewer where they are very long; none at the end."""
+        texts: list[str] = []
+        num_chars = 0
+        while len(texts) < count and num_chars < BLOCK_CHARS and (text := self.next()) is not None:
+            texts.append(text)
+            num_chars += len(text)
+        return texts
 
 
 class ShardedTexts(ABC):
     name: str
     num_shards: int
-    identity: str  # number and size of the shards; a resumed run compares it
+    identity: str  # number, size and digest of the shards; a resumed run compares it
 
     @abstractmethod
     def open(self, shard: int, state: Any | None) -> ShardReader:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.documents import check_text, parse_line
+from torchtitan.data.documents import LONGEST_LINE, check_text, describe_files, parse_line
 from torchtitan.data.sharded import ShardedTexts, ShardReader
 from torchtitan.refusal import Refusal
 
@@ -30,7 +30,7 @@ class CompressedJsonLines(ShardedTexts):
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         self.name, self.num_shards = str(files[0]), len(files)
         self._files, self._text_key = files, text_key
-        self.identity = f"{len(files):,} files of {sum(path.stat().st_size for path in files):,} bytes"
+        self.identity = f"{len(files):,} files of {describe_files(files)}"
 
     def open(self, shard: int, state: int | None) -> ShardReader:
         return _CompressedReader(self._files[shard], self._text_key, state or 0)
@@ -39,7 +39,7 @@ class CompressedJsonLines(ShardedTexts):
         return f"{self._files[shard]} document {number}"
 
 
-class _CompressedReader:
+class _CompressedReader(ShardReader):
     def __init__(self, path: Path, text_key: str, lines_read: int) -> None:
         self._path, self._text_key, self._lines_read = path, text_key, lines_read
         self._open, test = COMPRESSIONS[path.suffix]
@@ -49,20 +49,19 @@ class _CompressedReader:
     def _read_lines(self) -> Iterator[bytes]:
         try:
             with self._open(self._path) as file:
-                yield from file
+                while line := file.readline(LONGEST_LINE + 1):
+                    yield line
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise Refusal(
                 f"{self._path} cannot be read: {error}; it may be incomplete or damaged: {self._test}"
             ) from error
 
-    def read(self, count: int) -> list[str]:
-        texts: list[str] = []
-        while len(texts) < count and (line := next(self._lines, None)) is not None:
+    def next(self) -> str | None:
+        for line in self._lines:
             self._lines_read += 1
             if line.strip():
-                hint = f"; the archive may be damaged: {self._test}"
-                texts.append(parse_line(line, self._text_key, self._where, hint))
-        return texts
+                return parse_line(line, self._text_key, self._where, f"; the archive may be damaged: {self._test}")
+        return None
 
     def _where(self) -> str:
         return f"{self._path}:{self._lines_read}"
@@ -95,7 +94,7 @@ class ParquetFiles(ShardedTexts):
                     first_row += num_rows
                     num_all_rows += num_rows
         self.num_shards = len(self._groups)
-        self.identity = f"{num_all_rows:,} rows in {self.num_shards:,} row groups"
+        self.identity = f"{num_all_rows:,} rows in {self.num_shards:,} row groups of {describe_files(files)}"
 
     def open(self, shard: int, state: int | None) -> ShardReader:
         rows = self._read_rows(shard, state or 0)
@@ -123,15 +122,15 @@ class ParquetFiles(ShardedTexts):
         return f"{path} row {first_row + number}"
 
 
-class _RowReader:
+class _RowReader(ShardReader):
     def __init__(self, rows: Iterator[Any], rows_read: int, text_key: str, describe: Callable[[int], str]) -> None:
         self._rows, self._rows_read, self._text_key, self._describe = rows, rows_read, text_key, describe
 
-    def read(self, count: int) -> list[str]:
-        first = self._rows_read
-        texts = list(islice(self._rows, count))
-        self._rows_read += len(texts)
-        return [check_text(t, self._text_key, lambda i=i: self._describe(first + i)) for i, t in enumerate(texts)]
+    def next(self) -> str | None:
+        for text in self._rows:
+            self._rows_read += 1
+            return check_text(text, self._text_key, lambda: self._describe(self._rows_read - 1))
+        return None
 
     def state(self) -> int:
         return self._rows_read
@@ -161,7 +160,7 @@ class HubDataset(ShardedTexts):
         return f"{self.name}, shard {shard} of {self.num_shards}, document {number}"
 
 
-class _HubReader:
+class _HubReader(ShardReader):
     def __init__(
         self, dataset: Any, state: Sequence[Any] | None, text_key: str, describe: Callable[[int], str]
     ) -> None:
@@ -170,23 +169,21 @@ class _HubReader:
         self._begin, self._rows_read = state, state[0] if state is not None else 0
         self._dataset, self._rows, self._text_key, self._describe = dataset, iter(dataset), text_key, describe
 
-    def read(self, count: int) -> list[str]:
-        texts: list[str] = []
-        while len(texts) < count:
-            try:
-                row = next(self._rows, None)
-            except Exception as error:  # as above, and what parsers raise for a damaged file
-                raise Refusal(
-                    f"{self._where()} cannot be read: {type(error).__name__}: {error}; resume from the last checkpoint"
-                ) from error
-            if row is None:
-                break
-            if self._text_key not in row:
-                found = ", ".join(row)
-                raise Refusal(f"{self._where()}: no field {self._text_key!r} (it has {found}); set text_key")
-            texts.append(check_text(row[self._text_key], self._text_key, self._where))
-            self._rows_read += 1
-        return texts
+    def next(self) -> str | None:
+        try:
+            row = next(self._rows, None)
+        except Exception as error:  # as above, and what parsers raise for a damaged file
+            raise Refusal(
+                f"{self._where()} cannot be read: {type(error).__name__}: {error}; resume from the last checkpoint"
+            ) from error
+        if row is None:
+            return None
+        if self._text_key not in row:
+            found = ", ".join(row)
+            raise Refusal(f"{self._where()}: no field {self._text_key!r} (it has {found}); set text_key")
+        text = check_text(row[self._text_key], self._text_key, self._where)
+        self._rows_read += 1
+        return text
 
     def _where(self) -> str:
         return self._describe(self._rows_read)

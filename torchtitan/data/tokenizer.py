@@ -7,6 +7,7 @@ A prompt is encoded as transformers encodes it with the same folder.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.data.tokenizer_files import EXPECTED, describe, find_file, load_config, load_json
-from torchtitan.data.tokenizer_interface import Tokenizer, encodable
+from torchtitan.data.tokenizer_interface import Tokenizer, encodable, pieces
 from torchtitan.refusal import Refusal
 
 __all__ = ["Tokenizer", "build_tokenizer"]
@@ -69,7 +70,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     # add_special_tokens=False: the file's post-processor would add a second BOS.
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [i for piece in pieces(text) for i in self._tokenizer.encode(piece, add_special_tokens=False).ids]
 
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -96,12 +97,25 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def build_tokenizer(path: str | Path) -> Tokenizer:
-    """Open a tokenizer file, or a folder that holds one, such as a downloaded Hugging Face model.
-
-    The content of the file decides its kind; its name does not.
-    """
+    """Open a tokenizer file, or a folder that holds one, such as a downloaded Hugging Face model."""
     file = find_file(Path(path))
     data = file.read_bytes()
+    try:
+        tokenizer = _open(file, data)
+        tokenizer.decode(tokenizer.encode("A b", bos=True, eos=True))  # some damage shows only now
+    except (Refusal, KeyboardInterrupt, SystemExit, ImportError):
+        raise
+    except BaseException as error:  # a panic of the Rust code is no Exception
+        said = str(error).strip().partition("\n")[0][:200]
+        raise Refusal(
+            f"{file}, or a JSON file beside it, is damaged ({type(error).__name__}: {said}); download it again"
+        ) from None
+    tokenizer.file_sha256 = hashlib.sha256(data).hexdigest()
+    return tokenizer
+
+
+def _open(file: Path, data: bytes) -> Tokenizer:
+    """The content of the file decides its kind; its name does not."""
     if data.lstrip()[:1] == b"{":
         content = load_json(file)
         if "model" in content:

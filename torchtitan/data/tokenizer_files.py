@@ -25,9 +25,12 @@ def find_file(path: Path) -> Path:
 
 def load_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged: download it again") from error
+    if not isinstance(content, dict):
+        raise Refusal(f"{path} holds no JSON object; the file is damaged: download it again")
+    return content
 
 
 def load_config(folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -1,7 +1,12 @@
 """What every tokenizer does: texts to ids and back, for documents and for prompts."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+PIECE_CHARS = 1 << 20  # a longer text is encoded in pieces
+_LAST_CHARS = 1 << 16  # of a piece, in which it is cut
+_LINE_END = re.compile(r"\S\n(?=\S)")
 
 
 class Tokenizer(ABC):
@@ -13,6 +18,7 @@ class Tokenizer(ABC):
     bos_id: int | None
     eos_token: str
     eos_id: int
+    file_sha256: str = ""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -38,6 +44,8 @@ class Tokenizer(ABC):
 
     def encode_batch(self, texts: list[str], bos: bool, eos: bool) -> list[list[int]]:
         """The same ids as `encode` of each text, computed on several cores."""
+        if max(map(len, texts), default=0) > PIECE_CHARS:
+            return [self.encode(text, bos, eos) for text in texts]
         return [self._frame(ids, bos, eos) for ids in self._encode_batch([encodable(text) for text in texts])]
 
     def _frame(self, ids: list[int], bos: bool, eos: bool) -> list[int]:
@@ -55,3 +63,14 @@ def encodable(text: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text in pieces that need little memory, each cut after a line if there is one; a short text as it is."""
+    begin = 0
+    while len(text) - begin > PIECE_CHARS:
+        end = begin + PIECE_CHARS
+        lines = [found.end() for found in _LINE_END.finditer(text, end - _LAST_CHARS, end + 1)]
+        yield text[begin : (end := lines[-1] if lines else end)]
+        begin = end
+    yield text[begin:]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.data.tokenizer_files import load_config
-from torchtitan.data.tokenizer_interface import Tokenizer, encodable
+from torchtitan.data.tokenizer_interface import Tokenizer, encodable, pieces
 from torchtitan.refusal import Refusal
 
 # A tiktoken file contains neither its split pattern nor its control tokens. These are Llama 3.1's.
@@ -93,7 +93,7 @@ class SentencePieceTokenizer(Tokenizer):
         _, self._config = load_config(path.parent)
 
     def _encode(self, text: str) -> list[int]:
-        return self._processor.encode(text, out_type=int)
+        return [i for piece in pieces(text) for i in self._processor.encode(piece, out_type=int)]
 
     def _encode_batch(self, texts: list[str]) -> list[list[int]]:
         return self._processor.encode(texts, out_type=int, num_threads=os.cpu_count() or 1)

@@ -8,6 +8,7 @@ The job runs run_llama_train.sh on each node. This verb installs and builds noth
 import argparse
 import os
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -84,6 +85,9 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
         raise Refusal(
             f"--name {name} is not a valid name; use a letter, then up to 39 of a-z, 0-9 and -, the last of them no -"
         )
+    env = dict(given.split("=", 1) for given in args.env)
+    if env.get("PREFLIGHT", "0") != "0":
+        env.setdefault("PREFLIGHT_SECRET", secrets.token_hex(16))
     return Job(
         name=name,
         config=args.config,
@@ -92,7 +96,7 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
         gpu_kind=args.gpu_kind,
         image=args.image,
         mounts=[(what, where) for what, _, where in (given.rpartition(":") for given in args.mount)],
-        env=dict(given.split("=", 1) for given in args.env),
+        env=env,
         secret=args.secret,
         has_token=has_token,
         options=options,

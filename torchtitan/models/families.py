@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config, Model
 from torchtitan.models.rules import find_refusals
-from torchtitan.models.spec import Blueprint, ModelSpec
+from torchtitan.models.spec import Blueprint, HuggingFace, ModelSpec
 from torchtitan.refusal import Refusal
 
 # name -> where its ModelSpec is, imported when a run asks for it
@@ -137,19 +137,38 @@ def find_download(folder: Path, family: str | None = None) -> tuple[str, Bluepri
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise Refusal(f"{path} cannot be read ({error.strerror}); name the folder of a downloaded model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
+    if not isinstance(content, dict):
+        raise Refusal(f"{path} holds no JSON object; the file is damaged, get it again")
     model_type = content.get("model_type")
     for name in [family] if family else FAMILIES:
         hugging_face = find_spec(name).hugging_face
         if hugging_face is not None and (family or hugging_face.model_type == model_type):
-            return name, Blueprint(str(folder), find_spec(name), hugging_face.from_config(content))
+            return name, Blueprint(str(folder), find_spec(name), _read_shape(path, hugging_face, content))
     if family:
         raise Refusal(f"{family} does not read Hugging Face's files; give its ModelSpec `hugging_face`")
     raise Refusal(
         f"{path} has model_type = {model_type!r}, which no family here is; name the one that reads it, as --model "
         f"path/to/file.py:SPEC"
     )
+
+
+def _read_shape(path: Path, hugging_face: HuggingFace, content: dict[str, Any]) -> Any:
+    """The shape that config.json describes; refused if its values are of other kinds than a shape's."""
+    try:
+        shape = hugging_face.from_config(content)
+    except Refusal as error:
+        raise Refusal(f"{path}: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Refusal(f"{path} describes no model ({type(error).__name__}: {error}); get the file again") from None
+    for field in fields(shape):
+        value, kinds = getattr(shape, field.name), str(field.type)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        wrong = number and not (0 < value < 2**31 and ("float" in kinds or isinstance(value, int)))
+        if wrong or isinstance(value, bool) is not ("bool" in kinds) or isinstance(value, str | list | dict):
+            raise Refusal(f"{path} gives {field.name} = {value!r}, which no model has; get the file again")
+    return shape
 
 
 def as_section(name: str, blueprint: Blueprint, hf_assets_path: str) -> Model:

@@ -17,15 +17,15 @@ def rope_table(
     positions: Tensor, head_size: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotation at each position, in float32."""
-    half = head_size // 2
-    exponent = torch.arange(half, dtype=torch.float32, device=positions.device) / half
-    frequency = theta**-exponent
+    exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size
+    frequency = 1 / theta**exponent  # these operations in this order: far positions show the last bit
     if scaling is not None:
         # Llama 3.1: low frequencies turn `factor` times slower, high ones as before, those between are blended.
-        turns = scaling.original_max_seq_len * frequency / (2 * math.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / scaling.factor)
+        wavelength, low, high = 2 * math.pi / frequency, scaling.low_freq_factor, scaling.high_freq_factor
+        kept = (scaling.original_max_seq_len / wavelength - low) / (high - low)
+        blended = (1 - kept) * frequency / scaling.factor + kept * frequency
+        slowed = torch.where(kept <= 0, frequency / scaling.factor, blended)
+        frequency = torch.where(kept >= 1, frequency, slowed)
     angle = positions.float()[..., None] * frequency
     return angle.cos(), angle.sin()  # each [S, D/2] or [B, S, D/2]
 

@@ -15,16 +15,22 @@ from torchtitan.refusal import Refusal
 
 
 def open_run_folder(config: Config) -> Path:
-    """Make the folder; refuse one that cannot be written."""
+    """Make the folder; refuse one that cannot be written, it or what an earlier run left in it."""
     folder = Path(config.job.dump_folder)
+    kept = run_folders(config).keys() - {"checkpoint.folder"}  # which a `load_only` run may only read
+    path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        for name in (".", "earlier", *(run_folders(config)[key] for key in kept)):
+            if not (path := folder / name).exists():
+                continue
+            probe = path / f".writable.{os.getpid()}"
+            probe.touch()
+            probe.unlink()
     except OSError as error:
+        inside = "" if path == folder else f": {path.relative_to(folder)}"
         raise Refusal(
-            f"job.dump_folder = {str(folder)!r} cannot be written: {error.strerror}; "
+            f"job.dump_folder = {str(folder)!r}{inside} cannot be written: {error.strerror}; "
             f"choose another folder, or change its permissions"
         ) from None
     return folder

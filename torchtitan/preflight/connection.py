@@ -1,6 +1,8 @@
 """Connections between two nodes: exchanges messages, explains failures and measures speed."""
 
+import hmac
 import json
+import secrets
 import socket
 import statistics
 import struct
@@ -15,32 +17,66 @@ _BULK_SECONDS = 0.1
 _PINGS = 20
 
 
+class NotANode(ConnectionError):
+    """The other end does not know the secret of this run's nodes."""
+
+
 class Channel:
-    """Sends and receives messages over a connection. A message is one line of JSON of limited length."""
+    """Sends and receives messages over a connection. A message is one line of JSON of limited length.
+
+    `seconds` is the limit for a whole message, in however small pieces it comes.
+    """
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self.connection = connection
-        connection.settimeout(seconds)
-        self._lines = connection.makefile("rb")
+        self.connection, self.seconds = connection, seconds
+        self._received = b""
 
     def send(self, **message: Any) -> None:
+        self.connection.settimeout(self.seconds)
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any]:
-        line = self._lines.readline(LONGEST_MESSAGE_BYTES)
-        if not line.endswith(b"\n"):
-            raise ConnectionError("it hung up")
+        end = time.monotonic() + self.seconds
+        while b"\n" not in self._received:
+            self.connection.settimeout(max(0.001, end - time.monotonic()))
+            if not (part := self.connection.recv(2**16)):
+                raise ConnectionError("it hung up")
+            self._received += part
+            if len(self._received) > LONGEST_MESSAGE_BYTES:
+                raise ConnectionError("it sent something that is not a message")
+        line, _, self._received = self._received.partition(b"\n")
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConnectionError("it sent something that is not a message") from None
         if not isinstance(message, dict):
             raise ConnectionError("it sent something that is not a message")
-        return message
+        return dict(_printable(message))
+
+    def prove(self, secret: str, leads: bool) -> None:
+        """Both ends show that they know the nodes' secret. It is not sent, and no answer serves a second time."""
+        self.send(challenge=(mine := secrets.token_hex(16)))
+        theirs = str(self.receive().get("challenge"))
+        self.send(proof=_proof(secret, leads, theirs, mine))
+        proof = str(self.receive().get("proof"))
+        if not hmac.compare_digest(proof.encode(), _proof(secret, not leads, mine, theirs).encode()):
+            raise NotANode("it does not know the secret of this run's nodes")
 
     def close(self) -> None:
-        self._lines.close()
         self.connection.close()
+
+
+def _proof(secret: str, leads: bool, *challenges: str) -> str:
+    return hmac.new(secret.encode(), json.dumps([leads, *challenges]).encode(), "sha256").hexdigest()
+
+
+def _printable(value: Any) -> Any:
+    """What came from another machine, without the characters that could command a terminal."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else "?" for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(of) for key, of in value.items()}
+    return [_printable(of) for of in value] if isinstance(value, list) else value
 
 
 def connect(endpoint: str, deadline: float) -> socket.socket:

@@ -16,7 +16,15 @@ from typing import Any
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import address_toward, in_words, leads_here, split_endpoint
 from torchtitan.launch.node import Node
-from torchtitan.preflight.connection import Channel, connect, listen, measure_with, receive_exactly, what_failed
+from torchtitan.preflight.connection import (
+    Channel,
+    NotANode,
+    connect,
+    listen,
+    measure_with,
+    receive_exactly,
+    what_failed,
+)
 from torchtitan.preflight.facts import Facts, gather
 from torchtitan.preflight.leader import ANSWER_SECONDS, Failed, Leader
 from torchtitan.preflight.report import print_report
@@ -38,12 +46,13 @@ def run(node: Node, config: Config, env: Mapping[str, str], gpus: int) -> bool:
     toward = address_toward(split_endpoint(node.head)[0]) if node.num_nodes > 1 else None
     settings = {"NNODES": str(node.num_nodes), "NGPU": str(node.num_processes), "run": node.run_id}
     facts = gather(settings, config, env, toward, gpus)
+    secret = env.get("PREFLIGHT_SECRET") or node.run_id
     leader, errors = None, []
     try:
         if node.rank == 0 or node.num_nodes == 1:
-            leader = Leader(node, config, begin)
+            leader = Leader(node, config, begin, secret)
             leader.start()
-        errors = take_part(node, facts, begin, leader)
+        errors = take_part(node, facts, begin, leader, secret)
     except Failed as failure:
         errors = list(failure.args)
     finally:
@@ -59,7 +68,7 @@ def run(node: Node, config: Config, env: Mapping[str, str], gpus: int) -> bool:
     return not errors
 
 
-def take_part(node: Node, facts: Facts, begin: float, leader: Leader | None) -> list[str]:
+def take_part(node: Node, facts: Facts, begin: float, leader: Leader | None, secret: str) -> list[str]:
     """Do what node 0 asks until its verdict; returns the errors of the verdict."""
     me = f"node {node.rank or 0} ({facts['host']})"
     head = leader.endpoint if leader else node.head
@@ -70,13 +79,19 @@ def take_part(node: Node, facts: Facts, begin: float, leader: Leader | None) -> 
     channel = Channel(connection, _WELCOME_SECONDS)
     peers = listen(0, facts["address"])
     try:
+        channel.prove(secret, leads=False)
         channel.send(preflight=node.rank or 0, port=peers.getsockname()[1], facts=facts)
         while (order := channel.receive())["do"] != "verdict":
             if order["do"] == "wait":
-                connection.settimeout(node.timeout_seconds + ANSWER_SECONDS)
+                channel.seconds = node.timeout_seconds + ANSWER_SECONDS
                 continue
             channel.send(**_obey(order, peers, node.rank or 0))
-        return list(order["errors"])
+        return [str(error) for error in order["errors"]]
+    except NotANode as error:
+        raise Failed(
+            f"{me}: the program at {head} is no node of this run: {error}; give all nodes the same PREFLIGHT_SECRET, "
+            "or the same run id"
+        ) from None
     except OSError as error:
         raise Failed(
             f"{me}: the connection to the head {head} broke off ({error}): the program there is no preflight, or "

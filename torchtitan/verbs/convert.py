@@ -5,6 +5,7 @@ python -m torchtitan convert Llama-3.2-1B imported       a Hugging Face folder o
 """
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from torchtitan.weights.targets import refuse_existing
 
 def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
+    if not 0 < args.shard_gb < math.inf:
+        raise Refusal(f"--shard_gb {args.shard_gb} is no size; give the gigabytes of a file, such as 5")
     source = open_model(args.source, args.model)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     assets = Path(args.tokenizer) if args.tokenizer else source.assets

@@ -1,9 +1,13 @@
 """Breaks a run in many ways, starts it again each time, and compares its end with that of an undisturbed run.
 
-python -m torchtitan drill -- --job.config_file train_configs/debug_model.toml --checkpoint.interval 5
+python -m torchtitan drill                                    a small model and every kind of fault: two minutes
+python -m torchtitan drill -- --job.config_file mine.toml     a run of your own
+python -m torchtitan drill --on all --faults 180 --seed 7     a small model on each layout, with each kind of storage
 """
 
 import argparse
+import itertools
+import json
 import random
 import shutil
 import time
@@ -18,64 +22,142 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import load_config
 from torchtitan.refusal import Refusal
-from torchtitan.verbs.drill_faults import FAULTS, FILLS_THE_DISK, Run
+from torchtitan.verbs.drill_faults import FAULTS
+from torchtitan.verbs.drill_places import ObjectStore, Place, TwoNodes
+from torchtitan.verbs.drill_run import Run
 from torchtitan.weights.targets import make_empty
 
-_SMALL_DISK_BYTES = 4 << 30  # a disk of this size may be filled without harm to others
-_MOST_STEPS_OF_A_FAULT = 8
+_STEPS_OF_A_FAULT = 8  # at most; with fewer left, the run is finished and a fresh one meets the next fault
+_SMALL = """--job.config_file train_configs/debug_model.toml --model.dim 64 --model.n_layers 4 --model.n_heads 4
+    --model.n_kv_heads 2 --model.hidden_dim 160 --training.steps 60 --training.seq_len 32 --training.local_batch_size 1
+    --training.global_batch_size 2 --lr_scheduler.warmup_steps 5 --metrics.log_freq 1 --metrics.no_enable_tensorboard
+    --validation.seq_len 32 --validation.steps 2 --validation.freq 10 --checkpoint.interval 2
+    --checkpoint.keep_latest_k 4 --comm.train_timeout_seconds 6""".split()
+_LAYOUTS = {
+    "FSDP 2": (2, []),
+    "PP 2": (2, ["--parallelism.pipeline_parallel_degree", "2"]),
+    "TP 2 x FSDP 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
+}
+_SAVES = {"sync": ["--checkpoint.async_mode", "disabled"], "async": ["--checkpoint.async_mode", "async"]}
+_PLACES = {"disk": Place, "store": ObjectStore, "two nodes": TwoNodes}
+RIDES = {", ".join(names): names for names in itertools.product(_LAYOUTS, _SAVES, _PLACES)}
 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     """The verb; returns 0 if nothing was lost."""
-    steps = load_config(["--checkpoint.enable", *options], args.ranks).training.steps
-    out, chance, begin = Path(args.out).absolute(), random.Random(args.seed), time.monotonic()
-    make_empty(out)
-    deadline = begin + 60 * args.minutes
-    untouched = Run(out / "untouched", args.ranks, options, deadline)
-    untouched.start()
-    if untouched.end()[0]:
-        raise Refusal(f"the run fails even without a fault; see {untouched.log.name}, and repair the command first")
-    broken = Run(out / "broken", args.ranks, options, deadline)
-    print(f"{args.faults} faults for a run of {steps} steps on {args.ranks} ranks\n")
-    print("| fault | at step | complete before | ended with | complete after |\n| --- | --- | --- | --- | --- |")
-    names = [name for name in FAULTS if name != FILLS_THE_DISK or shutil.disk_usage(out).total <= _SMALL_DISK_BYTES]
-    order = [name for _ in range(-(-args.faults // len(names))) for name in chance.sample(names, len(names))]
-    problems: list[str] = []
-    for name in order[: args.faults]:
-        if len(broken.records()) > steps - _MOST_STEPS_OF_A_FAULT:
-            problems += _finish(broken, untouched, steps)
-            shutil.rmtree(broken.folder)  # the next fault meets a fresh run
-        problems += _break_once(broken, name, chance)
-    problems += _finish(broken, untouched, steps)
-    seconds = time.monotonic() - begin
-    print(f"\n{'; '.join(problems) or 'nothing was lost: all tensors are the same to the bit'} ({seconds:.0f} s)")
-    return 1 if problems else 0
+    deadline, out = time.monotonic() + 60 * args.minutes, Path(args.out).absolute()
+    if args.on and options:
+        raise Refusal("--on drills the small model of this verb; give it, or options of a run of your own after --")
+    if unknown := [name for name in args.on if name != "all" and name not in RIDES]:
+        raise Refusal(f"--on {unknown[0]!r} is no ride; use all, or one of: {'; '.join(RIDES)}")
+    mark = make_empty(out)
+    if not args.on:
+        return 1 if _Drill(out, args.ranks, options or _SMALL, Place(), deadline, args).ride(args.faults) else 0
+    names = list(RIDES) if "all" in args.on else args.on
+    lost: list[str] = []
+    for number, name in enumerate(names):
+        layout, save, place = RIDES[name]
+        ranks, keys = _LAYOUTS[layout]
+        count = len(range(number, args.faults or len(names) * len(FAULTS), len(names)))
+        where = _PLACES[place]()
+        print(f"\n## {name}\n", flush=True)
+        try:
+            folder = mark.parent / name.replace(" ", "-").replace(",", "")
+            folder.mkdir()
+            small = [*_SMALL, *keys, *_SAVES[save]]
+            lost += _Drill(folder, ranks, small, where, deadline, args).ride(count)
+        finally:
+            where.close()
+    print(f"\n{len(lost)} problems on {len(names)} rides")
+    return 1 if lost else 0
 
 
-def _break_once(broken: Run, name: str, chance: random.Random) -> list[str]:
-    """Start the run, break it, wait until it ends and print a row of the table; returns what went wrong."""
-    broken.start()
-    broken.wait_for_steps(chance.randint(1, 4))
-    time.sleep(chance.random() * 0.5)
-    before, at = broken.complete(), (broken.records() or [0])[-1]
-    damaged = FAULTS[name](broken, chance)
-    (code, left), after = broken.end(), broken.complete()
-    oldest = min(after, default=-1)  # retention removes older ones, and nothing may remove others
-    lost = [step for step in before if step not in after and step > oldest and step != damaged]
-    print(f"| {name} | {at} | {before} | {code} | {after} |", flush=True)
-    problems = [f"{name}: the damage to step {damaged} went unnoticed"] if damaged in after else []
-    problems += [f"{name} at step {at} lost step {step}" for step in lost]
-    return problems + [f"{name} at step {at} left process {process} behind" for process in left]
+class _Drill:
+    """One configuration in one place: an undisturbed run, and one that is broken again and again."""
 
+    def __init__(
+        self, out: Path, ranks: int, options: Sequence[str], place: Place, deadline: float, args: argparse.Namespace
+    ) -> None:
+        self.out, self.chance = out, random.Random(f"{args.seed} {out.name}")
+        section = load_config(["--checkpoint.enable", *options], ranks)
+        steps = section.training.steps
+        if section.checkpoint.interval > steps // 4:  # a fault needs a checkpoint to break, and one before it
+            options = [*options, "--checkpoint.interval", str(max(1, steps // 12))]
+            print(f"checkpoint.interval = {options[-1]}, so that each fault has something to break")
+        self.untouched = Run(out / "untouched", ranks, steps, options, deadline, place)
+        self.broken = Run(out / "broken", ranks, steps, options, deadline, place)
 
-def _finish(broken: Run, untouched: Run, steps: int) -> list[str]:
-    """Let the run reach its end; returns how it differs there from the untouched run."""
-    broken.start()
-    code, left = broken.end()
-    if code:
-        return [f"the run did not reach its end; see {broken.log.name}"]
-    problems = [f"process {process} was left behind" for process in left]
-    return problems + _differences(broken.storage(), untouched.storage(), steps)
+    def ride(self, count: int) -> list[str]:
+        """Returns what was lost."""
+        begin, untouched, broken = time.monotonic(), self.untouched, self.broken
+        names = [name for name, fault in FAULTS.items() if fault.fits(broken.place, self.out)]
+        count = count or len(names)
+        order = [name for _ in range(-(-count // len(names))) for name in self.chance.sample(names, len(names))]
+        print(f"{count} faults for a run of {broken.steps} steps on {broken.ranks} ranks; first the run by itself")
+        untouched.start()
+        codes, _ = untouched.end()
+        if any(codes):
+            raise Refusal(f"the run fails even without a fault; see {untouched.log.name}, and repair the command first")
+        print("\n| fault | at step | complete before | ended with | complete after |\n| --- | --- | --- | --- | --- |")
+        problems: list[str] = []
+        idle = 0
+        for name in order[:count]:
+            if len(broken.records()) > broken.steps - _STEPS_OF_A_FAULT:
+                problems += self._finish()
+                self._begin_anew()
+            broke, found = self._break_once(name)
+            idle, problems = idle + (not broke), problems + found
+        problems += self._finish()
+        verdict = "; ".join(problems) or "nothing was lost: all tensors and records are the same to the bit"
+        said = f"; {idle} of {count} faults had nothing to break" if idle else ""
+        print(f"\n{verdict}{said} ({time.monotonic() - begin:.0f} s)", flush=True)
+        return problems
+
+    def _break_once(self, name: str) -> tuple[bool, list[str]]:
+        """Start the run, break it, wait for its end and print a row; returns whether it broke and what went wrong."""
+        broken, chance, fault = self.broken, self.chance, FAULTS[name]
+        print(f"| {name} ", end="", flush=True)
+        broken.start()
+        broken.wait_for_steps(chance.randint(1, 4))
+        if fault.needs_checkpoint:
+            broken.wait_until(broken.complete)
+        time.sleep(chance.random() * 0.5)
+        before, at = broken.complete(), (broken.records() or [0])[-1]
+        outcome = fault.act(broken, chance)
+        (codes, left), after = broken.end(), broken.complete()
+        oldest = min(after, default=-1)  # retention removes older ones, and nothing may remove others
+        lost = [step for step in before if step not in after and step > oldest and step not in outcome.damaged]
+        ended = "/".join(map(str, codes)) + ("" if outcome.broke else ", nothing to break")
+        print(f"| {at} | {_join(before)} | {ended} | {_join(after)} |", flush=True)
+        problems = [f"the damage to step {step} went unnoticed" for step in outcome.damaged if step in after]
+        problems += [f"step {step} is lost" for step in lost] + list(outcome.problems)
+        problems += [f"process {process} stayed behind" for process in left]
+        row = {"fault": name, "at": at, "before": before, "ended": codes, "after": after, "broke": outcome.broke}
+        with (self.out / "faults.jsonl").open("a") as file:
+            file.write(json.dumps(row | {"problems": problems}) + "\n")
+        return outcome.broke, [f"{name} at step {at}: {problem}" for problem in problems]
+
+    def _begin_anew(self) -> None:
+        storage = self.broken.storage()
+        if storage.fs.exists(storage.root):
+            storage.fs.rm(storage.root, recursive=True)
+        shutil.rmtree(self.broken.folder)
+
+    def _finish(self) -> list[str]:
+        """Let the run reach its end; returns how it differs there from the untouched run."""
+        self.broken.start()
+        codes, left = self.broken.end()
+        if any(codes):
+            return [f"the run did not reach its end; see {self.broken.log.name}"]
+        found = [f"process {process} stayed behind" for process in left]
+        for name in ("metrics.jsonl", "validation.jsonl"):
+            kept = ("step", "loss", "grad_norm", "validation_loss", "validation_tokens")
+            ours, theirs = ([{key: r.get(key) for key in kept} for r in of.told(name)] for of in self._both())
+            found += [] if ours == theirs else [f"{name} differs"]
+        return found + _differences(self.broken.storage(), self.untouched.storage(), self.broken.steps)
+
+    def _both(self) -> tuple[Run, Run]:
+        return self.broken, self.untouched
 
 
 def _differences(ours: Storage, theirs: Storage, step: int) -> list[str]:
@@ -93,3 +175,7 @@ def _differences(ours: Storage, theirs: Storage, step: int) -> list[str]:
         for n in sorted(names)
         if n not in read[0] or n not in read[1] or not read[0][n].equal(read[1][n])
     ]
+
+
+def _join(steps: Sequence[int]) -> str:
+    return " ".join(map(str, steps)) or "none"

@@ -1,189 +1,216 @@
-"""A run that can be broken and started again, and the ways in which the drill breaks it."""
+"""The ways in which the drill breaks a run."""
 
 import contextlib
-import ctypes
-import json
 import os
 import random
 import re
+import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.checkpoint.storage import Manifest, Storage
-from torchtitan.launch.node import environment_here, torchrun_here
-from torchtitan.refusal import Refusal
+from torchtitan.verbs.drill_places import ObjectStore, Place, TwoNodes
+from torchtitan.verbs.drill_run import Run, send
 
-_ROOT = Path(__file__).parents[2]
-_POLL_SECONDS = 0.02
 _LEFT_FOR_LOGS_BYTES = 4 << 20
-_SECONDS_TO_LEAVE = 5
-FILLS_THE_DISK = "the disk full"
+_SMALL_DISK_BYTES = 4 << 30  # a disk of this size may be filled without harm to others
 
 
-@dataclass
-class Run:
-    """train.py under torchrun. The run's folder in the command line identifies its processes."""
+@dataclass(frozen=True)
+class Outcome:
+    """What a fault did to the run."""
 
-    folder: Path
-    ranks: int
-    options: Sequence[str]
-    deadline: float
-
-    def start(self) -> None:
-        command = [sys.executable, *torchrun_here(self.ranks)]
-        command += ["train.py", *self.options, "--job.dump_folder", str(self.folder), "--checkpoint.enable"]
-        self.log = (self.folder.parent / f"{self.folder.name}.log").open("ab")
-        self.process = subprocess.Popen(
-            command,
-            cwd=_ROOT,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
-            preexec_fn=_obey_permissions,
-            env=environment_here(self.ranks),
-        )
-        self.began = len(self.records())
-
-    def wait_until(self, happened: Callable[[], object]) -> bool:
-        """Wait until this happens or the run ends; True if it happened."""
-        try:
-            while self.process.poll() is None:
-                if time.monotonic() > self.deadline:
-                    raise Refusal(
-                        f"the drill took longer than --minutes; see the end of {self.log.name}, or raise --minutes"
-                    )
-                if happened():
-                    return True
-                time.sleep(_POLL_SECONDS)
-        except BaseException:  # also Ctrl-C, which does not reach the run in its own session
-            self.kill()
-            raise
-        return False
-
-    def wait_for_steps(self, number: int) -> None:
-        self.wait_until(lambda: len(self.records()) >= self.began + number)
-
-    def end(self) -> tuple[int, list[int]]:
-        """Wait for the end; returns the exit code and the ranks that outlived a torchrun which ended by itself."""
-        self.wait_until(lambda: False)
-        code, end = self.process.returncode, time.monotonic() + _SECONDS_TO_LEAVE
-        while code >= 0 and self.workers() and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
-        left = self.workers() if code >= 0 else []
-        self.kill()
-        return code, left
-
-    def kill(self) -> None:
-        for worker in self.workers():
-            _signal(worker, signal.SIGKILL)
-        _signal(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        while self.workers():
-            time.sleep(_POLL_SECONDS)
-
-    def workers(self) -> list[int]:
-        """Process ids of the ranks. torchrun starts each in its own session, so only their command identifies them."""
-        mark, found = f"\0{self.folder}\0".encode(), []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal() and int(entry.name) not in (self.process.pid, os.getpid()):
-                try:
-                    if mark in (entry / "cmdline").read_bytes() and b"State:\tZ" not in (entry / "status").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return sorted(found)
-
-    def records(self) -> list[int]:
-        file = self.folder / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
-
-    def failed_saves(self) -> int:
-        return Path(self.log.name).read_text(errors="replace").count("failed: ")
-
-    def storage(self) -> Storage:
-        return Storage(str(self.folder / "checkpoint"))
-
-    def complete(self) -> list[int]:
-        return [step for step in self.storage().steps() if _is_complete(self.storage(), step)]
+    broke: bool = True  # False: there was nothing to break
+    damaged: tuple[int, ...] = ()  # steps whose checkpoints are no longer whole
+    problems: tuple[str, ...] = ()
 
 
-def _kill_one(run: Run, chance: random.Random) -> None:
-    _signal(chance.choice(run.workers() or [run.process.pid]), signal.SIGKILL)
+NOTHING = Outcome(broke=False)
+Act = Callable[[Run, random.Random], Outcome]
 
 
-def _kill_while_writing(run: Run, _: random.Random) -> None:
-    run.wait_until(lambda: list((run.folder / "checkpoint").glob("*.writing")))
+@dataclass(frozen=True)
+class Fault:
+    act: Act
+    fits: Callable[[Place, Path], bool] = lambda place, out: True
+    needs_checkpoint: bool = False
+
+
+def _kill_one(run: Run, chance: random.Random) -> Outcome:
+    if not (workers := run.workers()):
+        return NOTHING
+    send(chance.choice(workers), signal.SIGKILL)
+    return Outcome()
+
+
+def _kill_all(run: Run, _: random.Random) -> Outcome:
+    going = run.is_going()
     run.kill()
+    return Outcome(going)
 
 
-def _stop_one(run: Run, chance: random.Random) -> None:
-    _signal(chance.choice(run.workers() or [run.process.pid]), signal.SIGSTOP)
+def _kill_a_launcher(run: Run, chance: random.Random) -> Outcome:
+    launcher = chance.choice(run.launchers)
+    if launcher.poll() is not None:
+        return NOTHING
+    launcher.kill()  # its ranks must end by themselves; `Run.end` finds those that do not
+    return Outcome()
 
 
-def _ask_to_end(run: Run, _: random.Random) -> None:
-    for worker in run.workers():
-        _signal(worker, signal.SIGTERM)
+def _kill_while_writing(run: Run, _: random.Random) -> Outcome:
+    storage = run.storage()
+    known = set(storage.steps())
+
+    def is_writing() -> bool:
+        if storage.is_local:
+            return any(Path(storage.root).glob("*.writing"))
+        return not known.issuperset(storage.steps())
+
+    came = run.wait_until(is_writing, poll_seconds=0.002)
+    run.kill()
+    return Outcome(came)
 
 
-def _damage(how: Callable[[Path, random.Random], object], files: str = "*") -> Callable[[Run, random.Random], int]:
-    """A fault that damages one of these files of the newest checkpoint and returns the step."""
+def _kill_at_the_end(run: Run, chance: random.Random) -> Outcome:
+    """While the run validates for the last time, or saves its last checkpoint."""
+    came = run.wait_until(lambda: run.records()[-1:] == [run.steps], poll_seconds=0.002)
+    time.sleep(chance.random() * 0.1)
+    going = run.is_going()
+    run.kill()
+    return Outcome(came and going)
 
-    def damage(run: Run, chance: random.Random) -> int:
+
+def _stop_one(run: Run, chance: random.Random) -> Outcome:
+    if not (workers := run.workers()):
+        return NOTHING
+    send(chance.choice(workers), signal.SIGSTOP)
+    return Outcome()
+
+
+def _ask_to_end(run: Run, _: random.Random) -> Outcome:
+    workers = run.workers()
+    for worker in workers:
+        send(worker, signal.SIGTERM)
+    return Outcome(bool(workers))
+
+
+def _damage(how: Callable[[bytes, random.Random], bytes | None], files: str = "") -> Act:
+    """Damages one of these files of the newest checkpoint."""
+
+    def act(run: Run, chance: random.Random) -> Outcome:
         run.kill()
-        newest = run.storage().steps()[:1]
-        if not newest:
-            return -1
-        how(chance.choice(sorted(Path(run.storage().folder(newest[0])).glob(files))), chance)
-        return newest[0]
+        complete, storage = run.complete(), run.storage()
+        if not complete:
+            return NOTHING
+        names = [name for name in storage.names(storage.folder(complete[0])) if name.endswith(files)]
+        path = f"{storage.folder(complete[0])}/{chance.choice(names)}"
+        content = storage.fs.cat_file(path)
+        if (changed := how(content, chance)) == content:
+            return NOTHING
+        storage.fs.rm_file(path)
+        if changed is not None:
+            storage.fs.pipe_file(path, changed)
+        return Outcome(damaged=(complete[0],))
 
-    return damage
-
-
-def _truncate(file: Path, chance: random.Random) -> None:
-    os.truncate(file, chance.randrange(file.stat().st_size))
-
-
-def _flip(file: Path, chance: random.Random) -> None:
-    place = chance.randrange(file.stat().st_size)
-    with file.open("r+b") as opened:
-        opened.seek(place)
-        byte = opened.read(1)[0] ^ (1 << chance.randrange(8))
-        opened.seek(place)
-        opened.write(bytes([byte]))
+    return act
 
 
-def _change_the_place_in_the_data(file: Path, _: random.Random) -> None:
+def _truncate(content: bytes, chance: random.Random) -> bytes:
+    return content[: chance.randrange(len(content))]
+
+
+def _flip(content: bytes, chance: random.Random) -> bytes:
+    place = chance.randrange(len(content))
+    return content[:place] + bytes([content[place] ^ (1 << chance.randrange(8))]) + content[place + 1 :]
+
+
+def _change_the_place_in_the_data(content: bytes, _: random.Random) -> bytes:
     """Overwrite a digit in a data stream's state: it still parses, but names another place than the weights saw."""
-    content = file.read_bytes()
     digit = re.search(rb'": \d', content)
-    if digit:
-        last = digit.end() - 1
-        file.write_bytes(content[:last] + b"%d" % ((int(content[last : last + 1]) + 1) % 10) + content[last + 1 :])
+    if digit is None:
+        return content
+    last = digit.end() - 1
+    return content[:last] + b"%d" % ((int(content[last : last + 1]) + 1) % 10) + content[last + 1 :]
 
 
-def _kill_after_failed_save(run: Run) -> None:
-    """Wait until a save has failed (the run may continue, or end because its last save failed), then kill the run."""
-    before = run.failed_saves()
-    run.wait_until(lambda: run.failed_saves() > before)
+def _make_unreadable(run: Run, chance: random.Random) -> Outcome:
+    """A file that may not be read, a link that leads to itself, or a folder in its place."""
     run.kill()
+    if not (complete := run.complete()):
+        return NOTHING
+    file = chance.choice(sorted(Path(run.storage().folder(complete[0])).iterdir()))
+    way = chance.randrange(3)
+    if way == 0:
+        file.chmod(0)
+    else:
+        file.unlink()
+        file.symlink_to(file.name) if way == 1 else file.mkdir()
+    return Outcome(damaged=(complete[0],))
 
 
-def _forbid_writing(run: Run, _: random.Random) -> None:
+def _refused(run: Run, says: str) -> tuple[str, ...]:
+    """Start the run where it has to be refused; returns what went otherwise."""
+    before, said = (run.told("metrics.jsonl"), run.folder_names()), len(run.said())
+    run.start()
+    codes, _ = run.end()
+    problems: list[str] = [] if all(codes) else ["a run started where it should have been refused"]
+    problems += [] if says in run.said()[said:] else [f"the refusal does not say {says!r}"]
+    unchanged = before == (run.told("metrics.jsonl"), run.folder_names())
+    return (*problems, *([] if unchanged else ["a refused start changed the run folder"]))
+
+
+def _damage_all(run: Run, chance: random.Random) -> Outcome:
+    """No checkpoint is left that could be used: a start must not begin anew. Then all are put back."""
+    run.kill()
+    if not run.complete():
+        return NOTHING
+    folder, kept = run.folder / "checkpoint", run.folder.parent / "kept"
+    shutil.copytree(folder, kept)
+    for checkpoint in folder.glob("step-*"):
+        if files := [path for path in sorted(checkpoint.iterdir()) if path.is_file() and os.access(path, os.R_OK)]:
+            file = chance.choice(files)
+            file.write_bytes(_truncate(file.read_bytes(), chance))
+    problems = _refused(run, "checkpoint.load_step")
+    shutil.rmtree(folder)
+    kept.rename(folder)
+    return Outcome(problems=problems)
+
+
+def _take_the_disk_away(run: Run, _: random.Random) -> Outcome:
+    """The folder of checkpoints is a link, and what it leads to is not mounted. Then it is back."""
+    run.kill()
+    folder, disk, aside = (run.folder / "checkpoint", run.folder.parent / "disk", run.folder.parent / "disk.away")
+    if not folder.is_dir():
+        return NOTHING
+    folder.rename(aside)
+    folder.symlink_to(disk)
+    problems = _refused(run, "is away; mount its disk")
+    folder.unlink()
+    aside.rename(folder)
+    return Outcome(problems=problems)
+
+
+def _wait_for_a_failed_save(run: Run) -> bool:
+    before = run.said().count("failed: ")
+    return run.wait_until(lambda: run.said().count("failed: ") > before)
+
+
+def _forbid_writing(run: Run, _: random.Random) -> Outcome:
     folder = run.folder / "checkpoint"
-    run.wait_until(folder.exists)
+    if not run.wait_until(folder.exists):
+        return NOTHING
     folder.chmod(0o555)
     try:
-        _kill_after_failed_save(run)
+        failed = _wait_for_a_failed_save(run)  # the run goes on, or ends because its last save failed
+        run.kill()
     finally:
         folder.chmod(0o755)
+    return Outcome(failed)
 
 
-def _fill_the_disk(run: Run, _: random.Random) -> None:
+def _fill_the_disk(run: Run, _: random.Random) -> Outcome:
     filler = run.folder.parent / "filler"
     try:
         with filler.open("wb", buffering=0) as file:
@@ -191,38 +218,60 @@ def _fill_the_disk(run: Run, _: random.Random) -> None:
                 while True:
                     file.write(bytes(1 << 20))
             file.truncate(max(0, file.tell() - _LEFT_FOR_LOGS_BYTES))
-        _kill_after_failed_save(run)
+        failed = _wait_for_a_failed_save(run)
+        run.kill()
     finally:
         filler.unlink()
+    return Outcome(failed)
 
 
-# A fault that damages a checkpoint returns its step.
-FAULTS: dict[str, Callable[[Run, random.Random], int | None]] = {
-    "one rank killed": _kill_one,
-    "all ranks killed": lambda run, _: run.kill(),
-    "all ranks killed during a write": _kill_while_writing,
-    "a file of the newest checkpoint truncated": _damage(_truncate),
-    "a bit of the newest checkpoint flipped": _damage(_flip),
-    "a file of the newest checkpoint deleted": _damage(lambda file, _: file.unlink()),
-    "a place in the data changed": _damage(_change_the_place_in_the_data, "*.distcp"),
-    "the folder read-only": _forbid_writing,
-    FILLS_THE_DISK: _fill_the_disk,
-    "a rank stopped": _stop_one,
-    "SIGTERM": _ask_to_end,
+def _take_the_store_away(run: Run, chance: random.Random) -> Outcome:
+    """The object store answers nothing for some seconds. The run may go on, or end and lose nothing."""
+    assert isinstance(run.place, ObjectStore)
+    going = run.is_going()
+    run.place.away(True)
+    time.sleep(0.5 + 2 * chance.random())
+    run.place.away(False)
+    return Outcome(going)
+
+
+def _pull_the_cable(run: Run, _: random.Random) -> Outcome:
+    """The nodes no longer reach each other; all ranks must end within their timeout."""
+    assert isinstance(run.place, TwoNodes)
+    going = run.is_going()
+    run.place.pull(True)
+    try:
+        run.wait_until(lambda: False)
+    finally:
+        run.place.pull(False)
+    return Outcome(going)
+
+
+def _is_on_disk(place: Place, _: Path) -> bool:
+    return place.is_on_disk()
+
+
+def _is_small_disk(place: Place, out: Path) -> bool:
+    return place.is_on_disk() and shutil.disk_usage(out).total <= _SMALL_DISK_BYTES
+
+
+FAULTS: dict[str, Fault] = {
+    "one rank killed": Fault(_kill_one),
+    "all ranks killed": Fault(_kill_all),
+    "torchrun killed": Fault(_kill_a_launcher),
+    "all ranks killed during a write": Fault(_kill_while_writing),
+    "all ranks killed at the end": Fault(_kill_at_the_end),
+    "a rank stopped": Fault(_stop_one),
+    "SIGTERM": Fault(_ask_to_end),
+    "a file of the newest checkpoint truncated": Fault(_damage(_truncate), needs_checkpoint=True),
+    "a bit of the newest checkpoint flipped": Fault(_damage(_flip), needs_checkpoint=True),
+    "a file of the newest checkpoint deleted": Fault(_damage(lambda content, _: None), needs_checkpoint=True),
+    "a place in the data changed": Fault(_damage(_change_the_place_in_the_data, ".distcp"), needs_checkpoint=True),
+    "a file of the newest checkpoint unreadable": Fault(_make_unreadable, _is_on_disk, needs_checkpoint=True),
+    "all checkpoints damaged": Fault(_damage_all, _is_on_disk, needs_checkpoint=True),
+    "the disk of the checkpoints away": Fault(_take_the_disk_away, _is_on_disk, needs_checkpoint=True),
+    "the folder read-only": Fault(_forbid_writing, _is_on_disk),
+    "the disk full": Fault(_fill_the_disk, _is_small_disk),
+    "the object store away": Fault(_take_the_store_away, lambda place, _: isinstance(place, ObjectStore)),
+    "the cable between the nodes pulled": Fault(_pull_the_cable, lambda place, _: isinstance(place, TwoNodes)),
 }
-
-
-def _is_complete(storage: Storage, step: int) -> bool:
-    manifest = storage.examine(step)
-    return isinstance(manifest, Manifest) and not storage.faults(manifest, manifest.files)
-
-
-def _obey_permissions() -> None:
-    """Drop the capability that lets root write into read-only folders."""
-    cap_dac_override, pr_capbset_drop = 1, 24
-    ctypes.CDLL(None).prctl(pr_capbset_drop, cap_dac_override)
-
-
-def _signal(process: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, number)

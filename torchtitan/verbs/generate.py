@@ -5,7 +5,6 @@ torchrun --nproc_per_node 2 -m torchtitan generate ...        the same with tens
 """
 
 import argparse
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torchtitan.parallel.parts import tie
 from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import split_tensors
 from torchtitan.training.start import Run, start_run
+from torchtitan.weights.hugging_face import read_json
 from torchtitan.weights.stored import StoredModel, open_model
 
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
@@ -141,14 +141,19 @@ def pick(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generato
 def stop_ids(assets: Path, tokenizer: Tokenizer) -> set[int]:
     """The ids that end a text: the tokenizer's EOS, and those of generation_config.json (as a chat's end of turn)."""
     path = assets / "generation_config.json"
-    named = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
-    return {tokenizer.eos_id, *([named] if isinstance(named, int) else named or [])}
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(i) is int for i in ids):
+        raise Refusal(f"{path}: eos_token_id = {str(named)[:80]} is no id and no list of ids; correct it")
+    return {tokenizer.eos_id, *ids}
 
 
 def run(args: argparse.Namespace) -> None:
     place = read_place()
-    if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
-        raise Refusal("--temperature and --top_k are 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
+    if not (args.temperature == 0 or 0.01 <= args.temperature <= 100):
+        raise Refusal(f"--temperature {args.temperature} is out of range; use 0 for the likeliest, or 0.01 to 100")
+    if args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
+        raise Refusal("--top_k is 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
     source = open_model(args.checkpoint, args.model)
     config = source.plain_config(args.checkpoint, args.tokenizer or source.assets, degree=place.world_size)
     check_tensor_parallel(source.blueprint, config)

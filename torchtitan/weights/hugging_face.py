@@ -116,9 +116,11 @@ def _write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) ->
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-    except ValueError as error:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
+    if not isinstance(content, dict):
+        raise Refusal(f"{path} holds no JSON object; the file is damaged, get it again")
     return content
 
 
