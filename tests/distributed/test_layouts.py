@@ -179,6 +179,7 @@ def test_a_layout_trains_as_one_process_does(
     ranks: Ranks, trained_alone: Callable[[dict[str, Any]], Trained], tmp_path: Path, name: str
 ) -> None:
     world_size, overrides = LAYOUTS[name]
+    overrides = overrides | {"training__steps": 5}
     answers = ranks(cases.train_and_keep, world_size, str(tmp_path), overrides)
     records = answers[0][0]
     reference, parameters = trained_alone(overrides)

@@ -94,8 +94,8 @@ def generated(rank: int, world_size: int, source: str) -> list[list[int | None]]
         axis = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     model = generating.build_model(open_model(source, "tests.tiny_models:LLAMA"), torch.float32, device, axis)
     sampling = generating.Sampling(temperature=0.7, top_k=200, top_p=0.95, seed=3)
-    greedy = list(generating.generate(model, 1000, PROMPTS, {1}, 30, generating.Sampling()))
-    return greedy + list(generating.generate(model, 1000, PROMPTS, {1}, 30, sampling))
+    greedy = list(generating.generate(model, 1000, PROMPTS, {1}, 12, generating.Sampling()))
+    return greedy + list(generating.generate(model, 1000, PROMPTS, {1}, 12, sampling))
 
 
 @pytest.mark.parametrize("flavor", SHAPES)
