@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -103,6 +104,16 @@ def pick_device(local_rank: int) -> "torch.device":
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def loopback() -> str:
+    """This machine's address for itself, which is IPv6 where it has no other."""
+    with socket.socket() as trial:
+        try:
+            trial.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
 
 
 def num_cores() -> int:

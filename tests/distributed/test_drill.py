@@ -1,12 +1,10 @@
 """The short form of the drill: a run that is broken again and again ends as if nothing had happened."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest

@@ -17,7 +17,7 @@ import torch
 from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loader, take, write_jsonl
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
-from torchtitan.data import stream
+from torchtitan.data import sharded_cursor
 from torchtitan.data.packing import IGNORED_LABEL
 
 
@@ -29,7 +29,7 @@ def path(tmp_path):
 @pytest.fixture
 def sharded_path(tmp_path, monkeypatch):
     """Three compressed files, which can only be read forwards, in several blocks each."""
-    monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 8)
+    monkeypatch.setattr(sharded_cursor, "SHUFFLE_BLOCK", 8)
     texts = make_texts(200)
     for number in range(3):
         with gzip.open(tmp_path / f"{number}.jsonl.gz", "wt") as file:

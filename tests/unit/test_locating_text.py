@@ -12,7 +12,7 @@ import pytest
 from small_corpus import ByteTokenizer, small_loader, take, write_jsonl
 from test_sources import TEXTS, all_texts, open_path, save_dataset, write_parquet
 
-from torchtitan.data import documents, sources, stream
+from torchtitan.data import documents, sharded_cursor, sources
 from torchtitan.data.sources import locate_text, open_source, open_texts
 
 
@@ -144,7 +144,7 @@ def test_many_json_files_are_opened_and_too_many_are_named(tmp_path, monkeypatch
 
 
 def test_a_file_for_each_stream_that_reads_forwards_is_allowed(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 1)  # or each would be read whole, and closed
+    monkeypatch.setattr(sharded_cursor, "SHUFFLE_BLOCK", 1)  # or each would be read whole, and closed
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 200))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

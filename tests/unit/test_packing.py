@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from small_corpus import BOS, EOS, ByteTokenizer, make_texts, write_jsonl
 
+from torchtitan.data.cursor import Order, Source
 from torchtitan.data.packing import IGNORED_LABEL, Packer
 from torchtitan.data.sources import open_source
-from torchtitan.data.stream import Order, Source, Stream
+from torchtitan.data.stream import Stream
 
 TEXTS = make_texts(60)
 

@@ -12,9 +12,10 @@ from small_tokenizers import tiktoken_file as tiktoken_file
 
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan.__main__ import main
+from torchtitan.data.cursor import Order, Source
 from torchtitan.data.prompts import follow_training
 from torchtitan.data.sources import open_source
-from torchtitan.data.stream import Order, Source, Stream
+from torchtitan.data.stream import Stream
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.data.tokenizer_models import TIKTOKEN_SPECIAL_TOKENS
 from torchtitan.weights.stored import open_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loader, take, write_jsonl
 
-from torchtitan.data import documents, sharded, sharded_kinds, sources, stream
+from torchtitan.data import documents, sharded, sharded_cursor, sharded_kinds, sources
 from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
 from torchtitan.data.sources import open_source
 
@@ -156,7 +156,7 @@ def test_a_parquet_row_group_is_decoded_some_rows_at_a_time(tmp_path):
 
 
 def test_parquet_batches_do_not_depend_on_the_layout_and_resume(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 2)
+    monkeypatch.setattr(sharded_cursor, "SHUFFLE_BLOCK", 2)
     path = str(write_parquet(tmp_path / "a.parquet", make_texts(300), rows=80))
     whole = take(small_loader(path, epochs=-1), 40)
     halves = [take(small_loader(path, epochs=-1, dp_rank=rank, dp_size=2), 40) for rank in range(2)]
@@ -208,7 +208,7 @@ def test_hub_datasets_are_streamed_by_name(hub, name, expected):
 
 @pytest.mark.parametrize("num_streams", [2, 4])
 def test_hub_batches_do_not_depend_on_the_layout_and_resume_exactly(hub, monkeypatch, num_streams):
-    monkeypatch.setattr(stream, "SHUFFLE_BLOCK", 3)
+    monkeypatch.setattr(sharded_cursor, "SHUFFLE_BLOCK", 3)
     monkeypatch.setattr(
         sources, "_locate_path", lambda path: sources.Location("hub", hub=("owner/name", None, "train"))
     )

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchtitan.data.cursor import DocumentRef, Source
 from torchtitan.data.packing import Packed, Packer
-from torchtitan.data.stream import DocumentRef, Source
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ import torch
 
 from torchtitan.config.schema import DataSource
 from torchtitan.data.batch import Ahead, Batch, Layout, Origin, Shape, read_ahead
+from torchtitan.data.cursor import Order, Source
 from torchtitan.data.documents import allow_open_files
 from torchtitan.data.fingerprint import fingerprint
 from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
 from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.sources import open_source
-from torchtitan.data.stream import Order, Source, Stream, due_source, sample_mean_tokens
+from torchtitan.data.stream import Stream, due_source, sample_mean_tokens
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal

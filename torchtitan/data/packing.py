@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data.stream import DocumentRef, Stream
+from torchtitan.data.cursor import DocumentRef
+from torchtitan.data.stream import Stream
 
 IGNORED_LABEL = -100
 

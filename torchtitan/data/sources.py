@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchtitan.data.documents import Documents, JsonLines, SavedDataset, TextFiles, Texts, TokenizedTexts
+from torchtitan.data.documents import Documents, JsonLines, Texts, TokenizedTexts
 from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
@@ -106,6 +106,8 @@ def open_texts(location: Location, text_key: str) -> Texts | ShardedTexts:
 def _open_kind(location: Location, text_key: str) -> Texts | ShardedTexts:
     if location.kind == "jsonl":
         return JsonLines(location.files, text_key)
+    from torchtitan.data.document_kinds import SavedDataset, TextFiles
+
     if location.kind == "text":
         return TextFiles(location.files)
     if location.kind == "saved":

@@ -8,16 +8,26 @@ from torchtitan import hardware
 
 def torchrun_here(num_processes: int) -> list[str]:
     """Arguments of Python that start a tool's own run of `num_processes` ranks on this machine alone."""
+    return ["-m", "torch.distributed.run", *_meeting_here(), f"--nproc_per_node={num_processes}"]
+
+
+def _meeting_here() -> list[str]:
     # Without an address torchrun uses the machine's host name, and hangs where a container cannot resolve that name.
-    here = ("--standalone", "--local_addr=127.0.0.1")
-    return ["-m", "torch.distributed.run", *here, f"--nproc_per_node={num_processes}"]
+    own = hardware.loopback()
+    endpoint = "localhost" if own == "127.0.0.1" else f"[{own}]"
+    return ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}:0", f"--local_addr={own}"]
+
+
+def loopback_settings() -> dict[str, str]:
+    """What gloo has to be told where loopback is IPv6 alone: it would look for 127.0.0.1."""
+    return {} if hardware.loopback() == "127.0.0.1" else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def environment_here(num_processes: int) -> dict[str, str]:
     """The environment of such a run: ranks share the cores, and a platform's variables about its own run are gone."""
     place = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rest = {name: value for name, value in os.environ.items() if name not in place and not name.startswith("PET_")}
-    return {"OMP_NUM_THREADS": str(max(1, hardware.num_cores() // num_processes)), **rest}
+    return {"OMP_NUM_THREADS": str(max(1, hardware.num_cores() // num_processes)), **loopback_settings(), **rest}
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Node:
         A run with restarts therefore needs the dynamic rendezvous (c10d), which drops dead nodes, waits until all
         nodes are back and numbers them anew, sorted by host name, or by own address where the host name means loopback.
         """
-        rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=127.0.0.1"]
+        rendezvous = _meeting_here()
         if self.num_nodes > 1:
             common = [f"--rdzv_endpoint={self.head}", f"--rdzv_id={self.run_id}"]
             if self.rank is not None and not self.restarts:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torchtitan import hardware
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import way_to_head
-from torchtitan.launch.node import Node
+from torchtitan.launch.node import Node, loopback_settings
 from torchtitan.launch.variables import read_node
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
@@ -75,6 +75,8 @@ def _settings_to_meet(env: Mapping[str, str], node: Node) -> tuple[dict[str, str
             settings |= {} if env.get("GLOO_SOCKET_IFNAME") else {"GLOO_SOCKET_IFNAME": interface}
         # By default torchrun prefixes lines with a number that begins at 0 on each node.
         settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
+    elif not env.get("GLOO_SOCKET_IFNAME"):
+        settings |= loopback_settings()
     if node.restarts:
         # Each attempt needs a store of its own: https://github.com/pytorch/pytorch/issues/135712
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

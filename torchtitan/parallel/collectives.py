@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Comm
+from torchtitan.hardware import loopback
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
@@ -33,6 +34,8 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     alone: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
+    if alone and loopback() == "::1":  # gloo listens even then, and looks for 127.0.0.1
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     alarm = threading.Timer(timeout_seconds + 5, _leave_unconnected, (timeout_seconds + 5,))
     alarm.daemon = True
     alarm.start()

@@ -8,14 +8,12 @@ import contextlib
 import errno
 import json
 import os
-import queue
 import secrets
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,16 +21,14 @@ from typing import Any
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import interface_of, own_addresses, split_endpoint
 from torchtitan.launch.node import Node
+from torchtitan.preflight.arrivals import Arrivals
 from torchtitan.preflight.compare import differences, gpu_notes, in_short, name_of
-from torchtitan.preflight.connection import Channel, NotANode, listen
+from torchtitan.preflight.connection import Channel, listen
 from torchtitan.preflight.facts import Facts, digest
 from torchtitan.preflight.report import slow_pairs
 
-ANSWER_SECONDS = 30  # limit for an answer of a node that has connected
 _CLOCK_SECONDS = 5  # torchrun (c10d) sends heartbeats every 5 s, and takes a node for dead when the last looks 15 s old
 _MOST_ROUNDS = 31  # of pairs that measure at once: covers all pairs of 32 nodes, and some pairs of more nodes
-_HELLO_SECONDS = 5  # for the first messages of a node
-_MOST_STRANGERS = 64  # that may connect at the same time; more wait for their turn
 _SAY_SECONDS = 10  # silence before node 0 prints which nodes it waits for
 
 
@@ -57,26 +53,24 @@ class Leader(threading.Thread):
 
     def __init__(self, node: Node, config: Config, begin: float, secret: str) -> None:
         super().__init__(daemon=True)
-        self.node, self.config, self.begin, self.secret = node, config, begin, secret
+        self.node, self.config, self.begin = node, config, begin
         self.report, self.member_ended = Report(), threading.Event()
         self.channels: dict[int, Channel] = {}
         self.members: dict[int, dict[str, Any]] = {}
-        self.strangers: set[str] = set()  # addresses of those who do not know the secret
-        self.came: queue.Queue[tuple[Channel, dict[str, Any], str]] = queue.Queue()
         host, port = split_endpoint(node.head) if node.head else ("127.0.0.1", 0)
         try:  # a host name may mean one address here and another elsewhere
-            self.listener = listen(port, host if host in own_addresses() else "")
+            listener = listen(port, host if host in own_addresses() else "")
         except OSError as error:
             taken = error.errno == errno.EADDRINUSE
             why = "another program uses it" if taken else os.strerror(error.errno or 0).lower()
             raise Failed(
                 f"MASTER_PORT = {port} is a port on which node 0 cannot listen: {why}; set another port on all nodes"
             ) from None
-        self.endpoint = node.head or f"{host}:{self.listener.getsockname()[1]}"
+        self.endpoint = node.head or f"{host}:{listener.getsockname()[1]}"
+        self.arrivals = Arrivals(listener, secret)
 
     def run(self) -> None:
         report = self.report
-        threading.Thread(target=self._listen, daemon=True).start()
         try:
             self._wait_for_all()
             report.nodes = [self.members[rank]["facts"] for rank in range(self.node.num_nodes)]
@@ -92,8 +86,7 @@ class Leader(threading.Thread):
             report.nodes = []
             report.errors.append(f"the preflight itself failed on node 0: {error!r}; give all nodes the same code")
         finally:
-            self.listener.shutdown(socket.SHUT_RDWR)  # ends a waiting accept(), which close() does not
-            self.listener.close()
+            self.arrivals.end()
             report.seconds = time.monotonic() - self.begin
             self._write()
             for channel in self.channels.values():
@@ -116,54 +109,25 @@ class Leader(threading.Thread):
                 f"job.dump_folder = {str(folder)!r} cannot be written on node 0: {error.strerror}; use another folder"
             )
 
-    def _listen(self) -> None:
-        """Hear everyone who connects, each by itself: a stranger must not keep the nodes waiting."""
-        with ThreadPoolExecutor(_MOST_STRANGERS) as pool, contextlib.suppress(OSError):  # the listener was closed
-            while True:
-                pool.submit(self._hear, *self.listener.accept())
-
-    def _hear(self, connection: socket.socket, source: Any) -> None:
-        channel, address = Channel(connection, _HELLO_SECONDS), source[0].removeprefix("::ffff:")
-        try:
-            channel.prove(self.secret, leads=True)
-            hello = channel.receive()
-            if not isinstance(hello["preflight"], int) or not isinstance(hello["facts"]["host"], str):
-                raise TypeError
-        except NotANode:
-            self.strangers.add(address)
-            channel.close()
-        except (OSError, KeyError, TypeError):  # not a member of a preflight
-            channel.close()
-        else:
-            channel.seconds = ANSWER_SECONDS
-            self.came.put((channel, hello, address))
-
     def _wait_for_all(self) -> None:
         announced, end = False, self.begin + self.node.timeout_seconds
         while missing := [rank for rank in range(self.node.num_nodes) if rank not in self.members]:
-            with contextlib.suppress(queue.Empty):
-                self._welcome(*self.came.get(timeout=0.2))
+            if came := self.arrivals.next(0.2):
+                self._welcome(*came)
                 continue
             left = end - time.monotonic()
             if self.member_ended.is_set():
                 raise Failed(f"node 0 cannot reach its own address {self.node.head}; see its output")
             if left < 0:
+                others = self.arrivals.about_strangers()
                 raise Failed(
                     f"{in_short(missing)} of {self.node.num_nodes} did not connect to {self.node.head} within "
-                    f"{self.node.timeout_seconds} s (RDZV_TIMEOUT); see the output there{self._others()}"
+                    f"{self.node.timeout_seconds} s (RDZV_TIMEOUT); see the output there{others}"
                 )
             if not announced and time.monotonic() - self.begin > _SAY_SECONDS:
                 announced = True
-                waits = f"preflight: waiting {left:.0f} s more for {in_short(missing)}{self._others()}"
+                waits = f"preflight: waiting {left:.0f} s more for {in_short(missing)}{self.arrivals.about_strangers()}"
                 print(waits, file=sys.stderr, flush=True)
-
-    def _others(self) -> str:
-        if not self.strangers:
-            return ""
-        return (
-            f"; {', '.join(sorted(self.strangers)[:4])} connected without the nodes' secret: give all nodes the same "
-            "PREFLIGHT_SECRET, or the same run id"
-        )
 
     def _welcome(self, channel: Channel, hello: dict[str, Any], address: str) -> None:
         rank, host = hello["preflight"], hello["facts"]["host"]
@@ -188,8 +152,8 @@ class Leader(threading.Thread):
         """Wait one more second for nodes that must hear the verdict, too; node 0's own member may be one of them."""
         end = time.monotonic() + 1
         while len(self.members) < self.node.num_nodes and (left := end - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                self.channels[-1 - len(self.channels)] = self.came.get(timeout=left)[0]
+            if came := self.arrivals.next(left):
+                self.channels[-1 - len(self.channels)] = came[0]
 
     def _ask(self, orders: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Send each node its order, then gather all answers."""

@@ -16,6 +16,7 @@ from typing import Any
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import address_toward, in_words, leads_here, split_endpoint
 from torchtitan.launch.node import Node
+from torchtitan.preflight.arrivals import ANSWER_SECONDS
 from torchtitan.preflight.connection import (
     Channel,
     NotANode,
@@ -26,7 +27,7 @@ from torchtitan.preflight.connection import (
     what_failed,
 )
 from torchtitan.preflight.facts import Facts, gather
-from torchtitan.preflight.leader import ANSWER_SECONDS, Failed, Leader
+from torchtitan.preflight.leader import Failed, Leader
 from torchtitan.preflight.report import print_report
 from torchtitan.refusal import Refusal
 

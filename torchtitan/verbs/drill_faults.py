@@ -144,9 +144,9 @@ def _make_unreadable(run: Run, chance: random.Random) -> Outcome:
     way = chance.randrange(3)
     if way == 0:
         file.chmod(0)
-    else:
-        file.unlink()
-        file.symlink_to(file.name) if way == 1 else file.mkdir()
+        return Outcome()  # the drill itself may be root's, and then can read it
+    file.unlink()
+    file.symlink_to(file.name) if way == 1 else file.mkdir()
     return Outcome(damaged=(complete[0],))
 
 
@@ -251,6 +251,10 @@ def _is_on_disk(place: Place, _: Path) -> bool:
     return place.is_on_disk()
 
 
+def _obeys_permissions(place: Place, _: Path) -> bool:
+    return place.is_on_disk() and not isinstance(place, TwoNodes)  # in a namespace of its own a user is root
+
+
 def _is_small_disk(place: Place, out: Path) -> bool:
     return place.is_on_disk() and shutil.disk_usage(out).total <= _SMALL_DISK_BYTES
 
@@ -270,7 +274,7 @@ FAULTS: dict[str, Fault] = {
     "a file of the newest checkpoint unreadable": Fault(_make_unreadable, _is_on_disk, needs_checkpoint=True),
     "all checkpoints damaged": Fault(_damage_all, _is_on_disk, needs_checkpoint=True),
     "the disk of the checkpoints away": Fault(_take_the_disk_away, _is_on_disk, needs_checkpoint=True),
-    "the folder read-only": Fault(_forbid_writing, _is_on_disk),
+    "the folder read-only": Fault(_forbid_writing, _obeys_permissions),
     "the disk full": Fault(_fill_the_disk, _is_small_disk),
     "the object store away": Fault(_take_the_store_away, lambda place, _: isinstance(place, ObjectStore)),
     "the cable between the nodes pulled": Fault(_pull_the_cable, lambda place, _: isinstance(place, TwoNodes)),

@@ -14,6 +14,7 @@ from pathlib import Path
 from torchtitan.launch.node import Node, environment_here, torchrun_here
 from torchtitan.refusal import Refusal
 
+_ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30
 Launcher = tuple[Sequence[str], Sequence[str], Mapping[str, str]]  # words before Python, torchrun, environment
 
@@ -101,7 +102,16 @@ class TwoNodes(Place):
 
     def _enter(self, *command: str) -> list[str]:
         pid = self.holder.pid
-        return ["nsenter", f"--target={pid}", "--user", "--mount", "--net", "--preserve-credentials", *command]
+        return [
+            "nsenter",
+            f"--target={pid}",
+            "--user",
+            "--mount",
+            "--net",
+            "--preserve-credentials",
+            f"--wd={_ROOT}",
+            *command,
+        ]
 
     def launchers(self, ranks: int) -> list[Launcher]:
         nodes = [Node(2, i, ranks // 2, "10.9.0.10:29500", "drill", 0, 60, ()) for i in (0, 1)]
