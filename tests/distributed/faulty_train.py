@@ -1,7 +1,8 @@
 """train.py where one rank fails at one step: `FAULT="KIND RANK STEP" python -m tests.distributed.faulty_train ...`.
 
 KIND is `raise`, `pause` (for some seconds two steps before, then `raise`), `sleep`, `preemption` (torchrun and the rank
-are both told to end) or the name of a signal that the rank sends itself. Started again, a rank does not fail.
+are both told to end) or the name of a signal that the rank sends itself. STEP may be `save`: the first save then sends the
+signal. Started again, a rank does not fail.
 """
 
 import os
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchtitan.checkpoint.storage import Storage
 from torchtitan.training.step import ForwardBackward
 
 kind, faulty_rank, faulty_step = os.environ["FAULT"].split()
@@ -40,6 +42,15 @@ def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
     return healthy_step(self, batch)
 
 
+def describe_with_a_fault(self: Storage, *args: Any) -> Any:
+    if (os.environ["RANK"], faulty_step) == (faulty_rank, "save"):
+        print(f"fault at {time.time()}", flush=True)
+        os.kill(os.getpid(), getattr(signal, kind))
+    return healthy_describe(self, *args)
+
+
+healthy_describe = Storage.describe
+Storage.describe = describe_with_a_fault  # type: ignore[method-assign]
 ForwardBackward.__call__ = step_with_a_fault  # type: ignore[method-assign]
 sys.argv[0] = str(Path(__file__).parents[2] / "train.py")
 runpy.run_path(sys.argv[0], run_name="__main__")

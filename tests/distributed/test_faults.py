@@ -23,14 +23,14 @@ class Run:
     def __init__(
         self, folder: Path, fault: str, num_ranks: int, torchrun: bool, restarts: int = 0, **overrides: object
     ) -> None:
-        kind, self.faulty_rank, _ = fault.split()
+        kind, self.faulty_rank, step = fault.split()
         self.folder, self.console = folder / "run", ""
         values = BASE | {"job.dump_folder": self.folder, "training.local_batch_size": 2}
         values |= {"training.global_batch_size": 2 * num_ranks} | {
             k.replace("__", "."): v for k, v in overrides.items()
         }
         options = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-        options += ["--checkpoint.enable"] if restarts or kind == "preemption" else []
+        options += ["--checkpoint.enable"] if restarts or kind == "preemption" or step == "save" else []
         with socket.socket() as s:
             s.bind(("localhost", 0))
             port = str(s.getsockname()[1])
@@ -116,6 +116,17 @@ def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> 
     assert run.seconds < 25 and all(run.codes)
     assert run.console.count("rank 1 lags (no answer), others wait in all_reduce") == 1, run.console
     assert [path.name for path in (run.folder / "hang").iterdir()] == ["rank_0.txt"]
+
+
+def test_a_rank_whose_machine_is_gone_during_a_save_is_named_and_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """A save may wait for a slow disk for an hour, so no timeout of a collective finds it."""
+    run = Run(tmp_path, "SIGSTOP 1 save", 2, torchrun=False, comm__train_timeout_seconds=4, checkpoint__interval=2)
+    assert run.seconds < 25 and run.codes[0]
+    assert re.search(
+        r"rank 1 \(process \d+ on \S+\) gave no sign of life for 4 s, at step 2, in all_gather\w*, called from "
+        r"torchtitan/checkpoint/",
+        run.console,
+    ), run.console
 
 
 def test_torchrun_restarts_a_killed_rank_and_the_run_resumes(tmp_path: Path) -> None:

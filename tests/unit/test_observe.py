@@ -20,7 +20,8 @@ from torchtitan.config.schema import Config, Job, Metrics
 from torchtitan.observe import interrupt, metrics
 from torchtitan.observe.health import describe_stop, judge_window
 from torchtitan.observe.log import start_logging, wants_color
-from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord, import_wandb
+from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
+from torchtitan.observe.weights_and_biases import import_wandb
 
 NAN, INF = math.nan, math.inf
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.tokenizer_files import EXPECTED, describe, find_file, load_config, load_json
+from torchtitan.data.tokenizer_files import EXPECTED, find_file, load_config, load_json
 from torchtitan.data.tokenizer_interface import Tokenizer, encodable, pieces
 from torchtitan.refusal import Refusal
 
@@ -128,6 +128,8 @@ def _open(file: Path, data: bytes) -> Tokenizer:
         from torchtitan.data.tokenizer_models import SentencePieceTokenizer
 
         return SentencePieceTokenizer(file, data)
+    from torchtitan.data.no_tokenizer import describe
+
     raise Refusal(f"{file} is not a tokenizer: it looks like {describe(data)}. Give {EXPECTED}")
 
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger, wants_color
-from torchtitan.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -133,29 +132,6 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
-    """Logs to Weights & Biases, which reads its own environment variables (WANDB_PROJECT, WANDB_MODE=offline, ...)."""
-
-    def __init__(self, run_folder: Path, config: Config) -> None:
-        wandb = import_wandb()
-        self._run = wandb.init(dir=str(run_folder), config=config.model_dump(), notes=config.job.description)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def import_wandb() -> Any:
-    """Import the optional package, or refuse with the line that installs it."""
-    try:
-        import wandb
-    except ImportError:
-        raise Refusal("metrics.enable_wandb = true, but Weights & Biases is not installed; pip install wandb") from None
-    return wandb
-
-
 class MetricsWriter:
     """Writes each record to every destination. Only rank 0 has a writer."""
 
@@ -170,6 +146,8 @@ class MetricsWriter:
         if config.metrics.enable_tensorboard:
             self._curves.append(TensorBoard(run_folder / config.metrics.save_tb_folder, start_step))
         if config.metrics.enable_wandb:
+            from torchtitan.observe.weights_and_biases import WeightsAndBiases
+
             self._curves.append(WeightsAndBiases(run_folder, config))
 
     def write(self, record: StepRecord) -> None:

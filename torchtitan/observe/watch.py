@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan.observe.beats import Beats
 from torchtitan.observe.hang import Whereabouts, describe, locate
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
@@ -53,6 +54,7 @@ class Watch:
             # The thread gets its own client: a call that waits in another thread would block a shared one.
             store: Any = dist.distributed_c10d._get_default_store()
             self._board = dist.PrefixStore("watch", store.clone())
+            self._beats = Beats(self._board, self._rank, self._world_size)
             self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
             self._thread.start()
 
@@ -101,6 +103,7 @@ class Watch:
         try:
             self._board.set(f"process/{self._rank}", f"process {os.getpid()} on {socket.gethostname()}")
             self._look_until_left()
+            self._beats.beat("left")
             if self._last_words:
                 self._board.compare_set("end", "", self._last_words)
         except RuntimeError:  # the board is gone, so rank 0 or the launcher has ended
@@ -119,6 +122,11 @@ class Watch:
             if mark != (now := self._progress()):
                 mark, since, alarm, reported = now, time.monotonic(), alarm + reported, False
             seconds = time.monotonic() - since
+            self._beats.beat()
+            if silent := self._beats.silent(self._timeout_seconds):  # not slow: its machine or the network is gone
+                process = self._board.get(f"process/{silent[0]}").decode()
+                since_when = f"for {self._timeout_seconds:.0f} s, at {self._where()}"
+                self._board.compare_set("end", "", f"rank {silent[0]} ({process}) gave no sign of life {since_when}")
             if self._board.check(["end"]):
                 self._follow(reported)
             elif not reported:

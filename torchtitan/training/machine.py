@@ -10,13 +10,14 @@ import torch
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.schema import Config
 from torchtitan.models.stages import V_SHAPED
-from torchtitan.observe.metrics import import_wandb
 from torchtitan.refusal import Refusal
 
 
 def check_machine(config: Config, device: torch.device) -> None:
     """Refuse a configuration that this machine cannot run, before anything starts."""
     if config.metrics.enable_wandb:
+        from torchtitan.observe.weights_and_biases import import_wandb
+
         import_wandb()
     if config.compile.enable:
         _check_compiler(config, device)

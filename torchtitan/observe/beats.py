@@ -1,0 +1,27 @@
+"""Tells a rank whose machine is gone from one that is slow: each rank's watch writes to the board again and again."""
+
+import time
+
+import torch.distributed as dist
+
+
+class Beats:
+    """Rank 0 reads what all ranks write. A rank that ends writes that it has left, and is missed no more."""
+
+    def __init__(self, board: dist.Store, rank: int, world_size: int) -> None:
+        self._board, self._rank = board, rank
+        self._keys = [f"beat/{rank}" for rank in range(world_size)]
+        self._heard: dict[int, tuple[bytes, float]] = {}  # the last beat of a rank, and when it was new
+
+    def beat(self, says: str = "") -> None:
+        self._board.set(self._keys[self._rank], says or str(time.monotonic()))
+
+    def silent(self, seconds: float) -> list[int]:
+        """The ranks that have written nothing for so long."""
+        if self._rank or not self._board.check(self._keys):
+            return []
+        now = time.monotonic()
+        for rank, beat in enumerate(self._board.multi_get(self._keys)):
+            if beat == b"left" or beat != self._heard.get(rank, (b"", now))[0]:
+                self._heard[rank] = beat, now
+        return [rank for rank, (_, since) in self._heard.items() if now - since > seconds]
