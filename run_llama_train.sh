@@ -15,6 +15,7 @@
 #              It resumes from the newest checkpoint, or starts at step 0 without --checkpoint.enable.
 # RDZV_TIMEOUT seconds a node waits for the others  default: 900
 # PREFLIGHT    1: first check that all nodes reach each other and are alike
+# PREFLIGHT_SECRET  a word that only this run's nodes know (default: the run id)
 # LOG_RANK     local ranks whose output each node shows, such as 0,1  default: 0
 # DRY_RUN      1: check the configuration, print the command and start nothing
 # PYTHON       the Python to use                   default: .venv beside this file, else python3, else a new .venv

@@ -1,5 +1,6 @@
 """A launcher's variables become one torchrun command, or a refusal that names the variable."""
 
+import argparse
 import contextlib
 import io
 import os
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from torchtitan.__main__ import main
+from torchtitan.launch import submit
 from torchtitan.launch.kubernetes import _literal
 from torchtitan.launch.node import environment_here
 from torchtitan.launch.start import count_gpus, plan_start
@@ -413,3 +415,14 @@ def test_a_job_is_submitted_by_the_sites_client(place: str, tmp_path: Path, monk
     else:
         written = (tmp_path / "outputs/launch/llama3-8b.sky.yaml").read_text()
         assert written == golden.partition("\n")[2].rpartition("\nsky launch")[0] + "\n"
+
+
+def test_each_job_with_a_preflight_gets_a_secret_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    submit.add_arguments(parser)
+    words = ["k8s", "--image", "i", "--nodes", "2", "--env", "PREFLIGHT=1"]
+    first, second = (submit.plan_job(parser.parse_args(words), [], False).env["PREFLIGHT_SECRET"] for _ in range(2))
+    assert len(first) == 32 and first != second
+    given = submit.plan_job(parser.parse_args([*words, "--env", "PREFLIGHT_SECRET=mine"]), [], False)
+    assert given.env["PREFLIGHT_SECRET"] == "mine"
+    assert "PREFLIGHT_SECRET" not in submit.plan_job(parser.parse_args(words[:5]), [], False).env

@@ -152,13 +152,13 @@ def _make_unreadable(run: Run, chance: random.Random) -> Outcome:
 
 def _refused(run: Run, says: str) -> tuple[str, ...]:
     """Start the run where it has to be refused; returns what went otherwise."""
-    before, said = (run.told("metrics.jsonl"), run.folder_names()), len(run.said())
+    before, records, said = run.files(), run.told("metrics.jsonl"), len(run.said())
     run.start()
     codes, _ = run.end()
     problems: list[str] = [] if all(codes) else ["a run started where it should have been refused"]
     problems += [] if says in run.said()[said:] else [f"the refusal does not say {says!r}"]
-    unchanged = before == (run.told("metrics.jsonl"), run.folder_names())
-    return (*problems, *([] if unchanged else ["a refused start changed the run folder"]))
+    changed = [*sorted(before ^ run.files()), *([] if records == run.told("metrics.jsonl") else ["metrics.jsonl"])]
+    return (*problems, *([f"a refused start changed {', '.join(changed[:5])}"] if changed else []))
 
 
 def _damage_all(run: Run, chance: random.Random) -> Outcome:
@@ -172,7 +172,7 @@ def _damage_all(run: Run, chance: random.Random) -> Outcome:
         if files := [path for path in sorted(checkpoint.iterdir()) if path.is_file() and os.access(path, os.R_OK)]:
             file = chance.choice(files)
             file.write_bytes(_truncate(file.read_bytes(), chance))
-    problems = _refused(run, "checkpoint.load_step")
+    problems = _refused(run, "none can be used")
     shutil.rmtree(folder)
     kept.rename(folder)
     return Outcome(problems=problems)

@@ -109,8 +109,10 @@ class Run:
         file = self.folder / name
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def folder_names(self) -> list[str]:
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.name != ".lock")
+    def files(self) -> set[str]:
+        """Names of all files but the lock, and but those of a save that was broken off, which every start removes."""
+        names = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.name != ".lock"}
+        return {name for name in names if ".writing" not in name}
 
     def said(self) -> str:
         return Path(self.log.name).read_text(errors="replace")
