@@ -1,8 +1,8 @@
 """train.py where one rank fails at one step: `FAULT="KIND RANK STEP" python -m tests.distributed.faulty_train ...`.
 
 KIND is `raise`, `pause` (for some seconds two steps before, then `raise`), `sleep`, `preemption` (torchrun and the rank
-are both told to end) or the name of a signal that the rank sends itself. STEP may be `save`: the first save then sends the
-signal. Started again, a rank does not fail.
+are both told to end) or the name of a signal that the rank sends itself. STEP may be `save`: the rank fails in the
+first save. Started again, a rank does not fail.
 """
 
 import os
