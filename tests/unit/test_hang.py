@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config.schema import Comm
-from torchtitan.observe import watch
+from torchtitan.observe import beats, watch
 from torchtitan.observe.hang import Whereabouts, describe, find_laggards, locate, ranges
 from torchtitan.parallel.collectives import flight_recorder
 
@@ -135,3 +135,21 @@ def test_a_rank_that_stands_still_waits_for_others(
     rank = object.__new__(watch.Watch)
     rank.step, rank._timeout_seconds, rank._where = step, 100, lambda: where
     assert rank._waits_long(71) is is_long and not rank._waits_long(69)
+
+
+def test_rank_0_hears_all_ranks_and_they_hear_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = torch.distributed.HashStore()
+    first, second, third = ranks = [beats.Beats(board, rank, 3) for rank in range(3)]
+    seconds = 0.0
+    monkeypatch.setattr(beats.time, "monotonic", lambda: seconds)
+    first.beat()
+    assert first.silent(5) == []  # not all have come yet
+    second.beat()
+    third.beat("left")
+    assert [rank.silent(5) for rank in ranks] == [[], [], []]
+    seconds = 6.0
+    first.beat()
+    assert [rank.silent(5) for rank in ranks] == [[1], [], []]
+    seconds = 12.0
+    second.beat()
+    assert [rank.silent(5) for rank in ranks] == [[0], [0], [0]]

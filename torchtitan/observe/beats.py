@@ -6,19 +6,19 @@ import torch.distributed as dist
 
 
 class Beats:
-    """Rank 0 reads what all ranks write. A rank that ends writes that it has left, and is missed no more."""
+    """Rank 0 hears all ranks, and they hear rank 0. A rank that ends writes that it has left, and is missed no more."""
 
     def __init__(self, board: dist.Store, rank: int, world_size: int) -> None:
-        self._board, self._rank = board, rank
-        self._keys = [f"beat/{rank}" for rank in range(world_size)]
+        self._board, self._own = board, f"beat/{rank}"
+        self._keys = [f"beat/{other}" for other in range(1 if rank else world_size)]
         self._heard: dict[int, tuple[bytes, float]] = {}  # the last beat of a rank, and when it was new
 
     def beat(self, says: str = "") -> None:
-        self._board.set(self._keys[self._rank], says or str(time.monotonic()))
+        self._board.set(self._own, says or str(time.monotonic()))
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that have written nothing for so long."""
-        if self._rank or not self._board.check(self._keys):
+        """Those whom this rank hears that have written nothing for so long."""
+        if not self._board.check(self._keys):
             return []
         now = time.monotonic()
         for rank, beat in enumerate(self._board.multi_get(self._keys)):

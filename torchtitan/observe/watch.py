@@ -126,7 +126,9 @@ class Watch:
             if silent := self._beats.silent(self._timeout_seconds):  # not slow: its machine or the network is gone
                 process = self._board.get(f"process/{silent[0]}").decode()
                 since_when = f"for {self._timeout_seconds:.0f} s, at {self._where()}"
-                self._board.compare_set("end", "", f"rank {silent[0]} ({process}) gave no sign of life {since_when}")
+                last = f"rank {silent[0]} ({process}) gave no sign of life {since_when}"
+                if self._board.compare_set("end", "", last).decode() == last and silent[0] == 0:
+                    logger.error(last)  # otherwise rank 0 will
             if self._board.check(["end"]):
                 self._follow(reported)
             elif not reported:
