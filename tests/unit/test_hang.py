@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from torchtitan.config.schema import Comm
 from torchtitan.observe import beats, watch
@@ -138,7 +139,7 @@ def test_a_rank_that_stands_still_waits_for_others(
 
 
 def test_rank_0_hears_all_ranks_and_they_hear_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = torch.distributed.HashStore()
+    board = dist.HashStore()
     first, second, third = ranks = [beats.Beats(board, rank, 3) for rank in range(3)]
     seconds = 0.0
     monkeypatch.setattr(beats.time, "monotonic", lambda: seconds)
