@@ -289,3 +289,16 @@ def test_a_rank_that_others_do_not_reach_by_gloo_ends_and_says_so(ended: dict[st
     # The second rank reports gloo's error, or on a busy machine that gloo reported nothing in time.
     heard = "Refusal: this rank cannot connect to another rank over gloo ("
     assert second_code == 1 and (heard in second or "has not connected to this rank over gloo" in second), second
+
+
+ONLY_IPV6 = 'ip link set lo up; ip address delete 127.0.0.1/8 dev lo; exec "$@"'
+
+
+def test_ranks_meet_on_a_machine_whose_loopback_has_only_ipv6(nodes: Nodes, tmp_path: Path) -> None:
+    """The host name means 127.0.0.1, as in the files of this machine."""
+    script = ["./run_llama_train.sh", *TINY_RUN, "--job.dump_folder", str(tmp_path)]
+    command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", ONLY_IPV6, "sh", *script]
+    env = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NGPU": "2", "CONFIG_FILE": CONFIG}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert len(read_records(tmp_path)) == 2

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from tests.tiny_runs import tiny_config, train_here
+from torchtitan.__main__ import main
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import ConfigError, load_config
+from torchtitan.observe.run_folder import open_run_folder
 from torchtitan.parallel import collectives
 from torchtitan.refusal import Refusal
 from torchtitan.training.validate import Validator
@@ -92,7 +94,7 @@ def test_a_verb_empties_only_what_it_made(tmp_path: Path) -> None:
     mine.mkdir()
     (mine / "thesis.txt").touch()
     with pytest.raises(Refusal, match="was not made by this verb"):
-        drill.run(Namespace(out=str(mine), ranks=1, seed=0, minutes=1.0, faults=1), [])
+        drill.run(Namespace(out=str(mine), ranks=1, seed=0, minutes=1.0, faults=1, on=[]), [])
     assert (mine / "thesis.txt").exists()
     for _ in range(2):
         make_empty(tmp_path / "made")
@@ -179,3 +181,52 @@ def test_a_place_that_is_no_number_is_refused(name: str) -> None:
         [sys.executable, "train.py"], env=os.environ | {name: "x"}, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1 and done.stderr.startswith(f"error: {name} = 'x' is no number")
+
+
+@pytest.mark.parametrize("make", [lambda path: path.touch(), lambda path: path.mkdir(mode=0o555)], ids=["file", "mode"])
+@pytest.mark.parametrize("name", ["tb", "earlier"])
+def test_a_folder_of_the_run_that_cannot_be_written_is_refused_before_ranks_meet(
+    tmp_path: Path, name: str, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / name)
+    if os.geteuid() == 0 and (tmp_path / name).is_dir():  # root may write anywhere
+        touch = Path.touch
+        monkeypatch.setattr(Path, "touch", lambda self: self.parent.name == name and fail(self) or touch(self))
+
+    def fail(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    config = tiny_config(str(tmp_path))
+    with pytest.raises(Refusal, match=f"job.dump_folder = '.*': {name} cannot be written: .*; choose another folder"):
+        open_run_folder(config)
+
+
+def test_a_command_line_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'--job.description=a\\udcff' is not UTF-8"):
+        load_config(["--job.description=a\udcff"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["generate", "--checkpoint", "x", "--prompt", "p", "--temperature", "nan"],
+            "--temperature nan is out of range",
+        ),
+        (["generate", "--checkpoint", "x", "--prompt", "p", "--temperature", "1e-40"], "--temperature 1e-40 is out of"),
+        (["convert", "x", "y", "--shard_gb", "inf"], "--shard_gb inf is no size"),
+        (["convert", "x", "y", "--shard_gb", "nan"], "--shard_gb nan is no size"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_by_its_option(words: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=f"error: {message}"):
+        main(words)
+
+
+def test_an_error_of_the_disk_in_a_verb_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "out/model.safetensors")
+
+    monkeypatch.setattr("torchtitan.verbs.convert.open_model", fill)
+    with pytest.raises(SystemExit, match="error: .*No space left on device: 'out/model.safetensors'; check the path"):
+        main(["convert", "x", "y"])

@@ -34,6 +34,8 @@ class ConfigError(Refusal):
 
 def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = "train.py", rank: int = 0) -> Config:
     """The configuration a command line asks for; raises ConfigError, and leaves by SystemExit for --help."""
+    if broken := [word for word in argv if not word.isascii() and "\\udc" in ascii(word)]:  # as Python reads such bytes
+        raise ConfigError("command line", [f"{broken[0]!a} is not UTF-8; write it in UTF-8"])
     options, unsupported = _take_out_not_yet(argv)
     path = _config_file(options)
     data = _read_toml(Path(path)) if path else {}

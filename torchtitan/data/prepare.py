@@ -96,7 +96,7 @@ def _is_foreign(names: set[str]) -> bool:
 def _agree_with_plan(folder: Path, plan: str) -> None:
     if not (folder / PLAN).is_file():
         _write_whole(folder / PLAN, plan.encode())
-    elif (folder / PLAN).read_text() != plan:
+    elif (folder / PLAN).read_bytes() != plan.encode():
         raise Refusal(
             f"--out {folder} was begun with another text, text_key or tokenizer, or a file has changed since; "
             "give a new folder, or delete this one"

@@ -46,7 +46,9 @@ class HuggingFaceTokenizer(Tokenizer):
         prefix, merges = content["model"].get("continuing_subword_prefix"), content["model"].get("merges")
         parts = [m.split(" ") if isinstance(m, str) else m for m in merges or []] if prefix else []
         if not all(second.startswith(prefix) for _, second in parts):  # the package would end the process
-            raise Refusal(f"{path}: a merge lacks the continuing_subword_prefix {str(prefix)[:40]!r}; download it again")
+            raise Refusal(
+                f"{path}: a merge lacks the continuing_subword_prefix {str(prefix)[:40]!r}; download it again"
+            )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # tokenizers raises bare Exception
