@@ -119,8 +119,8 @@ class _Drill:
         print(f"| {name} ", end="", flush=True)
         broken.start()
         broken.wait_for_steps(chance.randint(1, 4))
-        if fault.needs_checkpoint:
-            broken.wait_until(broken.complete)
+        if fault.needs_checkpoint:  # and another one to go back to: with none left a start is refused
+            broken.wait_until(lambda: len(broken.complete()) > 1)
         time.sleep(chance.random() * 0.5)
         before, at = broken.complete(), (broken.records() or [0])[-1]
         outcome = fault.act(broken, chance)

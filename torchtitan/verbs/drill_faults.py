@@ -102,7 +102,7 @@ def _damage(how: Callable[[bytes, random.Random], bytes | None], files: str = ""
     def act(run: Run, chance: random.Random) -> Outcome:
         run.kill()
         complete, storage = run.complete(), run.storage()
-        if not complete:
+        if len(complete) < 2:
             return NOTHING
         names = [name for name in storage.names(storage.folder(complete[0])) if name.endswith(files)]
         path = f"{storage.folder(complete[0])}/{chance.choice(names)}"
@@ -138,7 +138,7 @@ def _change_the_place_in_the_data(content: bytes, _: random.Random) -> bytes:
 def _make_unreadable(run: Run, chance: random.Random) -> Outcome:
     """A file that may not be read, a link that leads to itself, or a folder in its place."""
     run.kill()
-    if not (complete := run.complete()):
+    if len(complete := run.complete()) < 2:
         return NOTHING
     file = chance.choice(sorted(Path(run.storage().folder(complete[0])).iterdir()))
     way = chance.randrange(3)
