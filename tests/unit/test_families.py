@@ -9,12 +9,13 @@ import pytest
 from tests.tiny_models import TINY
 from torchtitan.config.load import ConfigError, to_toml
 from torchtitan.config.schema import Config, Model, RopeScaling
-from torchtitan.models.families import as_section, find_model, find_spec, load_run
+from torchtitan.models.families import find_model, find_spec, load_run
 from torchtitan.models.llama.args import LLAMA3_FLAVORS, LlamaArgs
 from torchtitan.models.llama.hf import to_hf_config
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
+from torchtitan.weights.stored import as_section
 
 SIZES = {"dim": 96, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 256}
 

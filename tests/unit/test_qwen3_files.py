@@ -17,7 +17,7 @@ from tests.tiny_models import QWEN3, TINY_QWEN3
 from tests.tiny_runs import tiny_config
 from torchtitan.__main__ import main
 from torchtitan.checkpoint.storage import Storage
-from torchtitan.models.families import as_section, find_model, find_spec
+from torchtitan.models.families import find_model, find_spec
 from torchtitan.models.qwen3.args import FLAVORS, Qwen3Args
 from torchtitan.models.qwen3.hf import from_hf_config, to_hf_config, to_hf_name
 from torchtitan.models.qwen3.model import Transformer
@@ -25,7 +25,7 @@ from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.verbs.generate import Sampling, build_model, generate
 from torchtitan.weights.checkpoint import save_checkpoint
-from torchtitan.weights.stored import open_model
+from torchtitan.weights.stored import as_section, open_model
 from torchtitan.weights.tensors import Weights
 
 ROOT = Path(__file__).parents[2]

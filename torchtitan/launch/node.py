@@ -8,7 +8,7 @@ from torchtitan import hardware
 
 def torchrun_here(num_processes: int) -> list[str]:
     """Arguments of Python that start a tool's own run of `num_processes` ranks on this machine alone."""
-    return ["-m", "torch.distributed.run", *_meeting_here(), f"--nproc_per_node={num_processes}"]
+    return ["-m", "torchtitan.launch.ranks", *_meeting_here(), f"--nproc_per_node={num_processes}"]
 
 
 def _meeting_here() -> list[str]:
@@ -68,7 +68,7 @@ class Node:
                 rendezvous = ["--rdzv_backend=c10d", *common, f"--rdzv_conf={host}{wait}"]
                 rendezvous += [f"--local_addr={own_address}"] if own_address else []
         return [
-            *("-m", "torch.distributed.run", f"--nnodes={self.num_nodes}", f"--nproc_per_node={self.num_processes}"),
+            *("-m", "torchtitan.launch.ranks", f"--nnodes={self.num_nodes}", f"--nproc_per_node={self.num_processes}"),
             *(f"--max_restarts={self.restarts}", *rendezvous),
             "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # Slurm sends USR1 to torchrun and ranks
             *(f"--local_ranks_filter={shown_ranks}", "--role=rank", "--tee=3"),

@@ -169,15 +169,3 @@ def _read_shape(path: Path, hugging_face: HuggingFace, content: dict[str, Any]) 
         if wrong or isinstance(value, bool) is not ("bool" in kinds) or isinstance(value, str | list | dict):
             raise Refusal(f"{path} gives {field.name} = {value!r}, which no model has; get the file again")
     return shape
-
-
-def as_section(name: str, blueprint: Blueprint, hf_assets_path: str) -> Model:
-    """The [model] section that describes this model: a flavor if one has its shape, otherwise every key."""
-    shape = blueprint.shape
-    kept = {"vocab_size": shape.vocab_size, "max_seq_len": shape.max_seq_len}
-    for flavor, known in blueprint.spec.flavors.items():
-        if replace(known, **kept) == shape:
-            kept["max_seq_len"] = None if shape.max_seq_len == known.max_seq_len else shape.max_seq_len
-            return Model(name=name, flavor=flavor, hf_assets_path=hf_assets_path, **kept)
-    said = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name in SHAPE_KEYS}
-    return Model(name=name, hf_assets_path=hf_assets_path, **said)

@@ -1,4 +1,4 @@
-"""Handles SIGTERM and SIGUSR1, which launchers send before they take a machine away: the run ends after its step."""
+"""Handles Ctrl-C, and SIGTERM and SIGUSR1, which launchers send before they take a machine away: the step is ended."""
 
 import os
 import signal
@@ -8,8 +8,8 @@ from types import FrameType
 
 from torchtitan.observe.log import logger
 
-# A cluster signals every process, and torchrun forwards its own signal: signals within this time are one warning.
-_ONE_WARNING_SECONDS = 3.0
+# A cluster or a terminal signals every process, and torchrun forwards its own: signals within this time are one.
+_ONE_WARNING_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0, signal.SIGUSR1: 3.0}
 EXIT_CODE = 75  # "try again" in sysexits.h: the run is unfinished, and the same command resumes it
 
 
@@ -23,7 +23,7 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         self._before = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._note) for s in (signal.SIGTERM, signal.SIGUSR1)}
+            self._before = {s: signal.signal(s, self._note) for s in _ONE_WARNING_SECONDS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -35,9 +35,9 @@ class Interrupt:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.asked:
-            if time.monotonic() - self._since > _ONE_WARNING_SECONDS:
+            if time.monotonic() - self._since > _ONE_WARNING_SECONDS[signal.Signals(number)]:
                 os._exit(128 + number)
             return
         self._since = time.monotonic()
-        self.asked = signal.Signals(number).name
+        self.asked = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         logger.warning(f"{self.asked}: {self._then}; a second signal ends it at once")

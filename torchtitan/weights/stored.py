@@ -5,7 +5,7 @@ All three are opened alike, and their weights are read when they are asked for.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
-from torchtitan.config.schema import Config, Job, Parallelism
+from torchtitan.config.schema import Config, Job, Model, Parallelism
 from torchtitan.data.prompts import follow_training
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models.families import FAMILIES, as_section, find_download, find_model, find_spec
+from torchtitan.models.families import FAMILIES, SHAPE_KEYS, find_download, find_model, find_spec
 from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
@@ -73,6 +73,18 @@ def open_model(path: str, family: str | None = None) -> StoredModel:
         passed_over.append(f"step-{number}: {manifest}")
     why = "; ".join(passed_over) or "no checkpoint/step-N, config.json (Hugging Face) or params.json (Meta) in it"
     raise Refusal(f"{path} holds no model: {why}; name a run folder, a step's folder or a downloaded model")
+
+
+def as_section(name: str, blueprint: Blueprint, hf_assets_path: str) -> Model:
+    """The [model] section that describes this model: a flavor if one has its shape, otherwise every key."""
+    shape = blueprint.shape
+    kept = {"vocab_size": shape.vocab_size, "max_seq_len": shape.max_seq_len}
+    for flavor, known in blueprint.spec.flavors.items():
+        if replace(known, **kept) == shape:
+            kept["max_seq_len"] = None if shape.max_seq_len == known.max_seq_len else shape.max_seq_len
+            return Model(name=name, flavor=flavor, hf_assets_path=hf_assets_path, **kept)
+    said = {field.name: getattr(shape, field.name) for field in fields(shape) if field.name in SHAPE_KEYS}
+    return Model(name=name, hf_assets_path=hf_assets_path, **said)
 
 
 def build_tokenizer_for(source: StoredModel, path: str | Path) -> Tokenizer:
