@@ -129,6 +129,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     reporter.close(step, run.folder)
     run.stop()
     if stopping:
+        logger.info(interrupt.how_to_go_on)
         raise SystemExit(EXIT_CODE)
 
 

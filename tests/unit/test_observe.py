@@ -376,17 +376,18 @@ def test_the_first_signal_logs_whether_the_run_will_be_saved(
     assert f"SIGTERM: the run {words}" in "".join(capsys.readouterr())
 
 
-def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warning() -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warning(number: int, name: str) -> None:
     program = (
-        "import os, signal, time\n"
+        "import os, time\n"
         "from torchtitan.observe import interrupt\n"
-        "interrupt._ONE_WARNING_SECONDS = 0.5\n"
+        f"interrupt._ONE_WARNING_SECONDS[{number:d}] = 0.5\n"
         "with interrupt.Interrupt() as asked:\n"
-        "    os.kill(os.getpid(), signal.SIGTERM), os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    os.kill(os.getpid(), {number:d}), os.kill(os.getpid(), {number:d})\n"
         "    print(asked.asked, flush=True)\n"
         "    time.sleep(0.6)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    os.kill(os.getpid(), {number:d})\n"
         "    print('still here')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "SIGTERM\n"), done.stderr
+    assert (done.returncode, done.stdout) == (128 + number, f"{name}\n"), done.stderr

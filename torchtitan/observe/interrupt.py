@@ -19,6 +19,8 @@ class Interrupt:
     def __init__(self, saves: bool = True) -> None:
         self.asked, self._since = "", 0.0
         self._then = "the run saves and ends after this step" if saves else "the run ends after this step, unsaved"
+        again = "the same command goes on from here" if saves else "the same command begins anew"
+        self.how_to_go_on = again + ("" if saves else "; with --checkpoint.enable it would go on")
 
     def __enter__(self) -> "Interrupt":
         self._before = {}
