@@ -26,6 +26,7 @@ from torchtitan.data.tokenizer import build_tokenizer
 ROOT = Path(__file__).parents[2]
 TOKENIZER = str(ROOT / "tests" / "assets" / "tokenizer")
 TEXTS = make_texts(3000)
+FILES = ["checksums.bin", "documents.bin", "meta.json", "plan.json", "tokens.bin"]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_documents_keep_their_order_and_nothing_but_the_result_remains(prepared,
     _, out = prepared
     source = PreparedTokens(out, tokenizer)
     assert [tokenizer.decode(source.tokens(i)) for i in range(len(source))] == TEXTS
-    assert sorted(path.name for path in out.iterdir()) == ["documents.bin", "meta.json", "plan.json", "tokens.bin"]
+    assert sorted(path.name for path in out.iterdir()) == FILES
     assert source.meta.num_tokens * 2 == (out / "tokens.bin").stat().st_size and source.meta.dtype == "<u2"
 
 
@@ -164,7 +165,7 @@ def test_a_second_preparation_of_the_same_folder_is_refused_until_the_first_ends
     assert (out / "tokens.bin").read_bytes() == (reference / "tokens.bin").read_bytes()
     (out / "chunk-00000.lengths").touch()  # killed after the last file was written
     prepare("x", text, TOKENIZER, str(out), workers=1)
-    assert sorted(path.name for path in out.iterdir()) == ["documents.bin", "meta.json", "plan.json", "tokens.bin"]
+    assert sorted(path.name for path in out.iterdir()) == FILES
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file/out cannot be written: Not a directory; give another folder"):
         prepare("x", text, TOKENIZER, str(tmp_path / "file" / "out"))

@@ -252,7 +252,7 @@ def cluster(tmp_path):
 def test_slurms_nodes_are_told_the_address_of_the_first_and_each_starts_the_run_script(cluster):
     done = cluster('echo "$MASTER_ADDR $PYTHON $SRUN_CPUS_PER_TASK: $@"', "--a", "b c", SLURM_CPUS_ON_NODE="8")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["srun bash", "10.0.0.1 python 8: --checkpoint.enable --a b c"]
+    assert done.stdout.splitlines() == ["srun --wait=330", "10.0.0.1 python 8: --checkpoint.enable --a b c"]
 
 
 def test_a_container_sees_the_repository_and_what_is_mounted(cluster):

@@ -236,12 +236,12 @@ def _take_the_store_away(run: Run, chance: random.Random) -> Outcome:
 
 
 def _pull_the_cable(run: Run, _: random.Random) -> Outcome:
-    """The nodes no longer reach each other; all ranks must end within their timeout."""
+    """The nodes no longer reach each other until the head node's ranks have ended; the other cannot know why."""
     assert isinstance(run.place, TwoNodes)
     going = run.is_going()
     run.place.pull(True)
     try:
-        run.wait_until(lambda: False)
+        run.wait_until(lambda: run.launchers[0].poll() is not None)
     finally:
         run.place.pull(False)
     return Outcome(going)

@@ -20,6 +20,7 @@ from torchtitan.verbs.drill_places import Place
 ROOT = Path(__file__).parents[2]
 _POLL_SECONDS = 0.02
 _SECONDS_TO_LEAVE = 5
+_SECONDS_FOR_OTHER_NODES = 40  # torchrun itself waits 30 s for its ranks
 
 
 @dataclass
@@ -75,7 +76,10 @@ class Run:
 
     def end(self) -> tuple[list[int], list[int]]:
         """Wait for the end; returns the launchers' exit codes, and the ranks that outlived them."""
-        self.wait_until(lambda: False)
+        self.wait_until(lambda: any(launcher.poll() is not None for launcher in self.launchers))
+        late = time.monotonic() + _SECONDS_FOR_OTHER_NODES
+        if self.wait_until(lambda: time.monotonic() > late):
+            self.kill()  # as a cluster does with the other nodes of a run when one has ended
         codes, end = [launcher.wait() for launcher in self.launchers], time.monotonic() + _SECONDS_TO_LEAVE
         while self.workers() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
