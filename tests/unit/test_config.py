@@ -11,14 +11,8 @@ import tomli
 
 from torchtitan.config import export, not_yet
 from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
-from torchtitan.config.load import (
-    IN_THE_FILE_ONLY,
-    ConfigError,
-    key_names,
-    load_config,
-    sections,
-    to_toml,
-)
+from torchtitan.config.load import IN_THE_FILE_ONLY, ConfigError, load_config, to_toml
+from torchtitan.config.names import flat, key_names, sections
 from torchtitan.config.schema import Config, Float8, Model, Parallelism, RopeScaling, Training
 from torchtitan.models.families import load_run, load_run_or_exit
 
@@ -577,3 +571,22 @@ def test_an_update_in_backward_has_one_microbatch_a_step(tmp_path: Path) -> None
         "optimizer.early_step_in_backward = true with 4 local batches a step: their gradients are added up; set "
         "training.global_batch_size = 16, or optimizer.early_step_in_backward = false"
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--compile.enable", "true"], "compile.enable", True),
+        (["--compile.enable=1"], "compile.enable", True),
+        (["--compile.enable", "--compile.enable", "False"], "compile.enable", False),
+        (["--validation.enable=no"], "validation.enable", False),
+        (["--metrics.enable-tensorboard", "off"], "metrics.enable_tensorboard", False),
+        (["--compile.components", "loss,model", "--compile.enable"], "compile.components", ["loss", "model"]),
+        (["--compile.components=loss", "--compile.enable", "true"], "compile.components", ["loss"]),
+        (["--model.converters=quantize.linear.float8", "--quantize.linear.float8.filter_fqns", "a,b", "output"],
+         "quantize.linear.float8.filter_fqns", ["a", "b", "output"]),
+        (["--job.description", "a,b, c"], "job.description", "a,b, c"),
+    ],
+)  # fmt: skip
+def test_booleans_and_lists_may_be_spelled_as_torchtitan_spells_them(words: list[str], key: str, value: object) -> None:
+    assert flat(load_config(words).model_dump())[key] == value

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan import hardware
-from torchtitan.config.load import key_names, load_config, sections
+from torchtitan.config.load import load_config
+from torchtitan.config.names import key_names, sections
 from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism, Section, Training
 from torchtitan.hardware import Peak, Place
 from torchtitan.models.families import plan_model

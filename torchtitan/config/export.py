@@ -6,7 +6,7 @@ python -m torchtitan schema
 import json
 from pathlib import Path
 
-from torchtitan.config.load import sections
+from torchtitan.config.names import sections
 from torchtitan.config.schema import Config, DataSource, RopeScaling, Section
 
 SCHEMA_FILE = Path("train_configs/schema.json")

@@ -2,10 +2,8 @@
 
 import copy
 import dataclasses
-import difflib
 import functools
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +13,10 @@ import tyro
 from pydantic import ValidationError
 
 from torchtitan.config import not_yet
+from torchtitan.config.names import sections
 from torchtitan.config.rules import find_conflicts
-from torchtitan.config.schema import Config, DataSource, Section
+from torchtitan.config.schema import Config, Section
+from torchtitan.config.spelling import spelled_out
 from torchtitan.refusal import Refusal
 
 IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part", "rope_scaling"}  # too deep for a command line
@@ -36,7 +36,7 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
     """The configuration a command line asks for; raises ConfigError, and leaves by SystemExit for --help."""
     if broken := [word for word in argv if not word.isascii() and "\\udc" in ascii(word)]:  # as Python reads such bytes
         raise ConfigError("command line", [f"{broken[0]!a} is not UTF-8; write it in UTF-8"])
-    options, unsupported = _take_out_not_yet(argv)
+    options, unsupported = _take_out_not_yet(spelled_out(argv))
     path = _config_file(options)
     data = _read_toml(Path(path)) if path else {}
     # tyro needs defaults of the right type: the file's where they are right.
@@ -65,33 +65,6 @@ def to_toml(config: Config) -> str:
 def with_seed(config: Config, seed: int) -> Config:
     """The configuration that repeats a run: with the seed that the run drew."""
     return config.model_copy(update={"debug": config.debug.model_copy(update={"seed": seed})})
-
-
-def key_names() -> list[str]:
-    """All keys of the schema, dotted."""
-    return [f"{section}.{key}" for section, keys in sections().items() for key in keys.model_fields]
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration's values by dotted name."""
-    dotted: dict[str, Any] = {}
-    for name, value in values.items():
-        dotted |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return dotted
-
-
-@functools.cache
-def sections() -> dict[str, type[Section]]:
-    """The sections of the schema that hold keys, by their dotted names, in order."""
-    return dict(_sections_below(Config(), ""))
-
-
-def _sections_below(section: Section, prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    for name, value in section:
-        if any(isinstance(inner, Section) for _, inner in value):
-            yield from _sections_below(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, type(value)
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -128,8 +101,10 @@ def _validate(data: dict[str, Any]) -> tuple[Config, list[str], set[str]]:
     for *path, key in names:  # a wrong key is taken out whole, so that the rest can still be checked
         table = functools.reduce(lambda table, part: table.get(part, {}), path, data)
         table.pop(key, None)
+    from torchtitan.config.mistakes import describe
+
     broken = {".".join(name) for name in names}
-    return Config.model_validate(data), [_describe(problem) for problem in problems], broken
+    return Config.model_validate(data), [describe(problem) for problem in problems], broken
 
 
 def _key_of(loc: tuple[int | str, ...]) -> list[str]:
@@ -223,37 +198,3 @@ def _changed(values: dict[str, Any], defaults: Section) -> dict[str, Any]:
         elif value != default:
             changed[name] = value
     return changed
-
-
-def _describe(problem: Any) -> str:
-    name = _dotted(problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        table = isinstance(problem["input"], dict)
-        shown = f"[{name}]" if table else f"{name} = {_shown(problem['input'])}"
-        return f"{shown}: unknown {'section' if table else 'key'}{_nearest(name, table)}"
-    if problem["type"] in ("model_type", "model_attributes_type"):
-        return f"{name} = {_shown(problem['input'])}: this is a section; write [{name}] and its keys below"
-    message = problem["msg"]
-    return f"{name} = {_shown(problem['input'])}: {message[0].lower()}{message[1:]}"
-
-
-def _dotted(loc: tuple[int | str, ...]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)
-
-
-def _nearest(name: str, section: bool) -> str:
-    """`; did you mean X?`: the same key in another section, else the name that is spelt most alike."""
-    place, _, leaf = name.rpartition(".")
-    if section:
-        return not_yet.did_you_mean(difflib.get_close_matches(name, sections(), n=1))
-    known = key_names()
-    if place.startswith("training.sources["):
-        known = [f"{place}.{key}" for key in DataSource.model_fields]
-    leaves = {key.rpartition(".")[2]: key for key in known}
-    same = [key for key in known if key.rpartition(".")[2] == leaf]
-    alike = [leaves[near] for near in difflib.get_close_matches(leaf, leaves, n=1)]
-    return not_yet.did_you_mean(same or difflib.get_close_matches(name, known, n=1, cutoff=0.75) or alike)

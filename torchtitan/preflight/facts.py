@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan import hardware
-from torchtitan.config.load import flat
+from torchtitan.config.names import flat
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import gloo_address, nccl_interfaces, own_addresses
 

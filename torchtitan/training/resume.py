@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.checkpoint.storage import Manifest
-from torchtitan.config.load import flat
+from torchtitan.config.names import flat
 from torchtitan.config.schema import Checkpoint
 from torchtitan.refusal import Refusal
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.load import flat, key_names
+from torchtitan.config.names import flat, key_names
 from torchtitan.refusal import Refusal
 from torchtitan.verbs.compare_runs import Run
 

@@ -1,0 +1,43 @@
+"""Puts a wrong value into words, with the nearest name that is known."""
+
+import difflib
+import json
+from typing import Any
+
+from torchtitan.config import not_yet
+from torchtitan.config.names import key_names, sections
+from torchtitan.config.schema import DataSource
+
+
+def describe(problem: Any) -> str:
+    name = _dotted(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        table = isinstance(problem["input"], dict)
+        shown = f"[{name}]" if table else f"{name} = {_shown(problem['input'])}"
+        return f"{shown}: unknown {'section' if table else 'key'}{_nearest(name, table)}"
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"{name} = {_shown(problem['input'])}: this is a section; write [{name}] and its keys below"
+    message = problem["msg"]
+    return f"{name} = {_shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _nearest(name: str, section: bool) -> str:
+    """`; did you mean X?`: the same key in another section, else the name that is spelt most alike."""
+    place, _, leaf = name.rpartition(".")
+    if section:
+        return not_yet.did_you_mean(difflib.get_close_matches(name, sections(), n=1))
+    known = key_names()
+    if place.startswith("training.sources["):
+        known = [f"{place}.{key}" for key in DataSource.model_fields]
+    leaves = {key.rpartition(".")[2]: key for key in known}
+    same = [key for key in known if key.rpartition(".")[2] == leaf]
+    alike = [leaves[near] for near in difflib.get_close_matches(leaf, leaves, n=1)]
+    return not_yet.did_you_mean(same or difflib.get_close_matches(name, known, n=1, cutoff=0.75) or alike)
