@@ -1,11 +1,13 @@
 """How the suite is shared among processes of pytest-xdist: what needs the started ranks in one, the rest by file."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script starts the suite in the background
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

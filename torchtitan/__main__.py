@@ -49,8 +49,8 @@ def main(argv: list[str]) -> None:
     )
     convert.add_argument("--dtype", choices=dtypes, help="type of the weights in TO (default: that of FROM)")
     convert.add_argument("--shard_gb", type=float, default=5, help="GB of a safetensors file (default: %(default)s)")
-    tokenizer = "file or folder (default: model.hf_assets_path of the run, or the downloaded folder)"
-    convert.add_argument("--tokenizer", help=tokenizer)
+    assets = "file or folder (default: model.hf_assets_path of the run, or the downloaded folder)"
+    convert.add_argument("--tokenizer", help=assets)
 
     generate = verbs.add_parser("generate", help="continue a text; under torchrun, with tensor parallelism")
     generate.add_argument("--checkpoint", required=True, help=checkpoint)
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     generate.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest that make up this share")
     generate.add_argument("--seed", type=int, help="the same one draws the same text (default: a new one each time)")
     generate.add_argument("--dtype", choices=dtypes, help="what to compute in (default: as trained, or as downloaded)")
-    generate.add_argument("--tokenizer", help=tokenizer)
+    generate.add_argument("--tokenizer", help=assets)
 
     for verb in (convert, generate):
         verb.add_argument("--model", help=family)
@@ -88,6 +88,20 @@ def main(argv: list[str]) -> None:
         "--out", default="outputs/drill", help="folder; an earlier drill's is emptied (default: %(default)s)"
     )
     drill.epilog = "After --: options of train.py; without any, a small model is drilled."
+
+    runs = verbs.add_parser("runs", help="list the runs below a folder, or compare two")
+    runs.add_argument("folder", nargs="?", default="outputs", help="where to look (default: %(default)s)")
+    runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two run folders: the keys in which they differ")
+
+    tokenizer = verbs.add_parser("tokenizer", help="train a tokenizer on your text").add_subparsers(required=True)
+    train = tokenizer.add_parser("train", help="byte-level BPE")
+    train.add_argument("--data", required=True, help="the text: a file, a folder or a quoted glob")
+    train.add_argument("--vocab_size", type=int, required=True, help="number of tokens, such as 32000")
+    train.add_argument("--out", required=True, help="the folder to write")
+    train.add_argument("--text_key", default="text", help="the field that holds the text (default: %(default)s)")
+    train.add_argument(
+        "--beside", default="tests/assets/tokenizer", help="a tokenizer to compare with (default: %(default)s)"
+    )
 
     from torchtitan.launch import submit
 
@@ -160,6 +174,10 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
         from torchtitan.launch import submit
 
         raise SystemExit(submit.run(args, options))
+    elif args.verb in ("runs", "tokenizer"):
+        from torchtitan.verbs import runs, tokenizer
+
+        {"runs": runs.run, "tokenizer": tokenizer.run}[args.verb](args)
     elif args.verb == "preflight":
         from torchtitan.preflight import start
 

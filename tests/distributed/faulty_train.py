@@ -1,8 +1,8 @@
 """train.py where one rank fails at one step: `FAULT="KIND RANK STEP" python -m tests.distributed.faulty_train ...`.
 
-KIND is `raise`, `pause` (for some seconds two steps before, then `raise`), `sleep`, `preemption` (torchrun and the rank
-are both told to end) or the name of a signal that the rank sends itself. STEP may be `save`: the rank fails in the
-first save. Started again, a rank does not fail.
+KIND is `raise`, `pause` (for some seconds two steps before, then `raise`), `sleep`, `preemption` or `ctrl-c` (torchrun
+and the rank are both told to end) or the name of a signal that the rank sends itself. STEP may be `save`: the rank
+fails in the first save. Started again, a rank does not fail.
 """
 
 import os
@@ -33,9 +33,10 @@ def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
             raise OSError("the disk is gone")
         if kind == "sleep":
             time.sleep(1000)
-        if kind == "preemption":
-            os.kill(os.getppid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
+        if kind in ("preemption", "ctrl-c"):
+            number = signal.SIGTERM if kind == "preemption" else signal.SIGINT
+            os.kill(os.getppid(), number)
+            os.kill(os.getpid(), number)
             time.sleep(2)  # torchrun passes its signal on meanwhile
         else:
             os.kill(os.getpid(), getattr(signal, kind))

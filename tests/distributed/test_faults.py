@@ -30,7 +30,7 @@ class Run:
             k.replace("__", "."): v for k, v in overrides.items()
         }
         options = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-        options += ["--checkpoint.enable"] if restarts or kind == "preemption" or step == "save" else []
+        options += ["--checkpoint.enable"] if restarts or kind in ("preemption", "ctrl-c") or step == "save" else []
         with socket.socket() as s:
             s.bind(("localhost", 0))
             port = str(s.getsockname()[1])
@@ -40,7 +40,7 @@ class Run:
         command = [sys.executable, *MODULE, *options]
         if torchrun:
             launcher = f"--standalone --nproc_per_node {num_ranks} --max_restarts {restarts}".split()
-            command = [sys.executable, "-m", "torch.distributed.run", *launcher, *MODULE, *options]
+            command = [sys.executable, "-m", "torchtitan.launch.ranks", *launcher, *MODULE, *options]
         else:
             shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
             ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
@@ -133,8 +133,11 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_resumes(tmp_path: Path) -> 
     assert [record["step"] for record in read_records(run.folder)] == list(range(1, 11))
 
 
-def test_a_signal_to_torchrun_and_to_the_rank_counts_once_and_the_run_is_saved(tmp_path: Path) -> None:
-    run = Run(tmp_path, "preemption 1 3", 2, torchrun=True)
+@pytest.mark.parametrize("kind", ["preemption", "ctrl-c"])
+def test_a_signal_to_torchrun_and_to_the_ranks_counts_once_and_the_run_is_saved(tmp_path: Path, kind: str) -> None:
+    run = Run(tmp_path, f"{kind} 1 3", 2, torchrun=True)
     assert "the run saves and ends after this step" in run.console, run.console
+    assert "the same command goes on from here" in run.console and "Traceback" not in run.console, run.console
+    assert run.codes == [75]
     (step,) = (int(path.name[5:]) for path in (run.folder / "checkpoint").glob("step-*"))
     assert step in (3, 4), run.console

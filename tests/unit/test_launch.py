@@ -52,7 +52,7 @@ def test_every_launchers_second_node_gets_the_same_command(platform: str) -> Non
     node = read_node(PLATFORMS[platform], gpus=8)
     assert node.torchrun("0") == [
         "-m",
-        "torch.distributed.run",
+        "torchtitan.launch.ranks",
         "--nnodes=2",
         "--nproc_per_node=8",
         "--max_restarts=0",
@@ -274,7 +274,8 @@ def test_a_dry_run_prints_one_line_and_the_command_and_starts_nothing(tmp_path: 
     understood, command = pod.communicate()[0].splitlines()
     assert pod.returncode == 0 and not list(tmp_path.iterdir())
     assert re.fullmatch(r"training \S+, NGPU=2 \(NVIDIA GPUs here: \d+\); read NGPU", understood)
-    assert "-m torch.distributed.run --nnodes=1 --nproc_per_node=2" in command and "--local_ranks_filter=0,1" in command
+    assert "-m torchtitan.launch.ranks --nnodes=1 --nproc_per_node=2" in command
+    assert "--local_ranks_filter=0,1" in command
     assert f"train.py --job.config_file train_configs/debug_model.toml --job.dump_folder {tmp_path}" in command
 
 

@@ -1,0 +1,45 @@
+"""`runs`: which runs there are, how far they came, and how two of them differ."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_runs import tiny_config
+from torchtitan.config.load import to_toml
+from torchtitan.observe.run_folder import claim
+from torchtitan.refusal import Refusal
+from torchtitan.verbs.runs import run
+
+
+def make(folder: Path, *records: str, **overrides: object) -> Path:
+    folder.mkdir(parents=True)
+    config = tiny_config(folder, **overrides)
+    (folder / "config.toml").write_text(to_toml(config))
+    (folder / "metrics.jsonl").write_text("\n".join(records))
+    return folder
+
+
+def test_each_run_has_a_row_with_its_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = '{"step": %d, "loss": 3.25, "tokens_per_second": 1234.5}'
+    make(tmp_path / "a/one", record % 10, job__description="the first")
+    make(tmp_path / "b", record % 4, '{"step": 5, "lo')  # killed while it wrote
+    make(tmp_path / "b/earlier/1", record % 3)
+    going = make(tmp_path / "c")
+    lock = claim(going)
+    run(argparse.Namespace(folder=str(tmp_path), compare=None))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lock.close()
+    assert rows[0] == ["run", "state", "step", "loss", "tok/s", "since", "description"]
+    assert rows[1][:5] == [str(tmp_path / "a/one"), "finished", "10/10", "3.2500", "1,234"]
+    assert rows[1][-2:] == ["the", "first"]
+    assert rows[2][:3] == [str(tmp_path / "b"), "stopped", "4/10"]
+    assert rows[3][:3] == [str(tmp_path / "c"), "running", "0/10"] and len(rows) == 4
+    with pytest.raises(Refusal, match="holds no run"):
+        run(argparse.Namespace(folder=str(tmp_path / "a/one/none"), compare=None))
+
+
+def test_two_runs_are_compared_by_their_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = make(tmp_path / "a"), make(tmp_path / "b", optimizer__lr=0.5)
+    run(argparse.Namespace(folder="", compare=[str(a), str(b)]))
+    assert capsys.readouterr().out == f"job.dump_folder: {a} | {b}\noptimizer.lr: 0.01 | 0.5\n"

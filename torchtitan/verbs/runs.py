@@ -1,0 +1,96 @@
+"""Lists the runs below a folder, or what two of them do differently.
+
+python -m torchtitan runs                          every run below outputs/
+python -m torchtitan runs outputs --compare A B    the keys in which two run folders differ
+"""
+
+import argparse
+import fcntl
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from torchtitan.config.names import flat
+from torchtitan.refusal import Refusal
+
+_MOVED = ("earlier", "load_only")  # folders of a run that hold others' records
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.compare:
+        print("\n".join(compare(*map(Path, args.compare))))
+        return
+    folders = find_runs(Path(args.folder))
+    if not folders:
+        raise Refusal(f"{args.folder} holds no run (a folder with config.toml); name another folder")
+    rows = [["run", "state", "step", "loss", "tok/s", "since", "description"], *map(row, folders)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+
+
+def find_runs(folder: Path) -> list[Path]:
+    found = (path.parent for path in folder.rglob("config.toml"))
+    return sorted(path for path in found if not set(_MOVED) & set(path.relative_to(folder).parts))
+
+
+def row(folder: Path) -> list[str]:
+    config = read_config(folder)
+    last = last_record(folder / "metrics.jsonl")
+    steps, step = config.get("training.steps", 0), last.get("step", 0)
+    changed = max(path.stat().st_mtime for path in folder.iterdir() if path.is_file())
+    age = time.time() - changed
+    since = f"{age / 86400:.0f} d" if age > 86400 else f"{age / 3600:.0f} h" if age > 3600 else f"{age / 60:.0f} min"
+    state = "running" if is_locked(folder / ".lock") else "finished" if step >= steps else "stopped"
+    loss, speed = last.get("loss"), last.get("tokens_per_second")
+    return [
+        str(folder),
+        state,
+        f"{step}/{steps}",
+        f"{loss:.4f}" if loss is not None else "",
+        f"{speed:,.0f}" if speed is not None else "",
+        since,
+        str(config.get("job.description", "")),
+    ]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return flat(tomli.loads((folder / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{folder / 'config.toml'} cannot be read: {error}; name a run folder") from None
+
+
+def last_record(file: Path) -> Mapping[str, Any]:
+    """The last whole line; a run may be writing another."""
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a run holds the folder, as far as this machine can tell."""
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def compare(a: Path, b: Path) -> list[str]:
+    ours, theirs = read_config(a), read_config(b)
+    keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+    lines = [f"{key}: {ours.get(key, 'absent')} | {theirs.get(key, 'absent')}" for key in keys]
+    return lines or ["both have the same configuration"]
