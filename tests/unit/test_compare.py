@@ -130,7 +130,7 @@ def test_both_runs_get_the_seed_of_a_and_folders_of_their_own(tmp_path: Path) ->
     assert [run.config.metrics.log_freq for run in (a, b)] == [1, 1]
     assert [run.folder for run in (a, b)] == [tmp_path / "out/a", tmp_path / "out/b"]
     assert a.command == [sys.executable, "train.py", *a.options]
-    assert b.command[1:3] == ["-m", "torch.distributed.run"] and b.command[5:7] == ["--nproc_per_node=2", "train.py"]
+    assert b.command[1:3] == ["-m", "torch.distributed.run"] and b.command[6:8] == ["--nproc_per_node=2", "train.py"]
     c, d = planned(tmp_path, BATCH, BATCH + "[debug]\nseed = 7\n")
     assert [run.config.debug.seed for run in (c, d)] == [0, 0]
 
