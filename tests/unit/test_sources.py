@@ -4,12 +4,15 @@ import bz2
 import gzip
 import json
 import lzma
+from pathlib import Path
 
 import numpy as np
 import pytest
 from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loader, take, write_jsonl
 
-from torchtitan.data import documents, sharded, sharded_cursor, sharded_kinds, sources
+from torchtitan.data import documents, sharded, sharded_cursor, sharded_kinds
+from torchtitan.data.held_out import Part
+from torchtitan.data.location import Location
 from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
 from torchtitan.data.sources import open_source
 
@@ -210,7 +213,7 @@ def test_hub_datasets_are_streamed_by_name(hub, name, expected):
 def test_hub_batches_do_not_depend_on_the_layout_and_resume_exactly(hub, monkeypatch, num_streams):
     monkeypatch.setattr(sharded_cursor, "SHUFFLE_BLOCK", 3)
     monkeypatch.setattr(
-        sources, "_locate_path", lambda path: sources.Location("hub", hub=("owner/name", None, "train"))
+        "torchtitan.data.paths.locate_path", lambda path: Location("hub", hub=("owner/name", None, "train"))
     )
     options = {"num_streams": num_streams, "epochs": -1, "global_batch_size": 4}
     whole = take(small_loader("hub", **options), 16)
@@ -273,9 +276,7 @@ def test_two_files_with_their_contents_swapped_are_another_text(tmp_path, patter
     assert len(found) == 2 and len(numbers) == 1  # of the same count and size
 
 
-@pytest.mark.parametrize(
-    ("name", "pack"), [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.txt", lambda text: text[11:-3])]
-)
+@pytest.mark.parametrize(("name", "pack"), [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)])
 def test_a_document_that_is_too_long_for_memory_is_named(tmp_path, monkeypatch, name, pack):
     monkeypatch.setattr(documents, "LONGEST_TEXT", 1000)
     lines = b"".join(
@@ -309,3 +310,33 @@ def test_a_stream_holds_so_many_characters_and_no_more(tmp_path, monkeypatch):
     reader = open_path(tmp_path / "a.jsonl.gz").open(0, None)
     blocks = [reader.read(512) for _ in range(4)]
     assert [len(block) for block in blocks] == [4, 4, 2, 0] and sum(blocks, []) == texts
+
+
+def test_a_long_file_is_cut_between_paragraphs_and_gives_all_of_its_text(tmp_path):
+    paragraphs = [f"{i} " + "naïve words " * (i * 7 % 60) for i in range(300)]
+    texts = {
+        "paragraphs": "\n\n".join(paragraphs),
+        "lines": "\n".join(paragraphs),
+        "one line": "é" * 60_000,
+        "short": "short",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "book.txt").write_text(text, encoding="utf-8")
+        source = open_path(tmp_path / name / "book.txt")
+        parts = [bytes(source.tokens(i)[1:-1].astype(np.uint8)).decode() for i in range(len(source))]
+        assert "".join(parts) == text and all(parts)
+        assert len(parts) == max(1, len(text.encode()) // 2048)
+        if name == "paragraphs":
+            assert all(part.endswith("\n\n") for part in parts[:-1]) and "book.txt, part 3 of" in source.describe(2)
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbftext")
+    assert open_path(tmp_path / "bom.txt").tokens(0).tolist() == [BOS, *b"text", EOS]
+
+
+@pytest.mark.parametrize("count", [2, 5, 19, 20, 21, 100])
+def test_what_is_held_out_and_the_rest_are_all_documents_once(tmp_path, count):
+    documents = open_path(Path(write_jsonl(tmp_path / "a.jsonl", make_texts(count))))
+    kept, held_out = Part(documents, False), Part(documents, True)
+    found = [part.describe(i) for part in (kept, held_out) for i in range(len(part))]
+    assert sorted(found) == sorted(documents.describe(i) for i in range(count))
+    assert len(held_out) == max(1, count // 20) and kept.identity != held_out.identity != documents.identity

@@ -453,3 +453,21 @@ def test_a_stop_says_whether_the_bad_update_was_applied(
     with pytest.raises(NotFiniteError, match="left out" if left_out else "was applied"):
         train_here(tiny_config(tmp_path, optimizer__lr=1e30, training__max_norm=math.inf, **options))
     torch.distributed.destroy_process_group()
+
+
+def test_a_book_trains_and_a_part_of_it_is_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"Chapter {i}.\n\n{'some words here ' * 20}\n\n" for i in range(200)))
+    config = tiny_config(
+        tmp_path / "run",
+        training__dataset_path=tmp_path / "book.txt",
+        training__steps=2,
+        validation__enable=True,
+        validation__dataset="pydocs_validation",
+        validation__seq_len=64,
+        validation__steps=1,
+        validation__freq=2,
+    )
+    with caplog.at_level("INFO"):
+        assert len(train_here(config)) == 2
+    assert "validation reads every 20th document of" in caplog.text
+    assert [record["step"] for record in read_records(tmp_path / "run", "validation.jsonl")] == [2]

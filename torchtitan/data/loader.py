@@ -171,9 +171,10 @@ def build_loader(
     shuffle: bool,
     block_causal: bool,
     pin_memory: bool = False,
+    divided: bool = False,
     any_says_so: Callable[[bool], bool] | None = None,
 ) -> Loader:
-    """This rank's streams of the sources.
+    """This rank's streams of the sources; of `divided` ones, only the documents for training or for validation.
 
     With `any_says_so` (validation: every token, once), which tells whether any rank says True, a rank without data
     gives sequences of ignored labels until no rank has a label left.
@@ -183,6 +184,10 @@ def build_loader(
     opened = []
     for source in sources:
         data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
+        if divided and not isinstance(data, ShardedTexts):
+            from torchtitan.data.held_out import Part
+
+            data = Part(data, is_held_out=pads)
         if isinstance(data, ShardedTexts):
             allow_open_files(num_streams // dp_size)  # each stream keeps one of its files open
         name = source.dataset_path or source.dataset

@@ -5,8 +5,10 @@ import torch
 from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config, DataSource, Training, Validation
 from torchtitan.data.loader import Loader, build_loader
-from torchtitan.data.sources import locate_text
+from torchtitan.data.location import IN_ANY_ORDER
+from torchtitan.data.sources import SHIPPED, locate_text
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.refusal import Refusal
@@ -23,6 +25,15 @@ def check_data(config: Config) -> None:
             locate_text(source.dataset, source.dataset_path)
         except Refusal as error:
             raise Refusal(f"{section}: {error}") from None
+
+
+def holds_out(config: Config) -> bool:
+    """Whether validation takes a part of the training's text: where that is the user's, and the text here is not."""
+    training, validation = config.training, config.validation
+    if training.sources or training.dataset_path is None or not validation.enable:
+        return False
+    is_from_here = validation.dataset_path is None and validation.dataset in SHIPPED
+    return is_from_here and locate_text("", training.dataset_path).kind in IN_ANY_ORDER
 
 
 def build_training_loader(
@@ -44,6 +55,7 @@ def build_training_loader(
         shuffle=training.shuffle,
         block_causal=config.model.attn_mask_type == "block_causal",
         pin_memory=device.type == "cuda",
+        divided=holds_out(config),
     )
 
 
@@ -57,6 +69,13 @@ def build_validation_loader(
     """
     validation = config.validation
     source = DataSource(dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key)
+    if divided := holds_out(config):
+        training = config.training
+        source = DataSource(dataset=training.dataset, dataset_path=training.dataset_path, text_key=training.text_key)
+        logger.info(
+            f"validation reads every 20th document of {source.dataset_path}, and training the others; to validate on "
+            "other text, set validation.dataset_path"
+        )
     return build_loader(
         [source],
         tokenizer,
@@ -69,6 +88,7 @@ def build_validation_loader(
         epochs=1,
         shuffle=False,
         block_causal=config.model.attn_mask_type == "block_causal",
+        divided=divided,
         any_says_so=any_says_so,
         pin_memory=device.type == "cuda",
     )

@@ -31,7 +31,7 @@ NOTES = ".cache/huggingface/download"  # huggingface_hub notes the commit of eac
 
 def choose(kind: str, repo: str, names: list[str], include: list[str] | None = None) -> list[str]:
     """Which of a repository's files to fetch."""
-    from torchtitan.data.sources import READABLE, kind_by_name
+    from torchtitan.data.paths import READABLE, kind_by_name
 
     def matching(*patterns: str) -> list[str]:
         return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
