@@ -29,6 +29,6 @@ if [[ -n "${CONFIG_FILE:-}" && $PWD != "$here" && $CONFIG_FILE != /* && -e $CONF
 fi
 py="$("$here/scripts/setup_env.sh" requirements.txt)"
 cd "$here"
-room=launch
+room=verbs
 if [[ "${PREFLIGHT:-0}" != 0 ]]; then room=preflight; fi
 exec "$py" -m "torchtitan.$room.start" "$@"

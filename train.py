@@ -63,6 +63,8 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     loader, held_out = run.build_training_loader(seed), run.build_validation_loader()
     model = run.build_model(seed)
     logger.info(f"{run.describe_model()}, seed {seed}")
+    if (total := config.lr_scheduler.total_steps or 0) > training.steps:
+        logger.info(f"the learning rate follows a schedule of {total} steps (lr_scheduler.total_steps)")
     optimizer = build_optimizer(
         model.named_parameters(), config.optimizer, config.compile, run.blueprint.spec.takes_muon
     )

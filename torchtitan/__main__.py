@@ -10,7 +10,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m torchtitan", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    check = verbs.add_parser("check", help="check a configuration as train.py would, without torch")
+    check = verbs.add_parser("check", help="find what would stop a run on this machine, without torch")
     check.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
     check.add_argument(
         "--world_size", type=int, help="ranks the run will have; without it, what depends on them is not checked"
@@ -137,11 +137,9 @@ def main(argv: list[str]) -> None:
 
 def _run(args: argparse.Namespace, options: list[str]) -> None:
     if args.verb == "check":
-        from torchtitan.models.families import load_run_or_exit
+        from torchtitan.verbs import check
 
-        file = ["--job.config_file", args.file] if args.file else []
-        config, _ = load_run_or_exit([*file, *options], args.world_size, rank=0)
-        print(f"{config.job.config_file or 'command line'}: no mistake")
+        check.run(args, options)
     elif args.verb == "dry_run":
         from torchtitan.verbs import dry_run
 

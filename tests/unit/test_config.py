@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from torchtitan.__main__ import main
 from torchtitan.config import export, not_yet
 from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
 from torchtitan.config.load import IN_THE_FILE_ONLY, ConfigError, load_config, to_toml
@@ -590,3 +591,30 @@ def test_an_update_in_backward_has_one_microbatch_a_step(tmp_path: Path) -> None
 )  # fmt: skip
 def test_booleans_and_lists_may_be_spelled_as_torchtitan_spells_them(words: list[str], key: str, value: object) -> None:
     assert flat(load_config(words).model_dump())[key] == value
+
+
+def test_check_names_what_is_not_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    words = ["--model.hf_assets_path", str(tmp_path / "Llama-3.1-8B"), "--training.dataset_path", "nowhere.txt"]
+    words += ["--validation.dataset_path", "nothing/*.jsonl", "--job.dump_folder", str(tmp_path / "file/run")]
+    with pytest.raises(SystemExit) as refused:
+        main(["check", str(ROOT / "train_configs/debug_model.toml"), "--", *words])
+    said = str(refused.value)
+    assert "download tokenizer meta-llama/Llama-3.1-8B --to" in said and said.count("\n") == 4
+    assert "training: dataset_path = 'nowhere.txt'" in said and "validation: dataset_path = 'nothing/" in said
+    assert f"cannot be written: {tmp_path / 'file'} is a file" in said
+    main(["check", str(ROOT / "train_configs/debug_model.toml"), "--", "--training.steps", "5"])
+    assert "no mistake" in capsys.readouterr().out and not (tmp_path / "outputs").exists()
+
+
+def test_fewer_steps_on_the_command_line_keep_the_schedule_of_the_file() -> None:
+    file = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml")]
+    for words, steps, total in (
+        (["--training.steps", "5"], 5, 100),
+        (["--training.steps", "500"], 500, None),
+        (["--training.steps", "20", "--lr_scheduler.total_steps", "40"], 20, 40),
+        ([], 100, None),
+    ):
+        config = load_config([*file, *words])
+        assert (config.training.steps, config.lr_scheduler.total_steps) == (steps, total)
+    assert load_config(["--training.steps", "5", "--lr_scheduler.warmup_steps", "1"]).lr_scheduler.total_steps is None

@@ -41,7 +41,17 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
     data = _read_toml(Path(path)) if path else {}
     # tyro needs defaults of the right type: the file's where they are right.
     given = _parse(options, _validate(not_yet.take_out(data)[0])[0], prog, quiet=rank != 0)
-    return check(_merge(_merge(data, unsupported), given), path or "command line", world_size)
+    values = _merge(_merge(data, unsupported), given)
+    _keep_schedule(values, data.get("training"), given.get("training", {}))
+    return check(values, path or "command line", world_size)
+
+
+def _keep_schedule(values: dict[str, Any], file: Any, given: dict[str, Any]) -> None:
+    """Fewer steps on the command line than in the file end the run early on the schedule of the file."""
+    long, short = file.get("steps") if isinstance(file, dict) else None, given.get("steps")
+    schedule = values.setdefault("lr_scheduler", {})
+    if type(long) is type(short) is int and short < long and isinstance(schedule, dict):
+        schedule.setdefault("total_steps", long)
 
 
 def check(data: dict[str, Any], origin: str, world_size: int | None = None) -> Config:

@@ -15,9 +15,11 @@ def find_file(path: Path) -> Path:
     for candidate in looked:
         if candidate.is_file():
             return candidate
+    from torchtitan.models.families import name_on_the_hub
+
     raise Refusal(
         f"no tokenizer at {path}; looked for {', '.join(map(str, looked))}. Download one with `python -m torchtitan "
-        f"download tokenizer OWNER/NAME --to {path}`, put {EXPECTED} there, or set model.hf_assets_path to the folder "
+        f"download tokenizer {name_on_the_hub(path)} --to {path}`, put {EXPECTED} there, or set model.hf_assets_path to the folder "
         "that has one"
     )
 

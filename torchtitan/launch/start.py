@@ -2,7 +2,8 @@
 
     python -m torchtitan.launch.start [options of train.py]
 
-run_llama_train.sh ends with this line once it has found a Python. Nothing else here starts a run of several nodes.
+Nothing else here starts a run of several nodes. run_llama_train.sh comes here through verbs/start.py, or
+preflight/start.py.
 """
 
 import os

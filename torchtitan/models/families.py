@@ -17,6 +17,7 @@ from torchtitan.models.spec import Blueprint, HuggingFace, ModelSpec
 from torchtitan.refusal import Refusal
 
 # name -> where its ModelSpec is, imported when a run asks for it
+_OWNERS = {"llama-": "meta-llama", "qwen": "Qwen", "smollm": "HuggingFaceTB", "gpt2": "openai-community"}
 FAMILIES = {
     "llama3": "torchtitan.models.llama.spec:LLAMA3",
     "llama2": "torchtitan.models.llama.spec:LLAMA2",
@@ -152,6 +153,12 @@ def find_download(folder: Path, family: str | None = None) -> tuple[str, Bluepri
         f"{path} has model_type = {model_type!r}, which no family here is; name the one that reads it, as --model "
         f"path/to/file.py:SPEC"
     )
+
+
+def name_on_the_hub(folder: Path) -> str:
+    """The repository that a folder seems to be named after."""
+    owner = next((owner for begin, owner in _OWNERS.items() if folder.name.lower().startswith(begin)), None)
+    return f"{owner}/{folder.name}" if owner else "OWNER/NAME"
 
 
 def _read_shape(path: Path, hugging_face: HuggingFace, content: dict[str, Any]) -> Any:

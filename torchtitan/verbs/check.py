@@ -1,0 +1,61 @@
+"""Finds what would stop a run, without torch: mistakes of the configuration, and what is not on this machine."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from torchtitan.config.schema import Config, DataSource, Training, Validation
+from torchtitan.data.sources import locate_text
+from torchtitan.data.tokenizer_files import find_file
+from torchtitan.models.families import load_run_or_exit
+from torchtitan.refusal import Refusal
+
+
+def run(args: argparse.Namespace, options: Sequence[str]) -> None:
+    file = ["--job.config_file", args.file] if args.file else []
+    config, _ = load_run_or_exit([*file, *options], args.world_size, rank=0)
+    origin = config.job.config_file or "command line"
+    if missing := what_is_missing(config):
+        raise Refusal("\n  ".join([f"{origin} has no mistake, but this machine lacks what it names:", *missing]))
+    print(f"{origin}: no mistake")
+
+
+def what_is_missing(config: Config) -> list[str]:
+    """What a run would refuse at its start on this machine."""
+    found = []
+    for look in _looks(config):
+        try:
+            look()
+        except Refusal as error:
+            found.append(str(error))
+    return found
+
+
+def _looks(config: Config) -> Iterator[Callable[[], object]]:
+    yield partial(find_file, Path(config.model.hf_assets_path))
+    training, validation = config.training, config.validation
+    sections: list[tuple[str, Training | Validation | DataSource]] = [("training", training)]
+    if training.sources:
+        sections = [(f"training.sources[{i}]", source) for i, source in enumerate(training.sources)]
+    if validation.enable:
+        sections.append(("validation", validation))
+    for name, section in sections:
+        yield partial(_find_text, name, section.dataset, section.dataset_path)
+    yield partial(_can_be_written, Path(config.job.dump_folder))
+
+
+def _find_text(name: str, dataset: str, dataset_path: str | None) -> None:
+    try:
+        locate_text(dataset, dataset_path)
+    except Refusal as error:
+        raise Refusal(f"{name}: {error}") from None
+
+
+def _can_be_written(folder: Path) -> None:
+    """Nothing is made: the nearest folder that exists decides."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        why = "its permissions forbid it" if there.is_dir() else f"{there} is a file"
+        raise Refusal(f"job.dump_folder = {str(folder)!r} cannot be written: {why}; choose another folder")

@@ -1,0 +1,20 @@
+"""Starts this node's part of a run as launch/start.py does, unless something is missing here that the run would need.
+
+run_llama_train.sh ends with this module: the mistake is said once, before any rank exists.
+"""
+
+import sys
+
+from torchtitan.launch.start import Start, main
+from torchtitan.verbs.check import what_is_missing
+
+
+def is_complete(start: Start, _: int) -> bool:
+    missing = what_is_missing(start.config) if start.config is not None and start.node is not None else []
+    for one in missing:
+        print(f"run_llama_train.sh: {one}", file=sys.stderr)
+    return not missing
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], check=is_complete)
