@@ -19,8 +19,8 @@ def find_file(path: Path) -> Path:
 
     raise Refusal(
         f"no tokenizer at {path}; looked for {', '.join(map(str, looked))}. Download one with `python -m torchtitan "
-        f"download tokenizer {name_on_the_hub(path)} --to {path}`, put {EXPECTED} there, or set model.hf_assets_path to the folder "
-        "that has one"
+        f"download tokenizer {name_on_the_hub(path)} --to {path}`, put {EXPECTED} there, or set "
+        "model.hf_assets_path to the folder that has one"
     )
 
 

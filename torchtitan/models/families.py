@@ -16,8 +16,8 @@ from torchtitan.models.rules import find_refusals
 from torchtitan.models.spec import Blueprint, HuggingFace, ModelSpec
 from torchtitan.refusal import Refusal
 
-# name -> where its ModelSpec is, imported when a run asks for it
 _OWNERS = {"llama-": "meta-llama", "qwen": "Qwen", "smollm": "HuggingFaceTB", "gpt2": "openai-community"}
+# name -> where its ModelSpec is, imported when a run asks for it
 FAMILIES = {
     "llama3": "torchtitan.models.llama.spec:LLAMA3",
     "llama2": "torchtitan.models.llama.spec:LLAMA2",
