@@ -141,5 +141,7 @@ if __name__ == "__main__":
     start_logging(place.rank, wants_color(config.metrics.disable_color_printing))
     try:
         main(config, blueprint, place)
+    except KeyboardInterrupt:  # before the loop, where `Interrupt` would have ended the step first
+        raise SystemExit(130) from None
     except Refusal as error:
         leave(error, shown=isinstance(error, PeerError))

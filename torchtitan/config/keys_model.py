@@ -143,7 +143,7 @@ class Float8(Section):
     """Linear layers that torchao computes in float8, if `model.converters` names this section."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """Casts weights to float8 before FSDP gathers them, which makes the gather smaller. It needs one scale a tensor
+    """Casts weights to float8 before FSDP gathers them, which makes the gather smaller. It needs one scale per tensor
     (`recipe_name`)."""
 
     precompute_float8_dynamic_scale_for_fsdp: bool = False
@@ -151,8 +151,8 @@ class Float8(Section):
     `enable_fsdp_float8_all_gather`."""
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Which values share a scale: `tensorwise` (the same as None) has one scale a tensor, `rowwise` one a row, and
-    `rowwise_with_gw_hp` one a row and computes the gradients of weights in high precision."""
+    """Which values share a scale: `tensorwise` (the same as None) has one scale per tensor, `rowwise` one per row, and
+    `rowwise_with_gw_hp` one per row and computes the gradients of weights in high precision."""
 
     filter_fqns: list[str] = []
     """Leaves out layers whose name contains one of these texts. `"auto_filter_small_kn"` leaves out layers that are

@@ -1,6 +1,6 @@
 """Estimate memory and traffic of a run without its machines: one step with tensors that have a shape and no values.
 
-    WORLD_SIZE=512 python train.py --job.config_file train_configs/llama3_405b.toml --comm.mode fake_backend
+    python -m torchtitan dry_run train_configs/llama3_405b.toml --world_size 512
 
 One process plays one rank of each pipeline stage in turn, the rank that holds most. The estimate is the memory of
 tensors on a GPU, without what the driver, the allocator and libraries take on top.
@@ -91,7 +91,7 @@ def _check(config: Config, place: Place) -> None:
     """Refuse settings whose effect on memory a process without GPU, kernels and compiler cannot know."""
     if place.rank:
         raise Refusal(
-            f'comm.mode = "fake_backend" was started with RANK={place.rank}, but one process plays all ranks; start it '
+            f"the dry run was started with RANK={place.rank}, but one process plays all ranks; start it "
             f"without torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
         )
     offload, mode = config.training.enable_cpu_offload, config.activation_checkpoint.mode
@@ -101,7 +101,7 @@ def _check(config: Config, place: Place) -> None:
         (mode == "memory_budget", f'activation_checkpoint.mode = "{mode}"', "what a compiler keeps", 'use "selective"'),
     ):
         if found:
-            raise Refusal(f'{name} cannot be estimated: comm.mode = "fake_backend" does not know {reason}; {fix}')
+            raise Refusal(f"{name} cannot be estimated: a dry run does not know {reason}; {fix}")
 
 
 def estimate(
