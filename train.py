@@ -123,9 +123,8 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             step_ended()
 
         reporter.flush(step, update.learning_rate)
-        if step > begun:  # before the last save: a run that is killed here repeats its last steps and validates
-            validator.finish(step, goes_on=stopping)
         checkpoints.finish(step, reporter.skips_in_a_row, is_last=not stopping)
+        validator.finish(step, goes_on=stopping)  # after a kill here, the next start makes it up
 
     loader.close()
     reporter.close(step, run.folder)

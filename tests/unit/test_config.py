@@ -579,6 +579,8 @@ def test_an_update_in_backward_has_one_microbatch_a_step(tmp_path: Path) -> None
     [
         (["--compile.enable", "true"], "compile.enable", True),
         (["--compile.enable=1"], "compile.enable", True),
+        (["--model.tied_embeddings", "true"], "model.tied_embeddings", True),
+        (["--model.tied_embeddings=no"], "model.tied_embeddings", False),
         (["--compile.enable", "--compile.enable", "False"], "compile.enable", False),
         (["--validation.enable=no"], "validation.enable", False),
         (["--metrics.enable-tensorboard", "off"], "metrics.enable_tensorboard", False),
@@ -613,6 +615,7 @@ def test_fewer_steps_on_the_command_line_keep_the_schedule_of_the_file() -> None
         (["--training.steps", "5"], 5, 100),
         (["--training.steps", "500"], 500, None),
         (["--training.steps", "20", "--lr_scheduler.total_steps", "40"], 20, 40),
+        (["--training.steps", "20", "--lr_scheduler.total_steps", "None"], 20, None),
         ([], 100, None),
     ):
         config = load_config([*file, *words])

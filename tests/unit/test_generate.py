@@ -20,6 +20,7 @@ from torchtitan.hardware import Place
 from torchtitan.models.rules import check_tensor_parallel
 from torchtitan.refusal import Refusal
 from torchtitan.training import model as models
+from torchtitan.training.data import holds_out
 from torchtitan.verbs.evaluate import resolve
 from torchtitan.verbs.generate import Sampling, build_model, generate, pick, stop_ids
 from torchtitan.weights.stored import open_model
@@ -187,6 +188,18 @@ def test_eval_measures_what_the_training_did(
     options += ["--validation.dataset_path", keys["validation__dataset_path"], "--validation.seq_len", "64"]
     assert evaluated(capsys, tmp_path / "hf", *options, "--validation.steps", "4")[0] == pytest.approx(loss, abs=1e-6)
     assert evaluated(capsys, tmp_path / "hf", *options)[2] > tokens
+
+
+def test_eval_reads_a_part_of_the_training_text_only_if_the_run_held_it_out(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("a text\n" * 100)
+    keys = {"training__dataset_path": str(tmp_path / "mine.txt"), "validation__dataset": "pydocs_validation"}
+    held_out = open_model(str(store_run(tmp_path / "a", validation__enable=True, **keys)))
+    all_trained = open_model(str(store_run(tmp_path / "b", **keys)))
+    named = ["--validation.dataset", "pydocs_validation"]
+    for source, options, is_part in ((held_out, [], True), (held_out, named, False), (all_trained, [], False)):
+        config, _ = resolve(source, options, ALONE)
+        assert holds_out(config) is is_part
+        assert str(config.validation.dataset_path).endswith("pydocs/validation.jsonl") is not is_part
 
 
 def test_eval_takes_a_run_whose_optimizer_would_need_its_ranks(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan.__main__ import main
-from torchtitan.checkpoint.storage import Storage
+from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.config.load import ConfigError, load_config
 from torchtitan.observe.run_folder import open_run_folder
 from torchtitan.parallel import collectives
@@ -64,12 +64,17 @@ def test_a_link_to_another_disk_stays_and_what_lies_there_is_moved_there(tmp_pat
     disk.mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint").symlink_to(disk)
+    (tmp_path / "curves").mkdir()
+    (tmp_path / "curves/mine").touch()
+    (disk / "notes").touch()
     run(tmp_path / "run", 1)
+    (tmp_path / "run/tb").symlink_to(tmp_path / "curves")
     assert (tmp_path / "run/checkpoint").is_symlink() and (disk / "step-1").is_dir()
     assert not (tmp_path / "run/earlier").exists()  # the link led to an empty folder: used as it is
     run(tmp_path / "run", 1, checkpoint__enable=False)  # a fresh run in the same folder
     assert (tmp_path / "run/checkpoint").is_symlink()
-    assert (disk / "earlier/1/step-1").is_dir() and Storage(str(disk)).steps() == []
+    assert (disk / "earlier/1/step-1").is_dir() and Storage(str(disk)).steps() == [] and (disk / "notes").exists()
+    assert (tmp_path / "run/earlier/1/tb").is_symlink() and (tmp_path / "curves/mine").exists()
 
 
 @pytest.mark.parametrize("folder", ["s3://bucket/run", "a::b", "~nobody-of-this-name/x"])
@@ -117,6 +122,29 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path: Path, caplog:
     assert "resuming from step 2" in caplog.text and Storage(str(tmp_path / "checkpoint")).steps()[0] == 8
 
 
+def test_a_checkpoint_on_a_store_that_does_not_answer_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage("memory://disturbed/run")
+    storage.fs.pipe("/disturbed/run/step-6/manifest.json", b"{}")
+    assert "cannot be read" in str(storage.examine(6))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(type(storage.fs), "_open", fail)
+    with pytest.raises(Refusal, match="its manifest cannot be read now .no route.; start again when its storage"):
+        storage.examine(6)
+    manifest = Manifest(6, {"a": (1, 1)}, {}, "", {}, {})
+    with pytest.raises(Refusal, match="a cannot be read now"):
+        storage.faults(manifest, ["a"])
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_not_taken_for_none(tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    (tmp_path / "checkpoint/step-2/manifest.json").unlink()
+    with pytest.raises(Refusal, match=r"has checkpoints \(steps 2\), but none can be used"):
+        run(tmp_path, 3)
+
+
 def test_if_all_checkpoints_are_damaged_the_run_does_not_start_again(tmp_path: Path) -> None:
     run(tmp_path, 4)
     for path in (tmp_path / "checkpoint").glob("step-*/__0_0.distcp"):
@@ -141,7 +169,10 @@ def test_a_run_that_is_killed_in_its_last_validation_makes_it_up(
             run(tmp_path, 3, **validation)
     with caplog.at_level(logging.INFO):
         run(tmp_path, 3, **validation)
-    assert "resuming from step 2" in caplog.text and "validation after step 3" in caplog.text
+        assert "nothing is left to train" in caplog.text and "validation after step 3" in caplog.text
+        caplog.clear()
+        run(tmp_path, 3, **validation)
+    assert "nothing is left to train" in caplog.text and "validation after" not in caplog.text
 
 
 PARENT = """

@@ -26,6 +26,9 @@ def test_each_run_has_a_row_with_its_state(tmp_path: Path, capsys: pytest.Captur
     make(tmp_path / "b", record % 4, '{"step": 5, "lo')  # killed while it wrote
     make(tmp_path / "b/earlier/1", record % 3)
     going = make(tmp_path / "c")
+    make(tmp_path / "d")
+    (tmp_path / "d/config.toml").write_text("[")
+    (make(tmp_path / "e") / ".lock").write_text("process 1 on another-host")
     lock = claim(going)
     run(argparse.Namespace(folder=str(tmp_path), compare=None))
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -34,7 +37,8 @@ def test_each_run_has_a_row_with_its_state(tmp_path: Path, capsys: pytest.Captur
     assert rows[1][:5] == [str(tmp_path / "a/one"), "finished", "10/10", "3.2500", "1,234"]
     assert rows[1][-2:] == ["the", "first"]
     assert rows[2][:3] == [str(tmp_path / "b"), "stopped", "4/10"]
-    assert rows[3][:3] == [str(tmp_path / "c"), "running", "0/10"] and len(rows) == 4
+    assert rows[3][:3] == [str(tmp_path / "c"), "running", "0/10"] and len(rows) == 6
+    assert rows[4][1] == "unreadable" and rows[5][1:3] == ["see", "another-host"]
     with pytest.raises(Refusal, match="holds no run"):
         run(argparse.Namespace(folder=str(tmp_path / "a/one/none"), compare=None))
 

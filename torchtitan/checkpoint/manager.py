@@ -4,6 +4,7 @@ The checkpointer sees named tensors, never a model. Every rank calls the same me
 on one rank is raised on all ranks.
 """
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -181,9 +182,12 @@ class Checkpointer:
     def find(self, storage: Storage, step: int = -1) -> Manifest | None:
         """The newest complete checkpoint, or the one of this step; the log lists each one it skipped, and why."""
         try:
-            candidates = self.on_rank_0(storage.steps)
-        except OSError as error:
-            raise Refusal(str(error).removeprefix("rank 0: ")) from None
+            return self._find(storage, step)
+        except OSError as error:  # a refusal on one rank, raised on all
+            raise Refusal(re.sub("^rank \\d+: ", "", str(error))) from None
+
+    def _find(self, storage: Storage, step: int) -> Manifest | None:
+        candidates = self.on_rank_0(storage.steps)
         damaged = False
         if step >= 0:
             if step not in candidates:
@@ -198,7 +202,7 @@ class Checkpointer:
                 raise Refusal(f"step {step} in {storage.url} cannot be loaded: {manifest}; name another step")
             if self.rank == 0:
                 logger.warning(f"skipped the checkpoint of step {candidate}: {manifest}")
-            damaged = damaged or manifest != UNFINISHED
+            damaged = damaged or storage.is_local or manifest != UNFINISHED  # on a disk, a save renames what is whole
         if damaged:  # a run that starts again would replace them
             found = ", ".join(map(str, candidates))
             raise Refusal(

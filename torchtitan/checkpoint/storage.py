@@ -5,6 +5,7 @@ each file. The last write is the rename to `step-N` (on an object store: the man
 absent. Reading a checkpoint runs no code from it.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -25,6 +26,8 @@ from torchtitan.refusal import Refusal
 
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
+# Errors of a local disk that another attempt would meet again; after any other, a checkpoint may still be whole.
+_DAMAGE = {errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR}
 UNFINISHED = "it has no manifest, so its save never finished"
 
 
@@ -113,8 +116,10 @@ class Storage:
             return UNFINISHED
         except NotADirectoryError:
             return "it is a file, not a folder"
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             return f"its manifest cannot be read ({error})"
+        except Exception as error:  # clients of object stores raise their own types
+            return self._unreadable(step, "its manifest", error)
         if manifest.step != step:
             return f"its manifest belongs to step {manifest.step}"
         for name, (size, _) in manifest.files.items():
@@ -122,8 +127,8 @@ class Storage:
                 found = self.fs.size(f"{self.folder(step)}/{name}")
             except FileNotFoundError:
                 return f"{name} is missing"
-            except OSError as error:
-                return f"{name} cannot be read ({error})"
+            except Exception as error:
+                return self._unreadable(step, name, error)
             if found != size:
                 return f"{name} has {found} bytes, the manifest says {size}"
         return manifest
@@ -137,9 +142,17 @@ class Storage:
                     faults.append(f"the checksum of {name} differs")
             except FileNotFoundError:  # another process has just removed it
                 faults.append(f"{name} is missing")
-            except OSError as error:
-                faults.append(f"{name} cannot be read ({error})")
+            except Exception as error:
+                faults.append(self._unreadable(manifest.step, name, error))
         return faults
+
+    def _unreadable(self, step: int, name: str, error: Exception) -> str:
+        """What is wrong with the checkpoint. If only the way to it is disturbed, the start is refused."""
+        if self.is_local and getattr(error, "errno", None) in _DAMAGE:
+            return f"{name} cannot be read ({error})"
+        raise Refusal(
+            f"step {step} in {self.url}: {name} cannot be read now ({error}); start again when its storage answers"
+        ) from None
 
     def remove(self, folder: str) -> None:
         """Remove the manifest first: if this is interrupted, the rest does not count as a checkpoint."""

@@ -42,7 +42,8 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
     # tyro needs defaults of the right type: the file's where they are right.
     given = _parse(options, _validate(not_yet.take_out(data)[0])[0], prog, quiet=rank != 0)
     values = _merge(_merge(data, unsupported), given)
-    _keep_schedule(values, data.get("training"), given.get("training", {}))
+    if not any(word.startswith("--lr_scheduler.total_steps") for word in options):
+        _keep_schedule(values, data.get("training"), given.get("training", {}))
     return check(values, path or "command line", world_size)
 
 

@@ -18,14 +18,16 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
             option = option.replace("-", "_").replace("__", "--", 1)
             kind = kinds.get(option)
             is_list = "list[" in str(kind)
-            words.append(option if kind is bool or is_list else word)
-            if not equals or not (kind is bool or is_list):
+            is_split = is_list or kind in (bool, bool | None)
+            words.append(option if is_split else word)
+            if not equals or not is_split:
                 continue
             word = value
         if kind is bool and word.lower() in _SAID:
             section, _, key = words.pop().rpartition(".")
             words.append(f"{section}.{key}" if _SAID[word.lower()] else f"{section}.no_{key}")
         else:
+            word = str(_SAID.get(word.lower(), word)) if kind == bool | None else word
             words += [part for part in word.split(",") if part] if is_list else [word]
         kind = None if kind is bool else kind  # a list may go on
     return words

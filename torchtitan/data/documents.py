@@ -111,21 +111,28 @@ def map_file(path: Path) -> mmap.mmap | bytes:
             # mmap refuses an empty file.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
     except OSError as error:
-        fix = "correct dataset_path or the permissions"
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            fix = f"the limit is {limit} (ulimit -n); join the text into fewer, larger files, or prepare it"
-        raise Refusal(f"{path} cannot be read: {error.strerror}; {fix}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> Refusal:
+    fix = "correct dataset_path or the permissions"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        fix = f"the limit is {limit} (ulimit -n); join the text into fewer, larger files, or prepare it"
+    return Refusal(f"{path} cannot be read: {error.strerror}; {fix}")
 
 
 def describe_files(files: Sequence[Path]) -> str:
     """Size and a digest of names, sizes and both ends of each file: swapped or changed files are another text."""
     digest, size = hashlib.sha256(), 0
     for path in files:
-        with path.open("rb") as file:
-            head, length = file.read(_END_BYTES), path.stat().st_size
-            file.seek(max(0, length - _END_BYTES))
-            digest.update(repr((path.name, length, head, file.read(_END_BYTES))).encode())
+        try:
+            with path.open("rb") as file:
+                head, length = file.read(_END_BYTES), path.stat().st_size
+                file.seek(max(0, length - _END_BYTES))
+                digest.update(repr((path.name, length, head, file.read(_END_BYTES))).encode())
+        except OSError as error:
+            raise _unreadable(path, error) from error
         size += length
     return f"{size:,} bytes ({digest.hexdigest()[:8]})"
 

@@ -249,8 +249,9 @@ def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]
         )
     if state["tokenizer_sha256"] != own["tokenizer_sha256"]:
         raise Refusal(
-            "the saved data state belongs to another tokenizer; set model.hf_assets_path to the tokenizer that the run "
-            "began with"
+            "the saved data state belongs to another tokenizer, or an earlier version saved it; set "
+            "model.hf_assets_path to the tokenizer that the run began with, or leave the place in the data out: "
+            'checkpoint.exclude_from_loading = ["dataloader"]'
         )
     if len(state["sources"]) != len(own["sources"]):
         raise Refusal(
@@ -259,9 +260,10 @@ def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]
         )
     for name, saved, found in zip(names, state["sources"], own["sources"], strict=True):
         if saved != found:
-            raise Refusal(
-                f"{name} has {found}, but the saved data state was written for {saved}; resume with the same data"
-            )
+            fix = "resume with the same data"
+            if found.partition(", ")[0] == saved.partition(", ")[0]:  # the same text, divided otherwise (held_out.py)
+                fix += ", and with validation.enable as it was"
+            raise Refusal(f"{name} has {found}, but the saved data state was written for {saved}; {fix}")
     if missing := [number for number in own["streams"] if number not in state["streams"]]:
         raise Refusal(f"the saved data state lacks streams {', '.join(missing[:8])}; resume from another checkpoint")
 

@@ -12,6 +12,7 @@ class Beats:
         self._board, self._own = board, f"beat/{rank}"
         self._keys = [f"beat/{other}" for other in range(1 if rank else world_size)]
         self._heard: dict[int, tuple[bytes, float]] = {}  # the last beat of a rank, and when it was new
+        self._listened = time.monotonic()
 
     def beat(self, says: str = "") -> None:
         self._board.set(self._own, says or str(time.monotonic()))
@@ -21,6 +22,9 @@ class Beats:
         if not self._board.check(self._keys):
             return []
         now = time.monotonic()
+        if now - self._listened > seconds / 2:  # this rank stood still, and perhaps all did: none has been silent
+            self._heard.clear()
+        self._listened = now
         for rank, beat in enumerate(self._board.multi_get(self._keys)):
             if beat == b"left" or beat != self._heard.get(rank, (b"", now))[0]:
                 self._heard[rank] = beat, now

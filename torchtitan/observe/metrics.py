@@ -83,8 +83,10 @@ class JsonLines:
     """A file with one JSON object on each line; floats read back exactly."""
 
     def __init__(self, path: Path, start_step: int) -> None:
+        self.last_step = 0.0
         if start_step and path.exists():  # drop the steps after the checkpoint: the run will write them again
             kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= start_step]
+            self.last_step = _step_of(kept[-1]) if kept else 0.0
             anew = path.with_name(f"{path.name}.writing")  # if this write fails, the old file is still whole
             anew.write_text("".join(line + "\n" for line in kept))
             anew.replace(path)
@@ -98,6 +100,7 @@ class JsonLines:
         if self._file.write(line) != len(line):  # a disk that fills up writes only a part
             self._file.truncate(begin)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.last_step = step
 
     def close(self) -> None:
         self._file.close()
@@ -162,6 +165,9 @@ class MetricsWriter:
         self._write(self._validations, step, {"validation_loss": loss, "validation_tokens": num_tokens})
         self._draw(step, {"validation_loss": loss})
         logger.info(f"validation after step {step}: loss {loss:.4f} over {num_tokens:,} tokens")
+
+    def has_validated(self, step: int) -> bool:
+        return self._validations is not None and self._validations.last_step == step
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
         curves = {_CURVES[name]: value for name, value in values.items() if name in _CURVES}

@@ -72,19 +72,18 @@ def start_record(folder: Path, config: Config, goes_on: bool) -> Path:
         moved = ["hf"] if checkpoint.last_save_in_hf else []
         copied = RECORDS if checkpoint.load_step >= 0 and not checkpoint.load_only else []
     left = [folder / name for name in [*moved, *copied] if (folder / name).exists()]
-    links = [path for path in left if path.is_symlink() and path.is_dir()]  # the user chose the disk behind a link
-    left = [path for path in left if path not in links]
-    links = [link for link in links if {path.name for path in link.iterdir()} - {"earlier"}]
+    if (link := folder / checkpoint.folder) in left and link.is_symlink():  # the user chose the disk behind it
+        left.remove(link)
+        if saved := list(link.glob("step-*")):
+            aside = _numbered(link / "earlier")
+            for path in saved:
+                path.rename(aside / path.name)
+            logger.info(f"moved the checkpoints in {link}, which is a link, to {aside}")
     if left:
         aside = _numbered(folder / "earlier")
         for path in left:
             shutil.copy2(path, aside) if path.name in copied else path.rename(aside / path.name)
         logger.info(f"moved the earlier run of this folder to {aside}")
-    for link in links:
-        aside = _numbered(link / "earlier")
-        for path in (path for path in link.iterdir() if path.name != "earlier"):
-            path.rename(aside / path.name)
-        logger.info(f"moved the contents of {link}, which is a link, to {aside}")
     if goes_on and checkpoint.load_only:
         folder = _numbered(folder / "load_only")
         logger.info(f"this run saves nothing, so its records go to {folder}")

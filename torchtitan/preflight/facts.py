@@ -28,7 +28,7 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
     """`launch`: settings that all nodes must share. `toward`: this node's own address on the route to the head."""
     addresses = own_addresses()
     problems = []
-    gloo = toward or "127.0.0.1"
+    gloo = toward or hardware.loopback()
     for look in (nccl_interfaces, gloo_address):
         try:
             gloo = look(env, addresses) or gloo

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan import hardware
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import interface_of, own_addresses, split_endpoint
 from torchtitan.launch.node import Node
@@ -57,7 +58,7 @@ class Leader(threading.Thread):
         self.report, self.member_ended = Report(), threading.Event()
         self.channels: dict[int, Channel] = {}
         self.members: dict[int, dict[str, Any]] = {}
-        host, port = split_endpoint(node.head) if node.head else ("127.0.0.1", 0)
+        host, port = split_endpoint(node.head) if node.head else (hardware.loopback(), 0)
         try:  # a host name may mean one address here and another elsewhere
             listener = listen(port, host if host in own_addresses() else "")
         except OSError as error:
@@ -66,7 +67,7 @@ class Leader(threading.Thread):
             raise Failed(
                 f"MASTER_PORT = {port} is a port on which node 0 cannot listen: {why}; set another port on all nodes"
             ) from None
-        self.endpoint = node.head or f"{host}:{listener.getsockname()[1]}"
+        self.endpoint = node.head or f"[{host}]:{listener.getsockname()[1]}"
         self.arrivals = Arrivals(listener, secret)
 
     def run(self) -> None:

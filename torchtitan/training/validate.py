@@ -4,7 +4,7 @@ import torch
 
 from torchtitan.data.loader import Loader
 from torchtitan.observe.metrics import MetricsWriter
-from torchtitan.parallel.collectives import sum_over
+from torchtitan.parallel.collectives import any_says_so, sum_over
 from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.start import Run
 from torchtitan.training.step import ForwardBackward
@@ -30,8 +30,10 @@ class Validator:
             self.writer.write_validation(step, loss, tokens)
 
     def finish(self, step: int, goes_on: bool) -> None:
-        """Validate at the end of the run. A run that will be resumed validates only when it is due."""
-        if self.due(step) or (self.loader is not None and not goes_on and step != self._last):
+        """Validate at the end, unless the records have it. A run that will be resumed validates only when it is due."""
+        if self.loader is None or step == self._last or (goes_on and not self.due(step)):
+            return
+        if not any_says_so(self.writer is not None and self.writer.has_validated(step)):
             self(step)
 
     def measure(self) -> tuple[float, int]:

@@ -22,10 +22,10 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     print(f"{origin}: no mistake")
 
 
-def what_is_missing(config: Config) -> list[str]:
-    """What a run would refuse at its start on this machine."""
+def what_is_missing(config: Config, writes: bool = True) -> list[str]:
+    """What a run would refuse at its start on this machine, and where rank 0 is (`writes`) in the run folder."""
     found = []
-    for look in _looks(config):
+    for look in _looks(config, writes):
         try:
             look()
         except Refusal as error:
@@ -33,7 +33,7 @@ def what_is_missing(config: Config) -> list[str]:
     return found
 
 
-def _looks(config: Config) -> Iterator[Callable[[], object]]:
+def _looks(config: Config, writes: bool) -> Iterator[Callable[[], object]]:
     yield partial(find_file, Path(config.model.hf_assets_path))
     training, validation = config.training, config.validation
     sections: list[tuple[str, Training | Validation | DataSource]] = [("training", training)]
@@ -43,7 +43,8 @@ def _looks(config: Config) -> Iterator[Callable[[], object]]:
         sections.append(("validation", validation))
     for name, section in sections:
         yield partial(_find_text, name, section.dataset, section.dataset_path)
-    yield partial(_can_be_written, Path(config.job.dump_folder))
+    if writes:
+        yield partial(_can_be_written, Path(config.job.dump_folder))
 
 
 def _find_text(name: str, dataset: str, dataset_path: str | None) -> None:
@@ -55,7 +56,11 @@ def _find_text(name: str, dataset: str, dataset_path: str | None) -> None:
 
 def _can_be_written(folder: Path) -> None:
     """Nothing is made: the nearest folder that exists decides."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        why = "its permissions forbid it" if there.is_dir() else f"{there} is a file"
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        why = "" if there.is_dir() else f"{there} is a file"
+        why = why or ("" if os.access(there, os.W_OK | os.X_OK) else "its permissions forbid it")
+    except OSError as error:  # a folder above it that may not be searched
+        why = error.strerror or str(error)
+    if why:
         raise Refusal(f"job.dump_folder = {str(folder)!r} cannot be written: {why}; choose another folder")

@@ -13,10 +13,12 @@ from pathlib import Path
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config, Optimizer, Parallelism
+from torchtitan.data.sources import locate_text
 from torchtitan.hardware import Place, read_place
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import start_logging
+from torchtitan.training.data import holds_out
 from torchtitan.training.start import start_run
 from torchtitan.training.validate import Validator
 from torchtitan.weights.stored import StoredModel, check_shape, load_weights, open_model
@@ -30,6 +32,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     loss, tokens = evaluate(source, config, blueprint, place)
     if place.rank == 0:
         data = config.validation.dataset_path or config.validation.dataset
+        if holds_out(config):
+            data = f"the held-out documents of {config.training.dataset_path}"
         print(f"{source.weights.where} on {data}: loss {loss:.6f}, perplexity {math.exp(loss):.4f}, {tokens:,} tokens")
 
 
@@ -46,7 +50,13 @@ def resolve(source: StoredModel, options: Sequence[str], place: Place) -> tuple[
         batches = {"global_batch_size": plan.global_batch_size, "num_streams": plan.num_streams}
         training = config.training.model_copy(update=batches | {"local_batch_size": local})
         config = config.model_copy(update={"training": training})
-    return _under(config, options, place.world_size, place.rank)
+    result, blueprint = _under(config, options, place.world_size, place.rank)
+    did_hold_out = source.config is not None and holds_out(source.config)
+    if holds_out(result) and (not did_hold_out or any(word.startswith("--validation.dataset") for word in options)):
+        named = locate_text(result.validation.dataset, None).name  # the training's own text was all trained on
+        validation = result.validation.model_copy(update={"dataset_path": named})
+        result = result.model_copy(update={"validation": validation})
+    return result, blueprint
 
 
 def _under(config: Config, options: Sequence[str], world_size: int | None, rank: int) -> tuple[Config, Blueprint]:

@@ -5,8 +5,10 @@ python -m torchtitan runs outputs --compare A B    the keys in which two run fol
 """
 
 import argparse
-import fcntl
 import json
+import os
+import re
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,13 +41,16 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def row(folder: Path) -> list[str]:
-    config = read_config(folder)
+    try:
+        config = read_config(folder)
+    except Refusal:
+        return [str(folder), "unreadable", "", "", "", "", ""]
     last = last_record(folder / "metrics.jsonl")
     steps, step = config.get("training.steps", 0), last.get("step", 0)
     changed = max(path.stat().st_mtime for path in folder.iterdir() if path.is_file())
     age = time.time() - changed
     since = f"{age / 86400:.0f} d" if age > 86400 else f"{age / 3600:.0f} h" if age > 3600 else f"{age / 60:.0f} min"
-    state = "running" if is_locked(folder / ".lock") else "finished" if step >= steps else "stopped"
+    state = "finished" if step >= steps else state_of(folder / ".lock")
     loss, speed = last.get("loss"), last.get("tokens_per_second")
     return [
         str(folder),
@@ -77,16 +82,21 @@ def last_record(file: Path) -> Mapping[str, Any]:
     return {}
 
 
-def is_locked(file: Path) -> bool:
-    """Whether a run holds the folder, as far as this machine can tell."""
+def state_of(file: Path) -> str:
+    """What became of the process that wrote the lock. To try the lock itself would refuse a run that starts now."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    if not (found := re.fullmatch(r"process (\d+) on (.+)", text)):
+        return "stopped"
+    process, host = int(found[1]), found[2]
+    if host != socket.gethostname():
+        return f"see {host}"
     try:
-        with file.open("rb") as opened:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return "stopped"
+    except OSError:  # it is another user's
+        return "running"
+    return "running"
 
 
 def compare(a: Path, b: Path) -> list[str]:

@@ -10,7 +10,9 @@ from torchtitan.verbs.check import what_is_missing
 
 
 def is_complete(start: Start, _: int) -> bool:
-    missing = what_is_missing(start.config) if start.config is not None and start.node is not None else []
+    if start.config is None or start.node is None:
+        return True
+    missing = what_is_missing(start.config, writes=start.node.rank == 0 or start.node.num_nodes == 1)
     for one in missing:
         print(f"run_llama_train.sh: {one}", file=sys.stderr)
     return not missing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.sources import locate_text, open_texts
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.refusal import Refusal
 from torchtitan.weights.targets import refuse_existing
 
@@ -27,7 +27,10 @@ def run(args: argparse.Namespace) -> None:
     if args.vocab_size < _LEAST_VOCABULARY:
         raise Refusal(f"--vocab_size {args.vocab_size} is too small; use {_LEAST_VOCABULARY} or more")
     out = refuse_existing(args.out)
-    texts = open_texts(locate_text("local text", args.data), args.text_key)
+    location = locate_text("local text", args.data)
+    if location.kind == "prepared":
+        raise Refusal(f"--data {args.data} holds tokens; name the text that they were prepared from")
+    texts, beside = open_texts(location, args.text_key), build_tokenizer(Path(args.beside))
     begin, held_out = time.perf_counter(), []
     tokenizer, trainer = _new(args.vocab_size)
 
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     if found < args.vocab_size:
         print(f"the text gives only {found:,} of {args.vocab_size:,} tokens")
     print(f"{out}: {found:,} tokens, {time.perf_counter() - begin:.0f} s")
-    _compare(held_out, {str(out): out, args.beside: Path(args.beside)})
+    _compare(held_out, {str(out): build_tokenizer(out), args.beside: beside})
     print(f'train with it:  [model] hf_assets_path = "{out}"')
 
 
@@ -80,15 +83,14 @@ def _all(texts: object) -> Iterator[str]:
         yield from (texts.text(index) for index in range(len(texts)))  # type: ignore[attr-defined, arg-type]
 
 
-def _compare(held_out: list[str], tokenizers: dict[str, Path]) -> None:
+def _compare(held_out: list[str], tokenizers: dict[str, Tokenizer]) -> None:
     """Bytes a token on text that was not trained on; more is better."""
     if not held_out:
         print(f"fewer than {_HELD_OUT} documents: none is held out to compare tokenizers on")
         return
     size = sum(len(text.encode()) for text in held_out)
     print(f"\non {len(held_out):,} held-out documents ({size:,} bytes):\n\ntokens     bytes a token  tokenizer")
-    for name, path in tokenizers.items():
-        tokenizer = build_tokenizer(path)
+    for name, tokenizer in tokenizers.items():
         count = sum(len(tokenizer.encode(text, bos=False, eos=False)) for text in held_out)
         print(f"{tokenizer.vocab_size:<10,} {size / count:<14.2f} {name}")
     print()
