@@ -10,7 +10,7 @@ import pytest
 import tomli
 
 from torchtitan.__main__ import main
-from torchtitan.config import export, not_yet
+from torchtitan.config import export, torchtitan_keys
 from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
 from torchtitan.config.load import IN_THE_FILE_ONLY, ConfigError, load_config, to_toml
 from torchtitan.config.names import flat, key_names, sections
@@ -225,7 +225,7 @@ components = ["model", "los"]
 """
     mistakes = mistakes_of(tmp_path, text)
     expected = [
-        "fault_tolerance.enable = true: torchtitan v0.2.2 has this key, but this recipe does not support it yet",
+        "fault_tolerance.enable = true: MAX_RESTARTS=3 ./run_llama_train.sh restarts a run that fails",
         'job.dump_foler = "x": unknown key; did you mean job.dump_folder?',
         "[trainig]: unknown section; did you mean training?",
         "training.lr = 3: unknown key; did you mean optimizer.lr?",
@@ -324,8 +324,14 @@ components = ["model", "los"]
         ("[parallelism]\nexpert_parallel_degree = 8",
          "parallelism.expert_parallel_degree = 8: torchtitan v0.2.2 has this key, but this recipe does not support "
          "it yet; remove it, or set it to 1, which changes nothing"),
-        ('[model]\ntokenizer_path = "x"', 'model.tokenizer_path = "x": torchtitan deprecated this key; set '
-         "model.hf_assets_path instead"),
+        ('[checkpoint]\ninterval_type = "seconds"', 'checkpoint.interval_type = "seconds": this recipe counts steps in '
+         'checkpoint.interval, and time in checkpoint.interval_minutes ("steps" is accepted)'),
+        ('[model]\nconverters = ["float8"]', 'model.converters[0] = "float8": torchtitan v0.2.2\'s own 405B file says '
+         'so, but v0.2.2 does not know this name either; write "quantize.linear.float8"'),
+        ("[experimental]\npipeline_parallel_microbatches = 4", "experimental.pipeline_parallel_microbatches = 4: set "
+         "parallelism.pipeline_parallel_microbatch_size to training.local_batch_size divided by this number"),
+        ('[training]\ncompile = true\n[compile]\nenable = false', "training.compile = true: compile.enable says the "
+         "same today, and is set too; remove one"),
     ],
 )  # fmt: skip
 def test_a_mistake_says_value_rule_and_fix(tmp_path: Path, line: str, message: str) -> None:
@@ -340,21 +346,89 @@ def test_what_rests_on_a_refused_value_is_not_called_wrong_too(tmp_path: Path) -
 
 def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhere() -> None:
     data = {"parallelism": {"expert_parallel_degree": 1}, "fault_tolerance": {"enable": False, "group_size": 7}}
-    assert not_yet.take_out(data | {"job": {"description": "x"}}) == ({"job": {"description": "x"}}, [])
-    rest, refusals = not_yet.take_out(
-        {"parallelism": {"expert_parallel_degree": True}, "fault_tolerance": {"enable": True}}
-    )
-    assert rest == {} and len(refusals) == 2
-    absent = {f"{section}.{key}" for section, keys in not_yet.KEYS.items() for key in keys}
+    read = torchtitan_keys.read(data | {"job": {"description": "x"}})
+    assert read == torchtitan_keys.Reading({"job": {"description": "x"}})
+    read = torchtitan_keys.read({"parallelism": {"expert_parallel_degree": True}, "fault_tolerance": {"enable": True}})
+    assert read.values == {} and len(read.refusals) == 2
+    absent = {f"{section}.{key}" for section, keys in torchtitan_keys.KEYS.items() for key in keys}
     assert not absent & set(key_names())
+
+
+OLD_FILE = """
+[job]
+use_for_integration_test = true
+[profiling]
+run_profiler = true
+profile_every_x_iter = 7
+[metrics]
+enable_color_printing = false
+rank_0_only = true
+[model]
+norm_type = "rmsnorm"
+tokenizer_path = "./tests/assets/tokenizer"
+converters = ["float8"]
+[optimizer]
+fused = false
+[training]
+batch_size = 4
+warmup_steps = 2
+data_parallel_degree = -1
+sequence_parallel_degree = 2
+enable_loss_parallel = false
+compile = false
+seed = 3
+[experimental]
+context_parallel_degree = 1
+pipeline_parallel_split_points = []
+enable_async_tensor_parallel = false
+[checkpoint]
+enable_checkpoint = true
+interval_type = "steps"
+model_weights_only = true
+[float8]
+enable_fsdp_float8_all_gather = false
+filter_fqns = ["output"]
+scaling_type_input = "dynamic"
+[mx]
+recipe_name = "mxfp8"
+[memory_estimation]
+enabled = false
+"""
+
+
+def test_files_of_older_torchtitan_mean_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, OLD_FILE)
+    words = ["--training.compile", "--float8.filter_fqns", "a,b", "--experimental.pipeline_parallel_degree=2"]
+    config = load_config([f"--job.config_file={path}", *words], 4)
+    assert config.profiling.enable_profiling and config.profiling.profile_freq == 7
+    assert config.metrics.disable_color_printing and config.model.hf_assets_path == "./tests/assets/tokenizer"
+    assert config.optimizer.implementation == "foreach" and config.training.local_batch_size == 4
+    assert config.lr_scheduler.warmup_steps == 2 and config.parallelism.tensor_parallel_degree == 2
+    assert config.parallelism.disable_loss_parallel and config.parallelism.pipeline_parallel_degree == 2
+    assert config.compile.enable and config.debug.seed == 3
+    assert config.checkpoint.enable and config.checkpoint.last_save_model_only
+    assert config.float8 is not None and config.float8.filter_fqns == ["a", "b"]
+    said = capsys.readouterr().err.splitlines()
+    assert "training.warmup_steps = 2 is torchtitan's older name: lr_scheduler.warmup_steps = 2" in said
+    assert 'model.converters: "float8" is the older name of "quantize.linear.float8"' in said
+    load_config([f"--job.config_file={path}"], 4, rank=1)
+    assert capsys.readouterr().err == ""
+
+
+def test_every_older_key_leads_to_one_of_today() -> None:
+    today = set(key_names()) | {f"{section}.{key}" for section, keys in torchtitan_keys.KEYS.items() for key in keys}
+    meant = {key for values in torchtitan_keys._MEANT.values() for new in values.values() for key in new}
+    assert {*torchtitan_keys._RENAMED.values(), *meant} <= today
+    assert not today & {*torchtitan_keys._RENAMED, *torchtitan_keys._MEANT}
+    assert torchtitan_keys._INSTEAD.keys() <= today | torchtitan_keys._MEANT.keys()
 
 
 def test_a_misspelt_key_of_a_section_not_had_is_named(tmp_path: Path) -> None:
     text = '[fault_tolerance]\ngroup_sise = "x"\n[quantize.linear.mx]\nrecipe_nam = "x"\n'
     text += '[[training.sources]]\ndataset = "c4"\nwieght = 2\n'
     assert mistakes_of(tmp_path, text) == [
-        'quantize.linear.mx.recipe_nam = "x": unknown key; did you mean quantize.linear.mx.recipe_name?',
         'fault_tolerance.group_sise = "x": unknown key; did you mean fault_tolerance.group_size?',
+        'quantize.linear.mx.recipe_nam = "x": unknown key; did you mean quantize.linear.mx.recipe_name?',
         "training.sources[0].wieght = 2: unknown key; did you mean training.sources[0].weight?",
     ]
 

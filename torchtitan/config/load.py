@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +13,7 @@ import tomli_w
 import tyro
 from pydantic import ValidationError
 
-from torchtitan.config import not_yet
-from torchtitan.config.names import sections
+from torchtitan.config.names import flat, key_names, sections
 from torchtitan.config.rules import find_conflicts
 from torchtitan.config.schema import Config, Section
 from torchtitan.config.spelling import spelled_out
@@ -36,15 +36,16 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
     """The configuration a command line asks for; raises ConfigError, and leaves by SystemExit for --help."""
     if broken := [word for word in argv if not word.isascii() and "\\udc" in ascii(word)]:  # as Python reads such bytes
         raise ConfigError("command line", [f"{broken[0]!a} is not UTF-8; write it in UTF-8"])
-    options, unsupported = _take_out_not_yet(spelled_out(argv))
+    options, others = _take_out_unknown(spelled_out(argv))
     path = _config_file(options)
-    data = _read_toml(Path(path)) if path else {}
+    data, refused = _in_todays_keys(_read_toml(Path(path)) if path else {}, quiet=rank != 0)
+    others, also_refused = _in_todays_keys(others, quiet=rank != 0)
     # tyro needs defaults of the right type: the file's where they are right.
-    given = _parse(options, _validate(not_yet.take_out(data)[0])[0], prog, quiet=rank != 0)
-    values = _merge(_merge(data, unsupported), given)
+    given = _merge(others, _parse(options, _validate(data)[0], prog, quiet=rank != 0))
+    values = _merge(data, given)
     if not any(word.startswith("--lr_scheduler.total_steps") for word in options):
         _keep_schedule(values, data.get("training"), given.get("training", {}))
-    return check(values, path or "command line", world_size)
+    return check(values, path or "command line", world_size, refused + also_refused)
 
 
 def _keep_schedule(values: dict[str, Any], file: Any, given: dict[str, Any]) -> None:
@@ -55,11 +56,10 @@ def _keep_schedule(values: dict[str, Any], file: Any, given: dict[str, Any]) -> 
         schedule.setdefault("total_steps", long)
 
 
-def check(data: dict[str, Any], origin: str, world_size: int | None = None) -> Config:
+def check(data: dict[str, Any], origin: str, world_size: int | None = None, refused: Sequence[str] = ()) -> Config:
     """The configuration that tables of values make, or all that is wrong with them."""
-    known, mistakes = not_yet.take_out(data)
-    config, wrong, broken = _validate(known)
-    mistakes += wrong
+    config, wrong, broken = _validate(data)
+    mistakes = [*refused, *wrong]
     for keys, message in find_conflicts(config, world_size):
         if not broken.intersection(keys):  # what rests on a refused value is not known to be wrong
             mistakes.append(message)
@@ -139,29 +139,26 @@ def _config_file(argv: Sequence[str]) -> str | None:
     return path
 
 
-def _take_out_not_yet(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """torchtitan's options that this version does not have, apart from the rest: the parser knows nothing of them."""
-    rest: list[str] = []
-    taken: dict[str, dict[str, Any]] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        section, _, key = name.removeprefix("--").replace("-", "_").rpartition(".")
-        if not word.startswith("--") or key not in not_yet.KEYS.get(section, {}):
-            rest.append(word)
-            continue
-        if not equals:
-            value = words.pop(0) if words and not words[0].startswith("--") else "true"
-        try:
-            parsed = tomli.loads(f"x = {value}")["x"]
-        except tomli.TOMLDecodeError:
-            parsed = value
-        table = taken.setdefault(section.partition(".")[0], {})
-        for part in section.split(".")[1:]:
-            table = table.setdefault(part, {})
-        table[key] = parsed
-    return rest, taken
+def _in_todays_keys(data: dict[str, Any], quiet: bool) -> tuple[dict[str, Any], list[str]]:
+    """The tables without torchtitan's other names for keys, and what is refused of those."""
+    if set(flat(data)) <= set(key_names()):
+        return data, []
+    from torchtitan.config import torchtitan_keys
+
+    reading = torchtitan_keys.read(data)
+    if not quiet:
+        print("\n".join(reading.warnings), file=sys.stderr, end="\n" if reading.warnings else "")
+    return reading.values, reading.refusals
+
+
+def _take_out_unknown(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Options of torchtitan's that the parser would not know, apart from the rest."""
+    known = {f"--{name}" for name in key_names()}
+    if all(word.partition("=")[0] in known for word in argv if word.startswith("--")):
+        return argv, {}
+    from torchtitan.config import torchtitan_keys
+
+    return torchtitan_keys.take_options(argv)
 
 
 def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dict[str, Any]:

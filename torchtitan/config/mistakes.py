@@ -4,7 +4,6 @@ import difflib
 import json
 from typing import Any
 
-from torchtitan.config import not_yet
 from torchtitan.config.names import key_names, sections
 from torchtitan.config.schema import DataSource
 
@@ -18,6 +17,9 @@ def describe(problem: Any) -> str:
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f"{name} = {_shown(problem['input'])}: this is a section; write [{name}] and its keys below"
     message = problem["msg"]
+    if name.startswith("model.converters[") and problem["input"] == "float8":
+        message = "torchtitan v0.2.2's own 405B file says so, but v0.2.2 does not know this name either; write "
+        message += '"quantize.linear.float8"'
     return f"{name} = {_shown(problem['input'])}: {message[0].lower()}{message[1:]}"
 
 
@@ -33,11 +35,16 @@ def _nearest(name: str, section: bool) -> str:
     """`; did you mean X?`: the same key in another section, else the name that is spelt most alike."""
     place, _, leaf = name.rpartition(".")
     if section:
-        return not_yet.did_you_mean(difflib.get_close_matches(name, sections(), n=1))
+        return _did_you_mean(difflib.get_close_matches(name, sections(), n=1))
     known = key_names()
     if place.startswith("training.sources["):
         known = [f"{place}.{key}" for key in DataSource.model_fields]
     leaves = {key.rpartition(".")[2]: key for key in known}
     same = [key for key in known if key.rpartition(".")[2] == leaf]
     alike = [leaves[near] for near in difflib.get_close_matches(leaf, leaves, n=1)]
-    return not_yet.did_you_mean(same or difflib.get_close_matches(name, known, n=1, cutoff=0.75) or alike)
+    return _did_you_mean(same or difflib.get_close_matches(name, known, n=1, cutoff=0.75) or alike)
+
+
+def _did_you_mean(near: list[str]) -> str:
+    """The end of a message about an unknown name, given the known names that are nearest to it."""
+    return f"; did you mean {near[0]}?" if near else ""

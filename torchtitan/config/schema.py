@@ -1,7 +1,7 @@
 """Every key that a run understands, one frozen model per TOML section; no file of the schema imports torch.
 
 Names and defaults are torchtitan v0.2.2's wherever torchtitan has the key; the help text of any other key ends with
-"Not in torchtitan.". `not_yet.py` lists torchtitan's keys that this version refuses.
+"Not in torchtitan.". `torchtitan_keys.py` reads torchtitan's other keys.
 """
 
 from torchtitan.config.keys_checkpoint import Checkpoint
