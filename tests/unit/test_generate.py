@@ -1,8 +1,10 @@
 """Generated text against transformers', sampling, batches; and eval against the training's own validation."""
 
+import io
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,3 +231,16 @@ def test_eval_refuses_a_configuration_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="holds another model: its rope_theta 10000.0, this run's 500000.0; its tied"):
         main(["eval", "--checkpoint", str(run), "--", "--model.flavor", "tiny-tied", "--validation.seq_len", "64",
               "--validation.dataset_path", "tests/assets/pydocs/validation.jsonl"])  # fmt: skip
+
+
+def test_a_conversation_goes_on_where_the_user_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["generate", "--checkpoint", str(store_run(tmp_path / "run")), "--max_new_tokens", "3", "--seed", "1"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stdin", io.StringIO("The module\nand more\n\nanew\n"))
+        main(options)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("Type the beginning of a text.") and len(said) >= 4
+    main([*options, "--prompt", "The module", "--temperature", "0.8"])
+    first = capsys.readouterr().out
+    main([*options, "--prompt", "anew", "--temperature", "0.8"])
+    assert first.startswith("The module") and capsys.readouterr().out.removeprefix("anew") in "\n".join(said) + "\n"

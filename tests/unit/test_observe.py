@@ -1,5 +1,6 @@
 """What a run shows: verdicts on numbers, records and curves across a resume, messages, the table of devices."""
 
+import io
 import json
 import logging
 import math
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan import hardware
 from torchtitan.config.schema import Config, Job, Metrics
-from torchtitan.observe import interrupt, metrics
+from torchtitan.observe import curve, interrupt, live, metrics
 from torchtitan.observe.health import describe_stop, judge_window
-from torchtitan.observe.log import start_logging, wants_color
+from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
 from torchtitan.observe.weights_and_biases import import_wandb
 
@@ -72,7 +74,7 @@ def record(step: int) -> StepRecord:
 
 def write_steps(folder: Path, start_step: int, last: int) -> None:
     config = Config(job=Job(dump_folder=str(folder)), metrics=Metrics(enable_tensorboard=True))
-    writer = MetricsWriter(config, folder, start_step, 100, "data sheet peak")
+    writer = MetricsWriter(config, folder, start_step, 100)
     for step in range(start_step + 1, last + 1):
         writer.write(record(step))
     writer.close()
@@ -108,7 +110,7 @@ def test_a_full_disk_costs_records_but_neither_the_run_nor_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
-    writer = MetricsWriter(Config(), tmp_path, 0, 100, "data sheet peak")
+    writer = MetricsWriter(Config(), tmp_path, 0, 100)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # the third record ends beyond it
@@ -144,22 +146,46 @@ def test_a_disk_without_room_takes_no_record_away_and_curves_go_on_once_there_is
     assert EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("a")[-1].step == 200
 
 
-def test_a_logged_line_says_speed_mfu_memory_and_time_to_go(
+def test_a_logged_line_fits_in_100_columns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     caplog.set_level(logging.INFO, "torchtitan")
     write_steps(tmp_path, 0, 1)
     line = caplog.messages[-1]
-    expected = [
-        "step   1/100",
-        "loss  1.0000",
-        "12,346 tok/s",
-        "1.50 TFLOP/s",
-        "MFU 32.1% of data sheet peak",
-        "2.00 GiB",
-    ]
-    assert all(part in line for part in [*expected, "ETA 1:02:05"]) and "\033" not in line
+    expected = ["step   1/100", "loss  1.0000", "grad ", "lr 3.0e-04", "12,346 tok/s", "MFU 32.1%", "2.00 GiB"]
+    assert all(part in line for part in expected) and "\033" not in line and len(f"12:00:00 {line}") < 95
+
+
+def test_the_losses_are_drawn_at_the_end(tmp_path: Path) -> None:
+    records = [{"step": step, "loss": 8.0 / step if step != 5 else None} for step in range(1, 41)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"step": 41, "lo')
+    (tmp_path / "validation.jsonl").write_text('{"step": 20, "validation_loss": 1.5}\n')
+    lines = curve.draw(tmp_path).splitlines()
+    assert lines[0].split() == ["8.000", "┤▀"] and lines[9].startswith("    0.200 ┤") and lines[9][-1] == "▄"
+    assert lines[-1].split() == ["step", "1", "40"] and max(map(len, lines)) < 90
+    with Image.open(tmp_path / "loss.png") as image:
+        colors = {color for _, color in image.getcolors(100_000)}
+    assert {curve._TRAINING, curve._VALIDATION} <= colors
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert curve.draw(tmp_path) == ""
+    assert curve.nice_ticks(0.2, 8) == [0, 2, 4, 6, 8] and len(curve.nice_ticks(3.0, 3.0)) > 1
+
+
+def test_a_terminal_shows_a_line_below_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    start_logging()
+    shown = live.Live(0, 100)
+    shown.recorded(10, 5.0, 1234.5, 90)
+    shown.recorded(20, 4.0, 1234.5, 80)
+    logger.info("a message")
+    assert "·" in shown.line() and shown.line().endswith("20%  1:20 left  loss 4.0000 █▁  1,234 tok/s")
+    shown.close()
+    logger.info("the end")
+    text = terminal.getvalue()
+    assert "\r\033[K" in text and " a message\n\r\033[K████" in text and text.endswith("the end\n")
 
 
 def test_time_outside_training_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

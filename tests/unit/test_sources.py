@@ -14,7 +14,9 @@ from torchtitan.data import documents, sharded, sharded_cursor, sharded_kinds
 from torchtitan.data.held_out import Part
 from torchtitan.data.location import Location
 from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
-from torchtitan.data.sources import open_source
+from torchtitan.data.sources import locate_text, open_source, open_texts
+from torchtitan.refusal import Refusal
+from torchtitan.verbs import tokenizer as tokenizer_verb
 
 TEXTS = make_texts(40)
 
@@ -340,3 +342,49 @@ def test_what_is_held_out_and_the_rest_are_all_documents_once(tmp_path, count):
     found = [part.describe(i) for part in (kept, held_out) for i in range(len(part))]
     assert sorted(found) == sorted(documents.describe(i) for i in range(count))
     assert len(held_out) == max(1, count // 20) and kept.identity != held_out.identity != documents.identity
+
+
+ROWS = [{"question": f"q{i}?", "answer": i, "tags": ["a"]} for i in range(30)]
+
+
+def rows_as_json_lines(path):
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+
+
+def rows_as_compressed(path):
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+
+
+def rows_as_parquet(path):
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=8)
+
+
+def rows_as_saved(path):
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", rows_as_json_lines),
+        ("a.jsonl.gz", rows_as_compressed),
+        ("a.parquet", rows_as_parquet),
+        ("saved", rows_as_saved),
+    ],
+)
+def test_several_fields_become_a_text_by_a_template(tmp_path, name, write):
+    write(tmp_path / name)
+
+    def texts(text_key):
+        source = open_texts(locate_text("", str(tmp_path / name)), text_key)
+        return list(tokenizer_verb.all_texts(source))
+
+    assert texts("{question}\n{answer}") == [f"q{i}?\n{i}" for i in range(30)]
+    with pytest.raises(Refusal, match="'body'"):
+        texts("{question} {body}")
+    with pytest.raises(Refusal, match="'tags' holds list, no text or number; correct text_key"):
+        texts("{tags}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -154,6 +155,16 @@ def test_a_missing_tokenizer_names_every_place_looked_at_and_the_fix(tmp_path: P
     for path, looked in ((tmp_path, "original/tokenizer.model"), (tmp_path / "absent", "absent")):
         with pytest.raises(ValueError, match=f"no tokenizer at .*looked for .*{looked}.*model.hf_assets_path"):
             build_tokenizer(path)
+
+
+def test_a_name_of_the_hub_is_looked_up_in_the_download_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="looked for gpt2, assets/hf/gpt2/tok.* download tokenizer gpt2`"):
+        build_tokenizer("gpt2")
+    shutil.copytree(SHIPPED, tmp_path / "assets/hf/gpt2")
+    assert build_tokenizer("gpt2").vocab_size == build_tokenizer("openai/gpt2").vocab_size == 2048
+    with pytest.raises(ValueError, match="no tokenizer at elsewhere/assets/gpt2"):
+        build_tokenizer("elsewhere/assets/gpt2")
 
 
 def test_damaged_json_is_named_with_the_place(tmp_path: Path) -> None:

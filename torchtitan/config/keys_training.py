@@ -110,7 +110,8 @@ class Training(Section):
     dataset."""
 
     text_key: str = "text"
-    """Field or column that holds the text of a document. Not in torchtitan."""
+    """Field or column that holds the text of a document. Several become one text by a template, in which each name
+    stands in braces: "{question}\\n{answer}". Not in torchtitan."""
 
     sources: list[DataSource] = []
     """Mixes several sources by weight, instead of `dataset` and `dataset_path`: one `[[training.sources]]` table each,

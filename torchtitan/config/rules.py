@@ -10,7 +10,7 @@ from torchtitan.config.layout_rules import Finding, find_layout_conflicts
 from torchtitan.config.schema import Checkpoint, Config
 
 RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
-RUN_FILES = [*RECORDS, "wandb", "hang", "hf", "load_only"]  # what a run writes by itself
+RUN_FILES = [*RECORDS, "wandb", "loss.png", "hang", "hf", "load_only"]  # what a run writes by itself
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtitan.data.documents import check_text, describe_files, locate
+from torchtitan.data.fields import compose, names_in
 from torchtitan.refusal import Refusal
 
 _MANY_PIECES = 1024  # enough documents for many streams
@@ -66,11 +67,12 @@ class SavedDataset:
             self._dataset: Any = datasets.load_from_disk(str(folder))
         except Exception as error:  # datasets and Arrow raise many kinds for a damaged folder
             raise Refusal(f"{folder}: datasets cannot load it: {error}; save it again with save_to_disk") from error
-        if text_key not in self._dataset.column_names:
+        columns = names_in(text_key)
+        if missing := [name for name in columns if name not in self._dataset.column_names]:
             raise Refusal(
-                f"{folder} has no column {text_key!r} (it has {', '.join(self._dataset.column_names)}); set text_key"
+                f"{folder} has no column {missing[0]!r} (it has {', '.join(self._dataset.column_names)}); set text_key"
             )
-        self._dataset = self._dataset.select_columns([text_key]).with_format(None)
+        self._dataset = self._dataset.select_columns(columns).with_format(None)
         self._folder, self._text_key = folder, text_key
         files = [Path(file["filename"]) for file in self._dataset.cache_files]
         self.identity = f"{len(self):,} documents in {describe_files(files)}"
@@ -79,7 +81,8 @@ class SavedDataset:
         return len(self._dataset)
 
     def text(self, index: int) -> str:
-        return check_text(self._dataset[index][self._text_key], self._text_key, lambda: self.describe(index))
+        text = compose(self._dataset[index], self._text_key, lambda: self.describe(index))
+        return check_text(text, self._text_key, lambda: self.describe(index))
 
     def describe(self, index: int) -> str:
         return f"{self._folder} row {index}"

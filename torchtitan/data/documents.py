@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from torchtitan.data.fields import compose, names_in
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.refusal import Refusal
 
@@ -173,10 +174,10 @@ def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
         ) from error
     if not isinstance(record, dict):
         raise Refusal(f"{where()}: expected a JSON object with the key {text_key!r}, found {type(record).__name__}")
-    if text_key not in record:
+    if missing := [name for name in names_in(text_key) if name not in record]:
         keys = ", ".join(map(repr, record)) or "none"
-        raise Refusal(f"{where()}: no key {text_key!r} (its keys: {keys}); set text_key")
-    return check_text(record[text_key], text_key, where)
+        raise Refusal(f"{where()}: no key {missing[0]!r} (its keys: {keys}); set text_key")
+    return check_text(compose(record, text_key, where), text_key, where)
 
 
 def check_text(value: Any, text_key: str, where: Any) -> str:

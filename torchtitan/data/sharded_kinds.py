@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.data.documents import LONGEST_LINE, check_text, describe_files, parse_line
+from torchtitan.data.fields import compose, names_in
 from torchtitan.data.sharded import ShardedTexts, ShardReader
 from torchtitan.refusal import Refusal
 
@@ -85,8 +86,8 @@ class ParquetFiles(ShardedTexts):
             except (OSError, pyarrow.ArrowException) as error:
                 raise Refusal(f"{path} cannot be read as Parquet: {error}; copy or download it again") from error
             names = metadata.schema.to_arrow_schema().names
-            if text_key not in names:
-                raise Refusal(f"{path} has no column {text_key!r} (it has {', '.join(names)}); set text_key")
+            if missing := [name for name in names_in(text_key) if name not in names]:
+                raise Refusal(f"{path} has no column {missing[0]!r} (it has {', '.join(names)}); set text_key")
             first_row = 0
             for group in range(metadata.num_row_groups):
                 if num_rows := metadata.row_group(group).num_rows:
@@ -108,9 +109,9 @@ class ParquetFiles(ShardedTexts):
         begin = 0
         try:
             with pyarrow.parquet.ParquetFile(path, buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
-                for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=[self._text_key]):
+                for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=names_in(self._text_key)):
                     if begin + len(batch) > first:
-                        yield from batch.column(0).slice(max(first - begin, 0)).to_pylist()
+                        yield from batch.slice(max(first - begin, 0)).to_pylist()
                     begin += len(batch)
         except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise Refusal(
@@ -127,10 +128,14 @@ class _RowReader(ShardReader):
         self._rows, self._rows_read, self._text_key, self._describe = rows, rows_read, text_key, describe
 
     def next(self) -> str | None:
-        for text in self._rows:
+        for row in self._rows:
             self._rows_read += 1
-            return check_text(text, self._text_key, lambda: self._describe(self._rows_read - 1))
+            text = compose(row, self._text_key, self._where)
+            return check_text(text, self._text_key, self._where)
         return None
+
+    def _where(self) -> str:
+        return self._describe(self._rows_read - 1)
 
     def state(self) -> int:
         return self._rows_read
@@ -178,10 +183,10 @@ class _HubReader(ShardReader):
             ) from error
         if row is None:
             return None
-        if self._text_key not in row:
+        if missing := [name for name in names_in(self._text_key) if name not in row]:
             found = ", ".join(row)
-            raise Refusal(f"{self._where()}: no field {self._text_key!r} (it has {found}); set text_key")
-        text = check_text(row[self._text_key], self._text_key, self._where)
+            raise Refusal(f"{self._where()}: no field {missing[0]!r} (it has {found}); set text_key")
+        text = check_text(compose(row, self._text_key, self._where), self._text_key, self._where)
         self._rows_read += 1
         return text
 

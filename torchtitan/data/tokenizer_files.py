@@ -7,19 +7,24 @@ from typing import Any
 from torchtitan.refusal import Refusal
 
 FOLDER_CANDIDATES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+_DOWNLOADS = Path("assets/hf")  # where the verb `download` writes
 EXPECTED = "a Hugging Face tokenizer.json, or a tiktoken or SentencePiece tokenizer.model"
 
 
 def find_file(path: Path) -> Path:
     looked = [path / name for name in FOLDER_CANDIDATES] if path.is_dir() else [path]
+    is_name = not path.exists() and len(path.parts) <= 2 and str(path)[:1] not in "./~"  # gpt2, or owner/name
+    if is_name:
+        looked += [_DOWNLOADS / path.name / name for name in FOLDER_CANDIDATES]
     for candidate in looked:
         if candidate.is_file():
             return candidate
     from torchtitan.models.families import name_on_the_hub
 
+    what = path if is_name else f"{name_on_the_hub(path)} --to {path}"
     raise Refusal(
         f"no tokenizer at {path}; looked for {', '.join(map(str, looked))}. Download one with `python -m torchtitan "
-        f"download tokenizer {name_on_the_hub(path)} --to {path}`, put {EXPECTED} there, or set "
+        f"download tokenizer {what}`, put {EXPECTED} there, or set "
         "model.hf_assets_path to the folder that has one"
     )
 

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,9 +139,9 @@ class TensorBoard:
 class MetricsWriter:
     """Writes each record to every destination. Only rank 0 has a writer."""
 
-    def __init__(self, config: Config, run_folder: Path, start_step: int, total_steps: int, mfu_label: str) -> None:
+    def __init__(self, config: Config, run_folder: Path, start_step: int, total_steps: int) -> None:
         self._color = wants_color(config.metrics.disable_color_printing)
-        self._total_steps, self._mfu_label = total_steps, mfu_label
+        self._folder, self._total_steps, self.live = run_folder, total_steps, None
         self._records = JsonLines(run_folder / "metrics.jsonl", start_step)
         validations = run_folder / "validation.jsonl"  # shortened on resume even if this run does not validate
         has_validations = config.validation.enable or validations.exists()
@@ -152,6 +153,10 @@ class MetricsWriter:
             from torchtitan.observe.weights_and_biases import WeightsAndBiases
 
             self._curves.append(WeightsAndBiases(run_folder, config))
+        if sys.stderr.isatty():
+            from torchtitan.observe.live import Live
+
+            self.live = Live(start_step, total_steps)
 
     def write(self, record: StepRecord) -> None:
         values = asdict(record)
@@ -159,6 +164,8 @@ class MetricsWriter:
         self._write(self._records, step, values)
         self._draw(step, values)
         logger.info(self._line(record))
+        if self.live is not None:
+            self.live.recorded(step, record.loss, record.tokens_per_second, record.eta_seconds)
 
     def write_validation(self, step: int, loss: float, num_tokens: int) -> None:
         assert self._validations is not None
@@ -189,24 +196,28 @@ class MetricsWriter:
                 sink.close()
             except OSError as error:  # as in _write
                 logger.warning(f"{type(sink).__name__} could not write its last records: {error.strerror or error}")
+        from torchtitan.observe.curve import draw
+
+        try:
+            curve = draw(self._folder)
+        except OSError as error:
+            logger.warning(f"{self._folder / 'loss.png'} could not be written: {error.strerror or error}")
+            return
+        if self.live is not None:
+            self.live.close()
+            print(curve, file=sys.stderr)
 
     def _line(self, r: StepRecord) -> str:
         width = len(str(self._total_steps))
         parts = [
             (f"step {r.step:>{width}}/{self._total_steps}", "31"),
             (f"loss {r.loss:7.4f}", "32"),
-            (f"grad norm {r.grad_norm:6.3f}", "33"),
+            (f"grad {r.grad_norm:6.3f}", "33"),
+            (f"lr {r.lr:.1e}", "37"),
             (f"{r.tokens_per_second:,.0f} tok/s", "34"),
-            (f"{r.tflops:.2f} TFLOP/s", "36"),
-            (f"MFU {r.mfu:.1%} of {self._mfu_label}", "35"),
-            (f"memory {r.memory_gib:.2f} GiB", "34"),
-            (f"ETA {_duration(r.eta_seconds)}", "37"),
+            (f"MFU {r.mfu:.1%}", "35"),
+            (f"{r.memory_gib:.2f} GiB", "34"),
         ]
         if r.skipped_updates:
             parts.append((f"{r.skipped_updates} updates left out", "31"))
         return "  ".join(f"\033[{code}m{text}\033[0m" if self._color else text for text, code in parts)
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"

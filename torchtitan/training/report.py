@@ -60,6 +60,8 @@ class Reporter:
     def add(self, origin: Origin, loss: StepLoss, gradient_norm: Tensor) -> None:
         """Collect a step without reading from the device."""
         self.num_steps += 1
+        if self.writer is not None and self.writer.live is not None:
+            self.writer.live.stepped()
         self._shares.append(loss.share)
         self._own.append(loss.own)
         self._norms.append(gradient_norm)

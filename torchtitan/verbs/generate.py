@@ -1,12 +1,14 @@
 """Text from stored weights: one pass over the prompt, then a token at a time with the keys and values kept.
 
 python -m torchtitan generate --checkpoint outputs --prompt "The module"
+python -m torchtitan generate                                 type line after line; the model continues the whole text
 torchrun --nproc_per_node 2 -m torchtitan generate ...        the same with tensor parallelism
 """
 
 import argparse
 import secrets
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +24,11 @@ from torchtitan.models.rules import check_tensor_parallel
 from torchtitan.parallel.parts import tie
 from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import split_tensors
-from torchtitan.training.start import Run, start_run
+from torchtitan.training.start import start_run
 from torchtitan.weights.hugging_face import read_json
 from torchtitan.weights.stored import StoredModel, open_model
 
+_TALKING = 0.8  # temperature of a conversation, in which the likeliest text would repeat itself
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
 
 
@@ -150,34 +153,72 @@ def stop_ids(assets: Path, tokenizer: Tokenizer) -> set[int]:
 
 def run(args: argparse.Namespace) -> None:
     place = read_place()
-    if not (args.temperature == 0 or 0.01 <= args.temperature <= 100):
+    if args.temperature is not None and not (args.temperature == 0 or 0.01 <= args.temperature <= 100):
         raise Refusal(f"--temperature {args.temperature} is out of range; use 0 for the likeliest, or 0.01 to 100")
+    if args.prompt is None and place.world_size > 1:
+        raise Refusal("a conversation needs a single process; give --prompt, or start without torchrun")
     if args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise Refusal("--top_k is 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
     source = open_model(args.checkpoint, args.model)
     config = source.plain_config(args.checkpoint, args.tokenizer or source.assets, degree=place.world_size)
     check_tensor_parallel(source.blueprint, config)
     with start_run(config, source.blueprint, place) as run:
-        write_texts(run, source, args)
+        assert run.tokenizer is not None
+        axis = run.mesh.devices["tp"] if run.dims.tp > 1 else None
+        model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, run.device, axis)
+        writer = Writer(model, run.tokenizer, source, args, shows=place.rank == 0)
+        if args.prompt is None:
+            converse(writer, sys.stdin)
+        else:
+            writer.write(args.prompt)
 
 
-def write_texts(run: Run, source: StoredModel, args: argparse.Namespace) -> None:
-    """Rank 0 prints the texts: a single one as it grows, several when all have ended."""
-    tokenizer, axis = run.tokenizer, run.mesh.devices["tp"] if run.dims.tp > 1 else None
-    assert tokenizer is not None
-    model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, run.device, axis)
-    seed = secrets.randbits(31) if args.seed is None else args.seed
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
-    prompts = [tokenizer.encode_prompt(text, as_trained=source.trained_here) for text in args.prompt]
-    texts, shown = [list(prompt) for prompt in prompts], ""
-    stop, longest = stop_ids(source.assets, tokenizer), source.blueprint.shape.max_seq_len
-    for tokens in generate(model, longest, prompts, stop, args.max_new_tokens, sampling):
-        for ids, token in zip(texts, tokens, strict=True):
-            ids += [] if token is None else [token]
-        if run.place.rank == 0 and len(prompts) == 1:
-            text = tokenizer.decode(texts[0])
-            if not text.endswith("\ufffd"):  # a character may take several tokens
+class Writer:
+    """Continues texts as the options say."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Tokenizer, source: StoredModel, args: argparse.Namespace, shows: bool
+    ) -> None:
+        self.model, self.tokenizer, self.as_trained, self.shows = model, tokenizer, source.trained_here, shows
+        self.stop, self.longest = stop_ids(source.assets, tokenizer), source.blueprint.shape.max_seq_len
+        temperature = args.temperature if args.temperature is not None else 0.0 if args.prompt else _TALKING
+        seed = secrets.randbits(31) if args.seed is None else args.seed
+        self.max_new_tokens, self.sampling = args.max_new_tokens, Sampling(temperature, args.top_k, args.top_p, seed)
+
+    def write(self, texts: Sequence[str]) -> None:
+        """Show the texts with their continuations: a single one as it grows, several when all have ended."""
+        prompts = [self.tokenizer.encode_prompt(text, as_trained=self.as_trained) for text in texts]
+        if len(prompts) == 1:
+            self.continue_one(prompts[0], "")
+            return
+        rows = [list(prompt) for prompt in prompts]
+        for tokens in generate(self.model, self.longest, prompts, self.stop, self.max_new_tokens, self.sampling):
+            for ids, token in zip(rows, tokens, strict=True):
+                ids += [] if token is None else [token]
+        if self.shows:
+            print("\n\n".join(map(self.tokenizer.decode, rows)))
+
+    def continue_one(self, prompt: Sequence[int], shown: str) -> str:
+        """Show a text as it grows, from behind what is `shown` already; returns the text."""
+        ids, text = list(prompt), shown
+        for tokens in generate(self.model, self.longest, [prompt], self.stop, self.max_new_tokens, self.sampling):
+            ids += [token for token in tokens if token is not None]
+            text = self.tokenizer.decode(ids)
+            if self.shows and not text.endswith("\ufffd"):  # a character may take several tokens
                 print(text[len(shown) :], end="", flush=True)
                 shown = text
-    if run.place.rank == 0:
-        print("\n\n".join(map(tokenizer.decode, texts))[len(shown) :])
+        if self.shows:
+            print(text[len(shown) :])
+        return text
+
+
+def converse(writer: Writer, lines: Iterable[str]) -> None:
+    """The text grows by each line that the user types and by what the model adds; its beginning is forgotten."""
+    print("Type the beginning of a text. The model goes on, and so can you. An empty line begins anew; Ctrl-D ends.")
+    text = ""
+    for line in lines:
+        text = f"{text}\n{line.rstrip()}" if text and line.strip() else line.strip()
+        if text:
+            ids = writer.tokenizer.encode_prompt(text, as_trained=writer.as_trained)
+            room = writer.longest - writer.max_new_tokens
+            text = writer.continue_one(ids[-room:], writer.tokenizer.decode(ids[-room:]))

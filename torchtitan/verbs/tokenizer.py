@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
 
     def training_texts() -> Iterator[str]:
         kept = 0
-        for number, text in enumerate(_all(texts)):
+        for number, text in enumerate(all_texts(texts)):
             if number % _HELD_OUT == _HELD_OUT - 1 and kept < _MOST_HELD_OUT_CHARS:
                 held_out.append(text)
                 kept += len(text)
@@ -73,7 +73,7 @@ def _new(vocab_size: int) -> tuple:
     return tokenizer, trainer
 
 
-def _all(texts: object) -> Iterator[str]:
+def all_texts(texts: object) -> Iterator[str]:
     if isinstance(texts, ShardedTexts):
         for shard in range(texts.num_shards):
             reader = texts.open(shard, None)

@@ -1,0 +1,95 @@
+"""Draws the losses of a run: as text for a terminal, and as loss.png in the run folder."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+Points = list[tuple[int, float]]  # step, loss
+
+_SIZE, _MARGINS = (900, 540), (70, 30, 30, 50)  # pixels; left, top, right, bottom
+_TRAINING, _VALIDATION, _GRID = (31, 97, 160), (205, 92, 20), (225, 225, 225)
+
+
+def read_losses(file: Path, key: str) -> Points:
+    """The finite values of this key; a line that was cut short is left out."""
+    points: Points = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get(key) is not None:
+            points.append((record["step"], record[key]))
+    return points
+
+
+def draw(folder: Path) -> str:
+    """Write loss.png beside the records of this folder; returns the curve as text, "" for fewer than two losses."""
+    training = read_losses(folder / "metrics.jsonl", "loss")
+    if len(training) < 2:
+        return ""
+    write_png(folder / "loss.png", training, read_losses(folder / "validation.jsonl", "validation_loss"))
+    return as_text(training)
+
+
+def as_text(points: Points, width: int = 72, height: int = 10) -> str:
+    """A curve of half blocks with its scale; each column shows the mean of its steps."""
+    first, last = points[0][0], points[-1][0]
+    columns: list[list[float]] = [[] for _ in range(width)]
+    for step, loss in points:
+        columns[min(width - 1, (step - first) * width // max(1, last - first))].append(loss)
+    means = [sum(column) / len(column) if column else None for column in columns]
+    known = [mean for mean in means if mean is not None]
+    low, high = min(known), max(known)
+    rows = [[" "] * width for _ in range(height)]
+    for x, mean in enumerate(means):
+        if mean is not None:
+            level = round((high - mean) / ((high - low) or 1.0) * (2 * height - 1))
+            rows[level // 2][x] = "▄" if level % 2 else "▀"
+    labels = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}
+    lines = [f"{labels.get(y, ''):>9} ┤{''.join(row).rstrip()}" for y, row in enumerate(rows)]
+    return "\n".join([*lines, f"{'loss':>9} └{'─' * width}", f"{'':11}{f'step {first}':<{width - 10}}{last:>10}"])
+
+
+def write_png(path: Path, training: Points, validation: Points) -> None:
+    from PIL import Image, ImageDraw  # TensorBoard needs it too
+
+    left, top, right, bottom = _MARGINS
+    width, height = _SIZE[0] - left - right, _SIZE[1] - top - bottom
+    every = [*training, *validation]
+    ticks = nice_ticks(min(loss for _, loss in every), max(loss for _, loss in every))
+    steps = nice_ticks(0, max(step for step, _ in every))
+
+    def at(step: float, loss: float) -> tuple[float, float]:
+        x = left + width * step / steps[-1]
+        return x, top + height * (ticks[-1] - loss) / (ticks[-1] - ticks[0])
+
+    image = Image.new("RGB", _SIZE, "white")
+    pen = ImageDraw.Draw(image)
+    for tick in ticks:
+        (x, y), (end, _) = at(0, tick), at(steps[-1], tick)
+        pen.line([(x, y), (end, y)], fill=_GRID)
+        pen.text((x - 50, y - 6), f"{tick:.6g}", fill="black")
+    for tick in steps:
+        x, y = at(tick, ticks[0])
+        pen.line([(x, top), (x, y)], fill=_GRID)
+        pen.text((x - 10, y + 10), f"{tick:,.6g}", fill="black")
+    pen.text((left + width - 30, _SIZE[1] - 18), "step", fill="black")
+    pen.text((left + 8, 8), "loss", fill=_TRAINING)
+    pen.line([at(*point) for point in training], fill=_TRAINING, width=2)
+    for point in validation:
+        x, y = at(*point)
+        pen.ellipse([(x - 4, y - 4), (x + 4, y + 4)], fill=_VALIDATION)
+    if validation:
+        pen.text((left + 50, 8), "validation", fill=_VALIDATION)
+    image.save(path)
+
+
+def nice_ticks(low: float, high: float) -> Sequence[float]:
+    """Round numbers from at most `low` to at least `high`, about six."""
+    span = max(high - low, 1e-6, abs(high) * 1e-6)
+    power = 10.0 ** math.floor(math.log10(span / 5))
+    size = next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= 6)
+    first, last = math.floor(low / size), math.ceil(high / size)
+    return [number * size for number in range(first, max(last, first + 1) + 1)]
