@@ -20,12 +20,16 @@
 # DRY_RUN      1: check the configuration, print the command and start nothing
 # PYTHON       the Python to use                   default: .venv beside this file, else python3, else a new .venv
 # The script also reads the variables of PyTorchJob, Kubeflow Trainer, Run:ai, Slurm and SkyPilot (docs/launching.md).
-# All options go to train.py; --help lists them.
+# All options go to train.py; --help lists its sections, and --help training the keys of one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
 if [[ -n "${CONFIG_FILE:-}" && $PWD != "$here" && $CONFIG_FILE != /* && -e $CONFIG_FILE ]]; then
   export CONFIG_FILE="$PWD/$CONFIG_FILE" # relative to the caller's folder
+fi
+if [[ $# == 1 && ($1 == --help || $1 == -h) ]]; then
+  sed -n '2,/^set -euo/ { /^#/ s/^# \{0,1\}//p; }' "$0"
+  echo
 fi
 py="$("$here/scripts/setup_env.sh" requirements.txt)"
 cd "$here"

@@ -536,16 +536,31 @@ def run(*command: str) -> tuple[subprocess.CompletedProcess[str], float]:
 
 
 def test_help_lists_every_key_with_its_doc_within_seconds() -> None:
-    done, seconds = run("train.py", "--job.config_file", "train_configs/debug_model.toml", "--help")
+    done, seconds = run("train.py", "--job.config_file", "train_configs/debug_model.toml", "--help", "all")
     assert done.returncode == 0
-    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stdout).split())
+    shown = " ".join(done.stdout.split())
     for name, section in sections().items():
         for key, field in section.model_fields.items():
             if key not in IN_THE_FILE_ONLY:
                 assert f"--{name}.{key}" in shown
                 assert str(field.description).split(";")[0].split("(")[0].strip()[:40] in shown
-    assert "(default: 100)" in shown  # the file's value, not the schema's
+    assert "--training.steps N (default: 100)" in shown  # the file's value, not the schema's
     assert seconds < 3
+
+
+def test_help_begins_with_sections_and_shows_the_keys_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            load_config([*words])
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    assert len(shown("--help").splitlines()) < 40 and max(map(len, shown("--help").splitlines())) <= 110
+    section = shown("--help", "checkpoint", "--training.steps", "3")
+    assert "--checkpoint.async_mode disabled|async|async_with_pinned_mem" in section and "--training" not in section
+    assert "--quantize.linear.float8.filter_fqns TEXT,..." in shown("-h", "quantize")
+    with pytest.raises(Refusal, match="--help trainig: no such section; use all, or one of job, "):
+        load_config(["--help", "trainig"])
 
 
 def test_a_wrong_key_on_the_command_line_exits_with_2_within_seconds() -> None:

@@ -175,6 +175,7 @@ def test_the_config_check_loads_no_torch():
 def test_help_lists_the_options_and_starts_nothing(tmp_path):
     done = run([TRAIN, "--help"], cwd=tmp_path, NGPU="2", **HERE)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Trains what one TOML file describes") and "\nNGPU " in done.stdout
     assert "--training.steps" in done.stdout and "training train_configs" not in done.stdout
 
 

@@ -20,7 +20,6 @@ from torchtitan.config.spelling import spelled_out
 from torchtitan.refusal import Refusal
 
 IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part", "rope_scaling"}  # too deep for a command line
-_HELP = "Train a language model. Every key of the TOML file is an option here and overrides it."
 
 
 class ConfigError(Refusal):
@@ -40,6 +39,12 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
     path = _config_file(options)
     data, refused = _in_todays_keys(_read_toml(Path(path)) if path else {}, quiet=rank != 0)
     others, also_refused = _in_todays_keys(others, quiet=rank != 0)
+    if {"--help", "-h"} & set(options):
+        from torchtitan.config.help import print_help
+
+        if rank == 0:
+            print_help(options, _validate(data)[0], prog)
+        raise SystemExit(0)
     # tyro needs defaults of the right type: the file's where they are right.
     given = _merge(others, _parse(options, _validate(data)[0], prog, quiet=rank != 0))
     values = _merge(data, given)
@@ -167,7 +172,6 @@ def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dic
         _options(defaults),
         args=list(argv),
         prog=prog,
-        description=_HELP,
         use_underscores=True,
         console_outputs=not quiet,
     )

@@ -1,0 +1,72 @@
+"""Prints --help: the sections of the configuration, or the keys of some of them with the values of the file."""
+
+import json
+import textwrap
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+from torchtitan.config.names import sections
+from torchtitan.config.schema import Config
+from torchtitan.refusal import Refusal
+
+WORDS = {"--help", "-h"}
+_WIDTH = 100
+_EXAMPLES = """\
+  {run} --training.steps 20                       shorter
+  {run} --training.dataset_path book.txt          your own text
+  {run} --model.n_layers 2 --model.dim 128        another shape
+  {run} --model.name qwen3                        another family
+  {run} --compile.enable                          faster steps after a slow first one
+  {run} --checkpoint.enable                       resumes when it is started again
+  {run} --parallelism.tensor_parallel_degree 2    on two devices (NGPU=2)
+  {run} --optimizer.name Muon --optimizer.lr 3e-3
+  {run} --job.dump_folder outputs/second          a folder for each run
+  {run} --help training                           the keys of one section; --help all: of all\
+"""
+
+
+def print_help(argv: Sequence[str], config: Config, prog: str) -> None:
+    """`config` has the values of the file, which the options override."""
+    place = next(i for i, word in enumerate(argv) if word in WORDS)
+    asked = argv[place + 1] if place + 1 < len(argv) and not argv[place + 1].startswith("-") else ""
+    known = sections()
+    if asked:
+        chosen = [name for name in known if asked == "all" or f"{name}.".startswith(f"{asked}.")]
+        if not chosen:
+            raise Refusal(f"--help {asked}: no such section; use all, or one of {', '.join(known)}")
+        print("\n\n".join(_section(name, config) for name in chosen))
+        return
+    print(f"usage: {prog} [--job.config_file FILE.toml] [--SECTION.KEY VALUE ...]\n")
+    print("Train a language model. Every key of the TOML file is an option here and overrides the file.\n")
+    print(_EXAMPLES.format(run=prog if prog != "train.py" else "./run_llama_train.sh"))
+    print("\nSections:")
+    for name, section in known.items():
+        print(f"  {name:<22}{str(section.__doc__).partition('. ')[0].rstrip('.')} ({len(section.model_fields)} keys)")
+
+
+def _section(name: str, config: Config) -> str:
+    values: Any = config
+    for part in name.split("."):
+        values = getattr(values, part)
+    lines = [f"[{name}] {type(values).__doc__}"]
+    for key, field in type(values).model_fields.items():
+        value = getattr(values, key)
+        default = "none" if value is None else json.dumps(value, default=str)
+        lines.append(f"\n  --{name}.{key} {_kind(field.annotation)}".rstrip() + f"  (default: {default})")
+        lines += textwrap.wrap(str(field.description), _WIDTH, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def _kind(annotation: Any) -> str:
+    """What may follow an option."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _kind(next(kind for kind in args if kind is not type(None)))
+    if origin is Literal:
+        return "|".join(map(str, args))
+    if origin is list:
+        return f"{_kind(args[0])},..." if args[0] in (int, str) or get_origin(args[0]) is Literal else "(in the file)"
+    return {bool: "", int: "N", float: "X", str: "TEXT"}.get(
+        annotation, "(in the file)" if not args else _kind(args[0])
+    )
