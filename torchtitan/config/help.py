@@ -8,7 +8,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan.config.names import sections
 from torchtitan.config.schema import Config
-from torchtitan.refusal import Refusal
 
 WORDS = {"--help", "-h"}
 _WIDTH = 100
@@ -34,7 +33,7 @@ def print_help(argv: Sequence[str], config: Config, prog: str) -> None:
     if asked:
         chosen = [name for name in known if asked == "all" or f"{name}.".startswith(f"{asked}.")]
         if not chosen:
-            raise Refusal(f"--help {asked}: no such section; use all, or one of {', '.join(known)}")
+            raise SystemExit(f"--help {asked}: no such section; use all, or one of {', '.join(known)}")
         print("\n\n".join(_section(name, config) for name in chosen))
         return
     print(f"usage: {prog} [--job.config_file FILE.toml] [--SECTION.KEY VALUE ...]\n")
@@ -42,7 +41,8 @@ def print_help(argv: Sequence[str], config: Config, prog: str) -> None:
     print(_EXAMPLES.format(run=prog if prog != "train.py" else "./run_llama_train.sh"))
     print("\nSections:")
     for name, section in known.items():
-        print(f"  {name:<22}{str(section.__doc__).partition('. ')[0].rstrip('.')} ({len(section.model_fields)} keys)")
+        about = str(section.__doc__).partition(". ")[0].partition(": ")[0].partition(", if")[0].rstrip(".")
+        print(f"  {name:<24}{about} ({len(section.model_fields)} keys)")
 
 
 def _section(name: str, config: Config) -> str:
@@ -67,6 +67,6 @@ def _kind(annotation: Any) -> str:
         return "|".join(map(str, args))
     if origin is list:
         return f"{_kind(args[0])},..." if args[0] in (int, str) or get_origin(args[0]) is Literal else "(in the file)"
-    return {bool: "", int: "N", float: "X", str: "TEXT"}.get(
-        annotation, "(in the file)" if not args else _kind(args[0])
-    )
+    if args:  # Annotated
+        return _kind(args[0])
+    return {bool: "", int: "N", float: "X", str: "TEXT"}.get(annotation, "(in the file)")
