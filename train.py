@@ -83,6 +83,11 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     collectives.make_trace_folder(comm, run.folder, run.device)
     reporter = Reporter(run, writer, peak, checkpoints.tokens_offset, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer)
+    sampler = None
+    if config.metrics.sample_freq is not None:
+        from torchtitan.training.sample import build_sampler
+
+        sampler = build_sampler(run, forward_backward, writer)
     interrupt = Interrupt(saves=config.checkpoint.enable and not config.checkpoint.load_only)
     profiler = profile(config.profiling, run.folder, place.rank, step, run.device, reporter.paused)
 
@@ -112,6 +117,9 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             if validator.due(step) and not stopping:
                 with reporter.paused():
                     validator(step)
+            if sampler is not None and sampler.due(step):
+                with reporter.paused():
+                    sampler(step)
             if saves and not stopping:  # after validation, so that a run resumed from here does not repeat it
                 with reporter.paused():
                     checkpoints.save(step, reporter.skips_in_a_row)

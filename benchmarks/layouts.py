@@ -54,7 +54,12 @@ def seconds_a_step(keys: dict[str, int | str], folder: str, steps: int) -> float
         "--metrics.log_freq=1",
         "--lr_scheduler.warmup_steps=1",
     ]
-    command += ["--validation.no_enable", *(f"--parallelism.{key}={value}" for key, value in keys.items())]
+    command += [
+        "--validation.no_enable",
+        "--metrics.sample_freq=None",
+        "--checkpoint.no_enable",
+        *(f"--parallelism.{key}={value}" for key, value in keys.items()),
+    ]
     subprocess.run(command, cwd=ROOT, env=environment_here(RANKS), check=True, capture_output=True)
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return statistics.median(json.loads(line)["step_seconds"] for line in lines[2:])

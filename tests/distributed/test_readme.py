@@ -70,7 +70,9 @@ def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
     done = run(command, clone)
     assert done.returncode == 0, done.stderr[-3000:]
     if SHORT in command:
-        records = [json.loads(line) for line in (clone / "outputs/metrics.jsonl").read_text().splitlines()]
+        named = re.search(r"--job.dump_folder (\S+)", command)
+        folder = clone / (named[1] if named else "outputs")
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [record["step"] for record in records] == [1, 2, 3]
         assert "trained 3 steps" in done.stdout + done.stderr
 

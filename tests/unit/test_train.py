@@ -154,6 +154,19 @@ def test_the_run_folder_repeats_the_run(tmp_path: Path, capsys: pytest.CaptureFi
     assert losses(train_here(config)) == losses(first)
 
 
+def test_samples_are_logged_and_change_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = train_here(tiny_config(tmp_path / "plain", training__steps=5))
+    keys = {"metrics__sample_freq": 2, "metrics__sample_prompt": "The module", "metrics__enable_tensorboard": True}
+    with caplog.at_level(logging.INFO, "torchtitan"):
+        shown = train_here(tiny_config(tmp_path / "shown", training__steps=5, **keys))
+    assert losses(shown) == losses(plain)
+    said = [message for message in caplog.messages if message.startswith("sample after step")]
+    assert [message.split()[3] for message in said] == ["2:", "4:", "5:"] and "The module" in said[0]
+    assert said[0].partition(": ")[2] != said[1].partition(": ")[2]
+    events = EventAccumulator(str(tmp_path / "shown/tb")).Reload()
+    assert {"sample/text_summary", "configuration/text_summary"} <= set(events.Tags()["tensors"])
+
+
 def test_a_seed_that_was_drawn_is_written_down(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, training__steps=1)
     config = config.model_copy(update={"debug": config.debug.model_copy(update={"seed": None})})

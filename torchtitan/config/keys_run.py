@@ -70,6 +70,14 @@ class Metrics(Section):
     """Number of steps from one log line to the next; a line shows averages over them. The host waits for the device
     only to log, save or validate, so a very low number slows a GPU down."""
 
+    sample_freq: PositiveInt | None = None
+    """Number of steps from one sample to the next: the model continues `sample_prompt`, in the log and in TensorBoard,
+    and again after the last step. None writes no samples, and a pipeline or context parallelism has none. Not in
+    torchtitan."""
+
+    sample_prompt: str = "The "
+    """Beginning of each sample. Choose one that suits the data. Not in torchtitan."""
+
     enable_tensorboard: bool = False
     """Writes the metrics for TensorBoard too."""
 

@@ -260,9 +260,9 @@ def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]
         )
     for name, saved, found in zip(names, state["sources"], own["sources"], strict=True):
         if saved != found:
-            fix = "resume with the same data"
+            fix = "resume with the same data, or start another run in another job.dump_folder"
             if found.partition(", ")[0] == saved.partition(", ")[0]:  # the same text, divided otherwise (held_out.py)
-                fix += ", and with validation.enable as it was"
+                fix = "resume with validation.enable as it was, or start another run in another job.dump_folder"
             raise Refusal(f"{name} has {found}, but the saved data state was written for {saved}; {fix}")
     if missing := [number for number in own["streams"] if number not in state["streams"]]:
         raise Refusal(f"the saved data state lacks streams {', '.join(missing[:8])}; resume from another checkpoint")

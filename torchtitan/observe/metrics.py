@@ -1,5 +1,6 @@
 """Writes one record for each logged step to the console, metrics.jsonl, TensorBoard and Weights & Biases."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger, wants_color
 
@@ -132,6 +134,11 @@ class TensorBoard:
             self._writer = self._open()
             raise
 
+    def write_text(self, name: str, step: int, text: str) -> None:
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # as it is, not as Markdown
+        with contextlib.suppress(OSError):
+            self._writer.add_text(name, indented, step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -148,7 +155,9 @@ class MetricsWriter:
         self._validations = JsonLines(validations, start_step) if has_validations else None
         self._curves: list[Sink] = []
         if config.metrics.enable_tensorboard:
-            self._curves.append(TensorBoard(run_folder / config.metrics.save_tb_folder, start_step))
+            curves = TensorBoard(run_folder / config.metrics.save_tb_folder, start_step)
+            curves.write_text("configuration", start_step, to_toml(config))
+            self._curves.append(curves)
         if config.metrics.enable_wandb:
             from torchtitan.observe.weights_and_biases import WeightsAndBiases
 
@@ -172,6 +181,12 @@ class MetricsWriter:
         self._write(self._validations, step, {"validation_loss": loss, "validation_tokens": num_tokens})
         self._draw(step, {"validation_loss": loss})
         logger.info(f"validation after step {step}: loss {loss:.4f} over {num_tokens:,} tokens")
+
+    def write_sample(self, step: int, text: str) -> None:
+        logger.info(f"sample after step {step}: {text!r}")
+        for sink in self._curves:
+            if isinstance(sink, TensorBoard):
+                sink.write_text("sample", step, text)
 
     def has_validated(self, step: int) -> bool:
         return self._validations is not None and self._validations.last_step == step

@@ -34,6 +34,7 @@ class Reporter:
         self.skips_on_device = run.config.optimizer.leaves_out_updates  # an update without a finite gradient norm
         self.loss_group, self.world_size, self.device = run.mesh.losses.get_group(), run.place.world_size, run.device
         self.tokens_per_step, self.flops_per_token, self.peak = run.tokens_per_step, run.flops_per_token, peak
+        self.talks = run.config.checkpoint.enable and not run.config.checkpoint.load_only
         self.clock = Clock()
         self.num_steps = 0  # trained by this process
         self.losses: list[float] = []  # of each logged window, for `summary`
@@ -129,8 +130,10 @@ class Reporter:
         self.writer.close()
         logger.info(self.summary(step))
         logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
+        python = min(os.path.relpath(sys.executable), sys.executable, key=len)
+        if self.talks:
+            logger.info(f"let it talk: {python} -m torchtitan generate --checkpoint {run_folder}")
         if self.metrics.enable_tensorboard:
-            python = min(os.path.relpath(sys.executable), sys.executable, key=len)
             tensorboard = f"{python} -m tensorboard.main --logdir {run_folder}"
             logger.info(f"look at it: {tensorboard}, then open http://localhost:6006")
 

@@ -42,7 +42,7 @@ def plan_start(
     if is_own:
         _check_own(section, manifest.step, url)
     saved = manifest.config["optimizer"]["name"]
-    has_ended = is_own and manifest.step == last_step
+    has_ended = is_own and manifest.step >= last_step
     excluded: set[str] = set(section.exclude_from_loading)
     if has_ended and only_weights:
         excluded = {"optimizer", "dataloader"}  # no step will need them: only `Checkpoints.finish` is left to do
@@ -66,7 +66,10 @@ def plan_start(
     step = 0 if "train_state" in excluded else manifest.step
     taken, left = ([name for key, name in _PARTS.items() if (key in excluded) is skips] for skips in (False, True))
     if has_ended:
-        why = f"{place} is this run's last: nothing is left to train"
+        why = f"{place} is this run's last: nothing is left to train; for another run, set job.dump_folder"
+        if manifest.step > last_step:
+            why = f"{place} is beyond training.steps = {last_step}: nothing is left to train; for another run, set "
+            why += "job.dump_folder"
     elif is_own:
         why = f"resuming from {place}" + (f", without its {_join(left)}" if left else "")
     else:
