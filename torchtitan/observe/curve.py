@@ -35,7 +35,7 @@ def draw(folder: Path) -> str:
 
 
 def as_text(points: Points, width: int = 72, height: int = 10) -> str:
-    """A curve of half blocks with its scale; each column shows the mean of its steps, or lies between its neighbours."""
+    """A curve of half blocks with its scale; a column shows the mean of its steps, or lies between its neighbours."""
     first, last = points[0][0], points[-1][0]
     columns: list[list[float]] = [[] for _ in range(width)]
     for step, loss in points:

@@ -30,8 +30,8 @@ from torchtitan.weights.targets import make_empty
 _STEPS_OF_A_FAULT = 8  # at most; with fewer left, the run is finished and a fresh one meets the next fault
 _SMALL = """--job.config_file train_configs/debug_model.toml --model.dim 64 --model.n_layers 4 --model.n_heads 4
     --model.n_kv_heads 2 --model.hidden_dim 160 --training.steps 60 --training.seq_len 32 --training.local_batch_size 1
-    --training.global_batch_size 2 --lr_scheduler.warmup_steps 5 --metrics.log_freq 1 --metrics.sample_freq None --metrics.no_enable_tensorboard
-    --validation.seq_len 32 --validation.steps 2 --validation.freq 10 --checkpoint.interval 2
+    --training.global_batch_size 2 --lr_scheduler.warmup_steps 5 --metrics.log_freq 1 --metrics.no_enable_tensorboard
+    --metrics.sample_freq None --validation.seq_len 32 --validation.steps 2 --validation.freq 10 --checkpoint.interval 2
     --checkpoint.keep_latest_k 4 --comm.train_timeout_seconds 6""".split()
 _LAYOUTS = {
     "FSDP 2": (2, []),
