@@ -291,6 +291,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "validation__steps": 1,
         "profiling__enable_profiling": True,
         "metrics__enable_tensorboard": True,
+        "metrics__sample_freq": 2,
         "debug__deterministic": True,
         "compile__enable": True,
         "compile__backend": "aot_eager_decomp_partition",
