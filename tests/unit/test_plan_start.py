@@ -45,10 +45,10 @@ def plan(keys: dict[str, Any], step: int | None, optimizer: str = "AdamW", **fou
             ("weights", "train_state"),
             "resuming from step 4 in runs/a, without its optimizer states and place in the data",
         ),
-        ({}, 10, {}, 10, EVERYTHING, "step 10 in runs/a is this run's last: nothing is left to train"),
+        ({}, 10, {}, 10, EVERYTHING, "step 10 in runs/a is this run's last: nothing is left to train; for another run, set job.dump_folder"),
         (
             {}, 10, {"only_weights": True, "optimizer": "Muon"}, 10, ("weights", "train_state"),
-            "step 10 in runs/a is this run's last: nothing is left to train",
+            "step 10 in runs/a is this run's last: nothing is left to train; for another run, set job.dump_folder",
         ),
         (ELSEWHERE, 4, {"is_own": False}, 0, ("weights",), "starting at step 0 with the weights of step 4 in runs/a"),
         (

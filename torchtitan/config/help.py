@@ -15,7 +15,7 @@ _EXAMPLES = """\
   {run} --training.steps 20                       shorter
   {run} --training.dataset_path book.txt          your own text
   {run} --model.n_layers 2 --model.dim 128        another shape
-  {run} --model.name qwen3                        another family
+  {run} --model.name my_model.py:SPEC             a model of your own
   {run} --compile.enable                          faster steps after a slow first one
   {run} --checkpoint.enable                       resumes when it is started again
   {run} --parallelism.tensor_parallel_degree 2    on two devices (NGPU=2)

@@ -142,7 +142,7 @@ _INSTEAD = {
     "memory_estimation.enable": "python -m torchtitan dry_run FILE.toml estimates the memory; remove the key",
     "metrics.rank_0_only": "rank 0 writes averages over all ranks, and the largest loss of a rank; remove the key",
     "metrics.save_for_all_ranks": "rank 0 writes averages over all ranks, and the largest loss of a rank; remove it",
-    "model.norm_type": "each family has its own norm, and Llama's is rmsnorm; remove the key",
+    "model.norm_type": "each family has its own norm; remove the key",
     "parallelism.enable_compiled_autograd": "compile.enable compiles the backward of each block too; remove the key",
     "parallelism.pipeline_parallel_microbatches": "set parallelism.pipeline_parallel_microbatch_size to "
     "training.local_batch_size divided by this number",
