@@ -18,6 +18,7 @@
 # PREFLIGHT_SECRET  a word that only this run's nodes know (default: the run id)
 # LOG_RANK     local ranks whose output each node shows, such as 0,1  default: 0
 # DRY_RUN      1: check the configuration, print the command and start nothing
+# DOWNLOAD     1: fetch the tokenizer if its folder has none, with HF_TOKEN; OWNER/NAME: from this repository
 # PYTHON       the Python to use                   default: .venv beside this file, else python3, else a new .venv
 # The script also reads the variables of PyTorchJob, Kubeflow Trainer, Run:ai, Slurm and SkyPilot (docs/launching.md).
 # All options go to train.py; --help lists its sections, and --help training the keys of one.
@@ -33,6 +34,7 @@ if [[ $# == 1 && ($1 == --help || $1 == -h) ]]; then
 fi
 py="$("$here/scripts/setup_env.sh" requirements.txt)"
 cd "$here"
+if [[ "${DOWNLOAD:-0}" != 0 && "${DRY_RUN:-0}" == 0 ]]; then "$py" -m torchtitan.verbs.fetch "$@"; fi
 room=verbs
 if [[ "${PREFLIGHT:-0}" != 0 ]]; then room=preflight; fi
 exec "$py" -m "torchtitan.$room.start" "$@"

@@ -1,8 +1,10 @@
 """Downloads from a hub on this machine: the result is usable as it is, and each error says what to do."""
 
+import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from tests.tiny_runs import TINY
 from torchtitan.__main__ import main
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.verbs import fetch
 from torchtitan.verbs.download import choose
 from torchtitan.weights import stored
 from torchtitan.weights.hugging_face import open_hf
@@ -290,3 +293,24 @@ def test_a_repository_without_what_is_read_here_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         choose(kind, "me/it", names, include)
+
+
+def test_a_run_fetches_its_tokenizer_once_where_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetched = []
+
+    def put(args: argparse.Namespace) -> None:
+        fetched.append(args.repo)
+        shutil.copytree(ROOT / "tests/assets/tokenizer", args.to, dirs_exist_ok=True)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(fetch.download, "run", put)
+    for said, folder in (("1", "Llama-3.2-1B"), ("1", "Llama-3.2-1B"), ("someone/else", "mine")):
+        monkeypatch.setenv("DOWNLOAD", said)
+        fetch.main(["--model.hf_assets_path", str(tmp_path / folder)])
+    assert fetched == ["meta-llama/Llama-3.2-1B", "someone/else"]
+    monkeypatch.setenv("DOWNLOAD", "1")
+    with pytest.raises(SystemExit):
+        fetch.main(["--model.hf_assets_path", str(tmp_path / "unknown")])
+    assert "is named after no repository known here; use DOWNLOAD=OWNER/NAME" in capsys.readouterr().err

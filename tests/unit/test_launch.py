@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -291,6 +292,9 @@ SUBMITTED = {
     "runai_v1_one_node": "runai --api 1 --image registry.example/torchtitan:1 --gpus 1 --name try",
     "k8s": f"k8s {KUBERNETES}",
     "k8s_v1": f"k8s --api 1 {KUBERNETES}",
+    "jobset": f"jobset {KUBERNETES} --namespace team --queue gpus --pull_secret registry --pull_secret mirror "
+    "--resource rdma/ib=8 --node_label pool=h100 --download",
+    "runai_project": "runai --image registry.example/torchtitan:1 --gpus 1 --name try --project team --download o/n",
     "sky": f"sky {TWO_NODES} --gpu_kind H100 --mount s3://bucket/data:/data --mount texts:/texts",
 }
 
@@ -330,6 +334,19 @@ def test_a_manifest_is_yaml_that_keeps_every_word(place: str, pods: int) -> None
     assert _literal("a$$b") == "a$$$$b"  # Kubernetes turns two $ into one
 
 
+def test_a_cluster_is_told_what_the_job_needs_whichever_operator_it_has() -> None:
+    chosen = {"nodeSelector": {"pool": "h100"}, "imagePullSecrets": [{"name": "registry"}, {"name": "mirror"}]}
+    options = SUBMITTED["jobset"].partition(" ")[2]
+    for site in ("jobset", "k8s", "k8s --api 1"):
+        manifest = yaml.safe_load(launch(f"{site} {options} --dry-run").partition("<<'END'\n")[2].removesuffix("END\n"))
+        assert manifest["metadata"]["namespace"] == "team"
+        assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gpus"}
+        text = json.dumps(manifest)
+        assert json.dumps({"nvidia.com/gpu": "8", "rdma/ib": "8"}) in text
+        assert all(f"{json.dumps(key)}: {json.dumps(value)}" in text for key, value in chosen.items())
+        assert '{"name": "DOWNLOAD", "value": "1"}' in text
+
+
 @pytest.mark.parametrize(
     "value", [{}, [], {"a": []}, [[1, 2], {"b": None}], {"x.y/z": True, "on": "no", "t": "a\nb: 'c' \u00e9 \U0001f600"}]
 )
@@ -358,6 +375,9 @@ def test_a_token_is_named_and_never_shown(in_the_repository: None, monkeypatch: 
             "slurm --gpu_kind H100",
             "--gpu_kind H100 works only for sky; drop it, and choose the GPU in slurm's own settings",
         ),
+        ("slurm --namespace x", "--namespace x works only for k8s and jobset; drop it"),
+        ("k8s --image i --project x", "--project x works only for runai; drop it"),
+        ("k8s --image i --resource rdma/ib", "--resource rdma/ib is not an assignment; use NAME=VALUE"),
         ("sky --api 1", "--api 1 is given, but sky has only one interface; drop --api"),
         ("sky", "--gpus 8 comes without --gpu_kind, but SkyPilot searches by the kind of GPU; add --gpu_kind H100"),
         ("k8s", "no --image is given, but the nodes get their code from an image; build one"),

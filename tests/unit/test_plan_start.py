@@ -45,7 +45,15 @@ def plan(keys: dict[str, Any], step: int | None, optimizer: str = "AdamW", **fou
             ("weights", "train_state"),
             "resuming from step 4 in runs/a, without its optimizer states and place in the data",
         ),
-        ({}, 10, {}, 10, EVERYTHING, "step 10 in runs/a is this run's last: nothing is left to train; for another run, set job.dump_folder"),
+        (
+            {}, 10, {}, 10, EVERYTHING,
+            "step 10 in runs/a is this run's last: nothing is left to train; for another run, set job.dump_folder",
+        ),
+        (
+            {}, 12, {}, 12, EVERYTHING,
+            "step 12 in runs/a is beyond training.steps = 10: nothing is left to train; for another run, set "
+            "job.dump_folder",
+        ),
         (
             {}, 10, {"only_weights": True, "optimizer": "Muon"}, 10, ("weights", "train_state"),
             "step 10 in runs/a is this run's last: nothing is left to train; for another run, set job.dump_folder",

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan.refusal import Refusal
@@ -26,6 +26,12 @@ class Job:
     secret: str | None  # name of a Kubernetes secret that has the key HF_TOKEN
     has_token: bool  # HF_TOKEN is set on the machine that submits the job
     options: Sequence[str]  # for train.py
+    project: str | None = None  # of Run:ai
+    namespace: str | None = None  # this and what follows are for Kubernetes
+    queue: str | None = None  # of Kueue
+    pull_secrets: Sequence[str] = ()  # for the registry of the image
+    resources: Mapping[str, str] = field(default_factory=dict)  # a node's, besides GPUs
+    node_labels: Mapping[str, str] = field(default_factory=dict)  # that a node must have
 
     @property
     def command(self) -> list[str]:

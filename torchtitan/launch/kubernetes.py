@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: a TrainJob, and the PyTorchJob of the older operator."""
+"""Manifests for Kubernetes: a TrainJob, the PyTorchJob of the older operator, and a JobSet, which needs neither."""
 
 from typing import Any
 
@@ -57,6 +57,35 @@ def k8s_v1(job: Job) -> Submission:
     return _kubectl("kubeflow.org/v1", "PyTorchJob", job, spec)
 
 
+def jobset(job: Job) -> Submission:
+    """A JobSet of one indexed Job. Node 0 is reached by the name that the JobSet gives its first pod."""
+    pod = _pod_settings(job)
+    rank = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    place = {"NNODES": str(job.nodes), "NGPU": str(max(1, job.gpus)), "MASTER_ADDR": f"{job.name}-node-0-0.{job.name}"}
+    env = [{"name": name, "value": value} for name, value in place.items() if name not in job.variables]
+    container = {
+        "name": "node",
+        "image": image_of(job),
+        "command": [_literal(word) for word in job.command],
+        "env": [*env, {"name": "NODE_RANK", "valueFrom": {"fieldRef": rank}}, *_env(job)],
+        "resources": _resources(job),
+        "volumeMounts": pod.pop("volumeMounts"),
+    }
+    of_node = {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimit": 0,  # one pod's failure fails the Job, and the JobSet starts all pods again
+        "template": {"spec": {**pod, "restartPolicy": "Never", "containers": [container]}},
+    }
+    spec = {
+        "failurePolicy": {"maxRestarts": 3},
+        "network": {"enableDNSHostnames": True},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": of_node}}],
+    }
+    return _kubectl("jobset.x-k8s.io/v1alpha2", "JobSet", job, spec)
+
+
 def _env(job: Job) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = [{"name": name, "value": _literal(value)} for name, value in job.variables.items()]
     if job.secret:
@@ -69,7 +98,8 @@ def _literal(text: str) -> str:
 
 
 def _resources(job: Job) -> dict[str, Any]:
-    return {"limits": {"nvidia.com/gpu": str(job.gpus)}} if job.gpus else {}
+    limits = ({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}) | dict(job.resources)
+    return {"limits": limits} if limits else {}
 
 
 def _pod_settings(job: Job) -> dict[str, Any]:
@@ -78,7 +108,10 @@ def _pod_settings(job: Job) -> dict[str, Any]:
         {"name": f"mount-{i}", "persistentVolumeClaim": {"claimName": what}} for i, (what, _) in enumerate(job.mounts)
     ]
     mounts = [{"name": f"mount-{i}", "mountPath": where} for i, (_, where) in enumerate(job.mounts)]
-    return {
+    chosen: dict[str, Any] = {"nodeSelector": dict(job.node_labels)} if job.node_labels else {}
+    if job.pull_secrets:
+        chosen["imagePullSecrets"] = [{"name": name} for name in job.pull_secrets]
+    return chosen | {
         "terminationGracePeriodSeconds": SECONDS_TO_SAVE + 10,
         "securityContext": {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"},
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}, *claims],
@@ -87,5 +120,10 @@ def _pod_settings(job: Job) -> dict[str, Any]:
 
 
 def _kubectl(version: str, kind: str, job: Job, spec: dict[str, Any]) -> Submission:
-    manifest = {"apiVersion": version, "kind": kind, "metadata": {"name": job.name}, "spec": spec}
+    metadata: dict[str, Any] = {"name": job.name}
+    if job.namespace:
+        metadata["namespace"] = job.namespace
+    if job.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
+    manifest = {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
     return Submission(["kubectl", "apply", "-f", "-"], {}, to_yaml(manifest))

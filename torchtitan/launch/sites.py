@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.launch.job import Job, Submission, image_of
-from torchtitan.launch.kubernetes import k8s, k8s_v1
+from torchtitan.launch.kubernetes import jobset, k8s, k8s_v1
 from torchtitan.launch.yaml_text import to_yaml
 from torchtitan.refusal import Refusal
 
@@ -32,7 +32,12 @@ def runai(job: Job, old: bool = False) -> Submission:
     kind = ["training", *(["pytorch"] if several else []), "submit", job.name]
     if old:
         kind = [*(["submit-dist", "pytorch"] if several else ["submit"]), "--name", job.name]
-    flags = ["-i", image_of(job), *(["-g", str(job.gpus)] if job.gpus else [])]
+    flags = [
+        *(["-p", job.project] if job.project else []),
+        "-i",
+        image_of(job),
+        *(["-g", str(job.gpus)] if job.gpus else []),
+    ]
     flags += [f"--workers={job.nodes - 1}"] if several else []  # the master comes on top
     flags += ["--large-shm", *(part for name, value in job.variables.items() for part in ("-e", f"{name}={value}"))]
     if job.secret:
@@ -71,5 +76,6 @@ SITES: dict[tuple[str, int], Callable[[Job], Submission]] = {  # (site, --api)
     ("runai", 1): functools.partial(runai, old=True),
     ("k8s", 2): k8s,
     ("k8s", 1): k8s_v1,
+    ("jobset", 2): jobset,
     ("sky", 2): sky,
 }

@@ -15,15 +15,23 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtitan.launch.job import Job
 from torchtitan.launch.sites import SITES
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
 
+_KUBERNETES = ("k8s", "jobset")
+_ONLY_FOR = {"project": ("runai",)} | dict.fromkeys(
+    ("namespace", "queue", "pull_secret", "resource", "node_label"), _KUBERNETES
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("site", choices=("slurm", "runai", "k8s", "sky"), help="the site whose client submits the job")
+    parser.add_argument(
+        "site", choices=("slurm", "runai", "k8s", "jobset", "sky"), help="the site whose client submits the job"
+    )
     parser.add_argument(
         "--config", default="train_configs/debug_model.toml", help="TOML file to train with (default: %(default)s)"
     )
@@ -48,6 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="environment variable of the job; may be repeated",
     )
     parser.add_argument("--secret", help="Kubernetes secret whose key HF_TOKEN holds the Hugging Face token")
+    parser.add_argument(
+        "--download",
+        nargs="?",
+        const="1",
+        metavar="OWNER/NAME",
+        help="fetch the tokenizer at the start if its folder has none (default: of the repository with its name)",
+    )
+    parser.add_argument("--project", help="project of Run:ai (default: the client's own)")
+    parser.add_argument("--namespace", help="Kubernetes namespace (default: the client's own)")
+    parser.add_argument("--queue", help="local queue of Kueue that admits the job")
+    several: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument("--pull_secret", **several, help="secret for the image's registry; may be repeated")
+    parser.add_argument(
+        "--resource", **several, metavar="NAME=COUNT", help="what a node needs besides GPUs, such as rdma/ib=8"
+    )
+    parser.add_argument("--node_label", **several, metavar="KEY=VALUE", help="a label that the nodes must have")
     parser.add_argument("--name", help="name of the job (default: made from the name of the TOML file)")
     parser.add_argument(
         "--api", type=int, choices=(1, 2), default=2, help="1 uses the older interface: runai submit-dist, PyTorchJob"
@@ -69,6 +93,14 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
         raise Refusal(
             f"--gpu_kind {args.gpu_kind} works only for sky; drop it, and choose the GPU in {args.site}'s own settings"
         )
+    for option, sites in _ONLY_FOR.items():
+        if (given := getattr(args, option)) and args.site not in sites:
+            shown = given if isinstance(given, str) else " ".join(given)
+            raise Refusal(f"--{option} {shown} works only for {' and '.join(sites)}; drop it")
+    for option in ("resource", "node_label"):
+        for given in getattr(args, option):
+            if not re.fullmatch("[^=]+=[^=]+", given):
+                raise Refusal(f"--{option} {given} is not an assignment; use NAME=VALUE")
     for given in args.env:
         if not re.match("[A-Za-z_][A-Za-z0-9_]*=", given):
             raise Refusal(f"--env {given} is not an assignment; use NAME=VALUE")
@@ -86,6 +118,8 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
             f"--name {name} is not a valid name; use a letter, then up to 39 of a-z, 0-9 and -, the last of them no -"
         )
     env = dict(given.split("=", 1) for given in args.env)
+    if args.download:
+        env["DOWNLOAD"] = args.download
     if env.get("PREFLIGHT", "0") != "0":
         env.setdefault("PREFLIGHT_SECRET", secrets.token_hex(16))
     return Job(
@@ -100,6 +134,12 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
         secret=args.secret,
         has_token=has_token,
         options=options,
+        project=args.project,
+        namespace=args.namespace,
+        queue=args.queue,
+        pull_secrets=args.pull_secret,
+        resources=dict(given.split("=") for given in args.resource),
+        node_labels=dict(given.split("=") for given in args.node_label),
     )
 
 
