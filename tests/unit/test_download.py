@@ -313,4 +313,4 @@ def test_a_run_fetches_its_tokenizer_once_where_it_is_told_to(
     monkeypatch.setenv("DOWNLOAD", "1")
     with pytest.raises(SystemExit):
         fetch.main(["--model.hf_assets_path", str(tmp_path / "unknown")])
-    assert "is named after no repository known here; use DOWNLOAD=OWNER/NAME" in capsys.readouterr().err
+    assert "is named after no repository that is known here; use DOWNLOAD=OWNER/NAME" in capsys.readouterr().err
