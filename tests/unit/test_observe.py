@@ -251,9 +251,25 @@ def test_a_known_devices_peak_is_its_data_sheets(name: str, tflops: float, monke
 @pytest.mark.parametrize("name", ["NVIDIA A10000 Imaginary", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
 def test_an_unknown_devices_peak_is_measured_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    hardware._measure_peak.cache_clear()
     monkeypatch.setattr(hardware, "measure_matmul_flops", lambda device, dtype: 5e12)
     assert hardware.find_peak(torch.device("cuda"), torch.bfloat16) == hardware.Peak(5e12, "measured")
     assert hardware.find_peak(torch.device("cpu"), torch.float32) == hardware.Peak(5e12, "measured")
+
+
+def test_a_peak_is_measured_until_two_rounds_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for speeds, count, peak, spread in (
+        ((4, 4.1), 2, 4.1, 0.024),
+        ((2, 4, 3, 3.9, 9), 4, 4, 0.025),
+        ((1, 2) * 9, 4, 2, 0),
+    ):
+        left = list(speeds)
+        monkeypatch.setattr(hardware, "measure_matmul_flops", lambda *_, left=left: left.pop(0))
+        hardware._measure_peak.cache_clear()
+        found = hardware.find_peak(torch.device("cpu"), torch.float32)
+        assert found == hardware.Peak(peak, "measured", pytest.approx(spread, abs=1e-3))
+        assert len(speeds) - len(left) == count
+    hardware._measure_peak.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,10 @@ class Run:
         machine = f"{self.place.world_size} x {hardware.describe_device(self.device)}"
         logger.info(f"{self.config.job.description}: {machine}, mesh {self.dims}")
         logger.info(f"peak {peak.flops / 1e12:.2f} TFLOP/s a device ({peak.origin})")
+        if peak.spread > 0.1:
+            logger.info(
+                f"this machine is busy: its best measurements differ by {peak.spread:.0%}, and MFU is as uncertain"
+            )
         if advice := hardware.advise_type(self.device, used):
             logger.info(advice)
         return peak
