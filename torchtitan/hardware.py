@@ -165,7 +165,10 @@ def _measure_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
 def measure_matmul_flops(
     device: "torch.device", dtype: "torch.dtype", seconds: float = 0.2, size: int | None = None
 ) -> float:
-    """Multiply square matrices for about `seconds`, and return the FLOP/s of the fastest product."""
+    """Multiply square matrices for about `seconds`, and return the FLOP/s of the fastest product.
+
+    On a CPU, time is what this process had of its cores, so that other programs do not lower the result.
+    """
     import torch
 
     n = size or (8192 if device.type == "cuda" else 1024)
@@ -173,11 +176,12 @@ def measure_matmul_flops(
     out = torch.empty_like(a)
 
     def timed() -> float:
-        start = time.perf_counter()
+        on_gpu = device.type == "cuda"
+        start = time.perf_counter() if on_gpu else time.process_time() / torch.get_num_threads()
         torch.mm(a, b, out=out)
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        return (time.perf_counter() if on_gpu else time.process_time() / torch.get_num_threads()) - start
 
     timed()
     best, end = timed(), time.perf_counter() + seconds
