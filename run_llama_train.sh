@@ -34,7 +34,9 @@ if [[ $# == 1 && ($1 == --help || $1 == -h) ]]; then
 fi
 py="$("$here/scripts/setup_env.sh" requirements.txt)"
 cd "$here"
-if [[ "${DOWNLOAD:-0}" != 0 && "${DRY_RUN:-0}" == 0 ]]; then "$py" -m torchtitan.verbs.fetch "$@"; fi
+if [[ "${DOWNLOAD:-0}" != 0 && "${DRY_RUN:-0}" == 0 ]]; then
+  "$py" -m torchtitan.verbs.fetch "$DOWNLOAD" "${CONFIG_FILE:-train_configs/debug_model.toml}" "$@"
+fi
 room=verbs
 if [[ "${PREFLIGHT:-0}" != 0 ]]; then room=preflight; fi
 exec "$py" -m "torchtitan.$room.start" "$@"

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "tests" / "assets" / "tokenizer"
 TOKENIZER = {path.name: path.read_bytes() for path in SHIPPED.iterdir()}
 LLAMA = "meta-llama/Llama-3.1-8B"
+DEBUG = "train_configs/debug_model.toml"
 
 # One process for all: huggingface_hub reads HF_ENDPOINT and HF_HUB_OFFLINE when it is imported.
 WORKER = """
@@ -307,10 +308,8 @@ def test_a_run_fetches_its_tokenizer_once_where_it_is_told_to(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(fetch.download, "run", put)
     for said, folder in (("1", "Llama-3.2-1B"), ("1", "Llama-3.2-1B"), ("someone/else", "mine")):
-        monkeypatch.setenv("DOWNLOAD", said)
-        fetch.main(["--model.hf_assets_path", str(tmp_path / folder)])
+        fetch.main(said, DEBUG, "--model.hf_assets_path", str(tmp_path / folder))
     assert fetched == ["meta-llama/Llama-3.2-1B", "someone/else"]
-    monkeypatch.setenv("DOWNLOAD", "1")
     with pytest.raises(SystemExit):
-        fetch.main(["--model.hf_assets_path", str(tmp_path / "unknown")])
+        fetch.main("1", DEBUG, "--model.hf_assets_path", str(tmp_path / "unknown"))
     assert "is named after no repository that is known here; use DOWNLOAD=OWNER/NAME" in capsys.readouterr().err

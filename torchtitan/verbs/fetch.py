@@ -6,7 +6,6 @@ folder fetch it once: the others wait for the lock and then find it.
 
 import argparse
 import fcntl
-import os
 import sys
 from pathlib import Path
 
@@ -44,17 +43,16 @@ def _is_there(folder: Path) -> bool:
     return True
 
 
-def main(options: list[str]) -> None:
-    file = os.environ.get("CONFIG_FILE") or "train_configs/debug_model.toml"
+def main(said: str, file: str, *options: str) -> None:
     config, _ = load_run_or_exit(["--job.config_file", file, *options], None, rank=0)
     folder = Path(config.model.hf_assets_path)
     try:
         if not _is_there(folder):
-            fetch_tokenizer(folder, os.environ["DOWNLOAD"])
+            fetch_tokenizer(folder, said)
     except Refusal as error:
         print(f"run_llama_train.sh: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])
