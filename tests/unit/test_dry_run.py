@@ -23,7 +23,7 @@ from torchtitan.models.layers import FeedForward
 from torchtitan.models.llama.args import LlamaArgs, parts
 from torchtitan.models.llama.model import TransformerBlock
 from torchtitan.planner import dry_run as planner
-from torchtitan.planner.dry_run import Estimate, estimate, verdict
+from torchtitan.planner.dry_run import Estimate, bars, estimate, verdict
 from torchtitan.planner.footprint import Footprint
 from torchtitan.planner.replay import Replay
 from torchtitan.planner.structure import structure
@@ -289,6 +289,12 @@ def test_what_cannot_be_estimated_is_refused(tmp_path: Path, rank: int, options:
     config = tiny_config(tmp_path, 2, training__local_batch_size=4, comm__mode="fake_backend", **options)
     with pytest.raises(ValueError, match=message):
         dry_run(config, Place(rank, rank, 2))
+
+
+def test_bars_show_what_fills_a_rank() -> None:
+    sizes = ({"parameters": 1 << 30, "activations": 1 << 30}, {"parameters": 1 << 30, "gradients": 3 << 30})
+    first, second = bars([Estimate(8 * rank, 0, peak, {}) for rank, peak in enumerate(sizes)]).splitlines()[1:]
+    assert first == f"    0 {'█' * 15}{'░' * 15} 2.00 GiB" and second == f"    8 {'█' * 15}{'▓' * 45} 4.00 GiB"
 
 
 def test_a_rank_that_does_not_fit_is_refused() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -60,6 +61,8 @@ def test_nodes_that_are_alike_pass_and_what_was_found_is_a_file(
     out, err = capsys.readouterr()
     assert err.count("preflight passed") == 3 and "Gbit/s of one TCP stream" in out
     found = json.loads((tmp_path / "preflight.json").read_text())
+    drawn = ElementTree.parse(tmp_path / "preflight.svg")
+    assert len(drawn.findall(".//{*}rect/{*}title")) == 2 * len(found["pairs"]) > 0
     assert found["errors"] == [] and [node["host"] for node in found["nodes"]] == [socket.gethostname()] * 3
     assert {(p["to"], p["from"]) for p in found["pairs"]} == {(0, 1), (0, 2), (1, 2)}
     assert all(p["gbit_there"] > 0 and p["gbit_back"] > 0 and p["round_trip_ms"] > 0 for p in found["pairs"])

@@ -39,6 +39,8 @@ from torchtitan.training.update import Update
 
 _DEVICE = torch.device("cpu")  # the fake tensors' device; torch without CUDA cannot have fake tensors on a GPU
 
+_SHADES, _BAR = "█▓▒░", 60  # of a bar, and its length
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -83,6 +85,7 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
             print("GiB held at the peak, and GiB moved in a step:")
             print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
         print(describe(estimates[-1], capacity), flush=True)
+    print(bars(estimates))
     print(verdict(estimates, capacity))
     return estimates
 
@@ -209,6 +212,21 @@ def describe(estimate: Estimate, capacity: int | None) -> str:
 def _row(rank: str, parameters: str, values: list[str], last: str) -> str:
     columns = zip([*KINDS, "peak", *COLLECTIVES], values, strict=True)
     return f"{rank:>5} {parameters:>15} " + " ".join(f"{value:>{max(8, len(name))}}" for name, value in columns) + last
+
+
+def bars(estimates: list[Estimate]) -> str:
+    """What fills each pipeline rank at its peak; the longest bar is the largest rank's."""
+    largest = max(estimate.peak_bytes for estimate in estimates)
+    shades = dict(zip(KINDS, _SHADES, strict=True))
+    lines = ["  ".join(f"{shade} {kind}" for kind, shade in shades.items())]
+    for estimate in estimates:
+        parts = "".join(
+            shades[kind] * round(_BAR * size / max(1, largest))
+            for kind, size in estimate.peak.items()
+            if kind in shades
+        )
+        lines.append(f"{estimate.rank:>5} {parts} {estimate.peak_bytes / 2**30:.2f} GiB")
+    return "\n".join(lines)
 
 
 def verdict(estimates: list[Estimate], capacity: int | None) -> str:

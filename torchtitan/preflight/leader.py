@@ -26,6 +26,7 @@ from torchtitan.preflight.arrivals import Arrivals
 from torchtitan.preflight.compare import differences, gpu_notes, in_short, name_of
 from torchtitan.preflight.connection import Channel, listen
 from torchtitan.preflight.facts import Facts, digest
+from torchtitan.preflight.heat_map import draw
 from torchtitan.preflight.report import slow_pairs
 
 _CLOCK_SECONDS = 5  # torchrun (c10d) sends heartbeats every 5 s, and takes a node for dead when the last looks 15 s old
@@ -105,6 +106,8 @@ class Leader(threading.Thread):
             ]
             text = json.dumps(asdict(self.report) | {"nodes": nodes}, indent=1)
             (folder / "preflight.json").write_text(text, encoding="utf-8")
+            if self.report.pairs:
+                (folder / "preflight.svg").write_text(draw(asdict(self.report)), encoding="utf-8")
         except OSError as error:
             self.report.errors.append(
                 f"job.dump_folder = {str(folder)!r} cannot be written on node 0: {error.strerror}; use another folder"
