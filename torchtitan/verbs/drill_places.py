@@ -51,12 +51,13 @@ class ObjectStore(Place):
         os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
         import s3fs
 
+        s3fs.S3FileSystem.clear_instance_cache()  # a client of an earlier stand-in would still ask that one
         end = time.monotonic() + _START_SECONDS
         while True:
             try:
                 s3fs.S3FileSystem(skip_instance_cache=True).mkdirs("drill", exist_ok=True)
                 return
-            except OSError:
+            except Exception:  # its client raises its own types, too, until the server listens
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.2)
