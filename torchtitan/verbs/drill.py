@@ -35,7 +35,11 @@ _SMALL = """--job.config_file train_configs/debug_model.toml --model.dim 64 --mo
     --checkpoint.keep_latest_k 4 --comm.train_timeout_seconds 6""".split()
 _LAYOUTS = {
     "FSDP 2": (2, []),
-    "PP 2": (2, ["--parallelism.pipeline_parallel_degree", "2"]),
+    "PP 2": (
+        2,
+        ["--parallelism.pipeline_parallel_degree", "2"]
+        + ["--training.local_batch_size", "2", "--validation.local_batch_size", "2"],
+    ),
     "TP 2 x FSDP 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
 }
 _SAVES = {"sync": ["--checkpoint.async_mode", "disabled"], "async": ["--checkpoint.async_mode", "async"]}
