@@ -255,7 +255,8 @@ def test_a_dry_run_needs_no_data_and_leaves_no_run_folder(tmp_path: Path, capsys
     options = {"comm__mode": "fake_backend", "model__vocab_size": 5000, "training__global_batch_size": 32}
     dry_run(tiny_config(tmp_path / "run", 8, **PP, **options, **nowhere), Place(0, 0, 8))
     assert not (tmp_path / "run").exists()
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == ["0", "4"]
+    table = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in table if line.endswith("passes")] == ["0", "4"]
 
 
 def test_what_a_compiler_does_is_left_out(tmp_path: Path) -> None:

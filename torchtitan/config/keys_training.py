@@ -111,7 +111,7 @@ class Training(Section):
 
     text_key: str = "text"
     """Field or column that holds the text of a document. Several become one text by a template, in which each name
-    stands in braces: "{question}\\n{answer}". Not in torchtitan."""
+    stands in braces: "{question} {answer}". Not in torchtitan."""
 
     sources: list[DataSource] = []
     """Mixes several sources by weight, instead of `dataset` and `dataset_path`: one `[[training.sources]]` table each,
