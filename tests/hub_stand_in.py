@@ -1,5 +1,6 @@
-"""A small Hugging Face hub on loopback: repositories with one commit, gated ones, renamed ones, and faults."""
+"""A small Hugging Face hub on loopback: repositories with one commit, gated and renamed ones, uploads, and faults."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -35,6 +36,7 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
         self.renamed: dict[str, str] = {}
         self.fetched: list[str] = []
+        self.uploaded: dict[str, bytes] = {}  # large files by their checksum
         self.closed = threading.Event()
         hub = self
 
@@ -45,6 +47,11 @@ class Hub:
                 hub.answer(self)
 
             do_HEAD = do_GET
+
+            def do_POST(self) -> None:
+                hub.take(self)
+
+            do_PUT = do_POST
 
             def log_message(self, *_: Any) -> None: ...
 
@@ -96,6 +103,40 @@ class Hub:
             return send(to, repository.faults[file], message="Something is broken here")
         self._send_file(to, repository, file)
 
+    def take(self, to: BaseHTTPRequestHandler) -> None:
+        """What is uploaded: small files within a commit, large ones (Git LFS) before it."""
+        body = to.rfile.read(int(to.headers.get("Content-Length") or 0))
+        path = unquote(urlsplit(to.path).path).strip("/")
+        if path.startswith("large/"):
+            self.uploaded[path.removeprefix("large/")] = body
+            return send(to, 200)
+        if TOKENS.get(to.headers.get("Authorization", "").removeprefix("Bearer ")) != "has access":
+            return send(to, 403, message="You don't have the rights to create a model under this namespace")
+        if path == "api/repos/create":
+            about = json.loads(body)
+            name = f"{about['organization']}/{about['name']}" if about.get("organization") else about["name"]
+            self.repositories.setdefault(name, Repository({}))
+            return send_json(to, {"url": f"{self.url}/{name}", "id": name, "name": name})
+        if path.endswith("/info/lfs/objects/batch"):
+            wanted = [(each["oid"], each["size"]) for each in json.loads(body)["objects"]]
+            put = [{"oid": oid, "size": size, "actions": {"upload": {"href": f"{self.url}/large/{oid}"}}}
+                   for oid, size in wanted]  # fmt: skip
+            return send_json(to, {"transfer": "basic", "objects": put})
+        if "/preupload/" in path:
+            modes = [{"path": file["path"], "shouldIgnore": False,
+                      "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular"}
+                     for file in json.loads(body)["files"]]  # fmt: skip
+            return send_json(to, {"files": modes})
+        name = path.removeprefix("api/models/").partition("/commit/")[0]
+        for line in map(json.loads, body.splitlines()):
+            about = line["value"]
+            if line["key"] == "file":
+                self.repositories[name].files[about["path"]] = base64.b64decode(about["content"])
+            elif line["key"] == "lfsFile":
+                self.repositories[name].files[about["path"]] = self.uploaded[about["oid"]]
+        commit = self.repositories[name].commit
+        send_json(to, {"success": True, "commitOid": commit, "commitUrl": f"{self.url}/{name}/commit/{commit}"})
+
     def _send_file(self, to: BaseHTTPRequestHandler, repository: Repository, file: str) -> None:
         data = repository.files[file]
         etag = f'"{hashlib.sha1(data).hexdigest()}"'
@@ -128,5 +169,5 @@ def send(to: BaseHTTPRequestHandler, status: int, code: str = "", message: str =
         if value:
             to.send_header(name, value)
     to.end_headers()
-    if to.command == "GET":
+    if to.command != "HEAD":
         to.wfile.write(body)

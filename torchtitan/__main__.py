@@ -49,6 +49,7 @@ def main(argv: list[str]) -> None:
     )
     convert.add_argument("--dtype", choices=dtypes, help="type of the weights in TO (default: that of FROM)")
     convert.add_argument("--shard_gb", type=float, default=5, help="GB of a safetensors file (default: %(default)s)")
+    convert.add_argument("--push", metavar="OWNER/NAME", help="then put TO on the hub; a new repository is private")
     assets = "file or folder (default: model.hf_assets_path of the run, or the downloaded folder)"
     convert.add_argument("--tokenizer", help=assets)
 

@@ -43,7 +43,7 @@ for line in sys.stdin:
     said, error = io.StringIO(), ""
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
         try:
-            main(["download", *arguments])
+            main(arguments)
         except SystemExit as end:
             error = str(end.code)
         except BaseException as other:
@@ -55,7 +55,7 @@ for line in sys.stdin:
 def environment(folder: Path, url: str, **more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-    return kept | quiet | {"HF_ENDPOINT": url, "HF_HOME": str(folder / "home")} | more
+    return kept | quiet | {"HF_HUB_DISABLE_XET": "1", "HF_ENDPOINT": url, "HF_HOME": str(folder / "home")} | more
 
 
 class Machine:
@@ -74,7 +74,10 @@ class Machine:
         )
 
     def download(self, arguments: str, token: str | None = None) -> tuple[str, str]:
-        """What it prints, and the message it ends with."""
+        return self.call(f"download {arguments}", token)
+
+    def call(self, arguments: str, token: str | None = None) -> tuple[str, str]:
+        """What a verb prints, and the message it ends with."""
         assert self.worker.stdin is not None and self.worker.stdout is not None
         self.hub.fetched.clear()
         self.worker.stdin.write(json.dumps([arguments.split(), token]) + "\n")
@@ -313,3 +316,18 @@ def test_a_run_fetches_its_tokenizer_once_where_it_is_told_to(
     with pytest.raises(SystemExit):
         fetch.main("1", DEBUG, "--model.hf_assets_path", str(tmp_path / "unknown"))
     assert "is named after no repository that is known here; use DOWNLOAD=OWNER/NAME" in capsys.readouterr().err
+
+
+def test_a_converted_model_is_pushed_and_comes_back_the_same(machine: Machine) -> None:
+    store_run(machine.folder / "run")
+    convert = f"convert run pushed --tokenizer {SHIPPED} --push me/tiny"
+    for token, why in ((None, "needs a token that may write"), ("hf_stranger", "does not let this token write there")):
+        assert why in machine.call(convert, token)[1]
+        assert not (machine.folder / "pushed").exists()
+    said, error = machine.call(convert, "hf_member")
+    assert not error and f"pushed: {machine.hub.url}/me/tiny/commit/" in said
+    there = {name: data for name, data in machine.hub.repositories["me/tiny"].files.items() if name != ".gitattributes"}
+    assert there == machine.files("pushed") and "model.safetensors" in there
+    assert not machine.download("model me/tiny --to fetched", "hf_member")[1]
+    assert machine.files("fetched") == there
+    assert "add --to hf" in machine.call("convert pushed again --push me/tiny", "hf_member")[1]

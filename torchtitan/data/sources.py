@@ -12,8 +12,9 @@ from torchtitan.data.sharded import ShardedTexts
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
+from torchtitan.root import ROOT
 
-SHIPPED_TEXT = Path(__file__).parents[2] / "tests" / "assets" / "pydocs"
+SHIPPED_TEXT = ROOT / "tests" / "assets" / "pydocs"
 SHIPPED = {"pydocs": "train.jsonl", "pydocs_validation": "validation.jsonl", "c4_test": "train.jsonl"}
 HUB: dict[str, tuple[str, str | None, str]] = {
     "c4": ("allenai/c4", "en", "train"),

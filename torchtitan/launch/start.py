@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchtitan import hardware
 from torchtitan.config.schema import Config
@@ -21,6 +22,7 @@ from torchtitan.launch.node import Node, loopback_settings
 from torchtitan.launch.variables import read_node
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
+from torchtitan.root import ROOT
 
 _SMI_SECONDS = 60  # the first call on a machine is slow
 
@@ -41,7 +43,8 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     config = env.get("CONFIG_FILE") or "train_configs/debug_model.toml"
     if mode := env.get("COMM_MODE"):
         options = ["--comm.mode", mode, *options]
-    train = ["train.py", "--job.config_file", config, *options]
+    train_py = "train.py" if Path.cwd() == ROOT else str(ROOT / "train.py")
+    train = [train_py, "--job.config_file", config, *options]
     if {"--help", "-h"} & set(options):
         return Start("", {}, train)
     if second := next((option for option in options if re.match("--job.config[_-]file", option)), None):

@@ -17,8 +17,8 @@ from torchtitan import hardware
 from torchtitan.config.names import flat
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import gloo_address, nccl_interfaces, own_addresses
+from torchtitan.root import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 _GPU_FIELDS = ("uuid", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "driver_version")
 
 Facts = dict[str, Any]

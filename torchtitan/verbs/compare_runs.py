@@ -18,8 +18,9 @@ from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config, Parallelism
 from torchtitan.launch.node import environment_here, torchrun_here
 from torchtitan.refusal import Refusal
+from torchtitan.root import ROOT
 
-_TRAIN = Path(__file__).parents[2] / "train.py"
+_TRAIN = ROOT / "train.py"
 _TAIL_LINES = 40
 
 

@@ -1,6 +1,7 @@
 """Weights from one form into another, never in memory as a whole.
 
 python -m torchtitan convert outputs llama-hf            a run's newest checkpoint, for Hugging Face
+python -m torchtitan convert outputs llama-hf --push me/mine   and onto the hub
 python -m torchtitan convert Llama-3.2-1B imported       a Hugging Face folder or Meta's files, as a checkpoint
 """
 
@@ -14,6 +15,7 @@ import torch
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
 from torchtitan.refusal import Refusal
+from torchtitan.verbs import push
 from torchtitan.weights.checkpoint import save_checkpoint
 from torchtitan.weights.stored import StoredModel, build_tokenizer_for, copy_tokenizer, open_model, write_hf
 from torchtitan.weights.targets import refuse_existing
@@ -31,7 +33,13 @@ def run(args: argparse.Namespace) -> None:
             storage, manifest = source.place
             if faults := storage.faults(manifest, manifest.files):
                 raise Refusal(f"{source.weights.where} is damaged: {'; '.join(faults)}; convert another step")
-        if (args.to or ("torchtitan" if source.config is None else "hf")) == "hf":
+        to = args.to or ("torchtitan" if source.config is None else "hf")
+        if args.push:
+            if to != "hf":
+                raise Refusal(f"--push needs Hugging Face's form, but TO will have the form {to}; add --to hf")
+            refuse_existing(args.target)
+            push.make_repository(args.push)
+        if to == "hf":
             write_hf(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
         else:
             write_checkpoint(source, args.target, assets, dtype)
@@ -40,6 +48,8 @@ def run(args: argparse.Namespace) -> None:
         f"{source.weights.where} -> {args.target}: {len(source.weights.outline)} tensors, {size / 2**30:.2f} GiB in "
         f"{time.perf_counter() - begin:.1f} s, peak memory {peak_memory_gib(torch.device('cpu')):.2f} GiB"
     )
+    if args.push:
+        print(f"pushed: {push.push(args.push, args.target)}")
 
 
 def write_checkpoint(source: StoredModel, folder: str, assets: Path, dtype: torch.dtype | None) -> None:

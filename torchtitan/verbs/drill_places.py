@@ -13,8 +13,8 @@ from pathlib import Path
 
 from torchtitan.launch.node import Node, environment_here, torchrun_here
 from torchtitan.refusal import Refusal
+from torchtitan.root import ROOT
 
-_ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30
 Launcher = tuple[Sequence[str], Sequence[str], Mapping[str, str]]  # words before Python, torchrun, environment
 
@@ -110,7 +110,7 @@ class TwoNodes(Place):
             "--mount",
             "--net",
             "--preserve-credentials",
-            f"--wd={_ROOT}",
+            f"--wd={ROOT}",
             *command,
         ]
 

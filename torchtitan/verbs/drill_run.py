@@ -15,9 +15,9 @@ from typing import Any
 
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.refusal import Refusal
+from torchtitan.root import ROOT
 from torchtitan.verbs.drill_places import Place
 
-ROOT = Path(__file__).parents[2]
 _POLL_SECONDS = 0.02
 _SECONDS_TO_LEAVE = 5
 _SECONDS_FOR_OTHER_NODES = 40  # torchrun itself waits 30 s for its ranks

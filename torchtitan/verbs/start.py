@@ -18,5 +18,9 @@ def is_complete(start: Start, _: int) -> bool:
     return not missing
 
 
+def run(options: list[str]) -> None:
+    main(options, check=is_complete)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:], check=is_complete)
+    run(sys.argv[1:])

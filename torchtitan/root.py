@@ -1,0 +1,6 @@
+"""Where train.py, train_configs/ and the small assets are."""
+
+from pathlib import Path
+
+INSIDE = Path(__file__).parent / "shipped"  # pip puts them there (setup.py)
+ROOT = INSIDE if INSIDE.is_dir() else Path(__file__).resolve().parents[1]
