@@ -115,7 +115,9 @@ class Hub:
         if path == "api/repos/create":
             about = json.loads(body)
             name = f"{about['organization']}/{about['name']}" if about.get("organization") else about["name"]
-            self.repositories.setdefault(name, Repository({}))
+            if name in self.repositories:
+                return send(to, 409, message="You already created this model repo")
+            self.repositories[name] = Repository({})
             return send_json(to, {"url": f"{self.url}/{name}", "id": name, "name": name})
         if path.endswith("/info/lfs/objects/batch"):
             wanted = [(each["oid"], each["size"]) for each in json.loads(body)["objects"]]

@@ -320,14 +320,17 @@ def test_a_run_fetches_its_tokenizer_once_where_it_is_told_to(
 
 def test_a_converted_model_is_pushed_and_comes_back_the_same(machine: Machine) -> None:
     store_run(machine.folder / "run")
-    convert = f"convert run pushed --tokenizer {SHIPPED} --push me/tiny"
+    convert = f"convert run pushed --tokenizer {SHIPPED} --push me/mine"
     for token, why in ((None, "needs a token that may write"), ("hf_stranger", "does not let this token write there")):
         assert why in machine.call(convert, token)[1]
         assert not (machine.folder / "pushed").exists()
     said, error = machine.call(convert, "hf_member")
-    assert not error and f"pushed: {machine.hub.url}/me/tiny/commit/" in said
-    there = {name: data for name, data in machine.hub.repositories["me/tiny"].files.items() if name != ".gitattributes"}
+    assert not error and f"pushed: {machine.hub.url}/me/mine/commit/" in said
+    there = {name: data for name, data in machine.hub.repositories["me/mine"].files.items() if name != ".gitattributes"}
     assert there == machine.files("pushed") and "model.safetensors" in there
-    assert not machine.download("model me/tiny --to fetched", "hf_member")[1]
+    assert not machine.download("model me/mine --to fetched", "hf_member")[1]
     assert machine.files("fetched") == there
-    assert "add --to hf" in machine.call("convert pushed again --push me/tiny", "hf_member")[1]
+    assert "does not let this token" in machine.call(convert.replace("pushed", "again"), "hf_stranger")[1]
+    assert not (machine.folder / "again").exists()
+    assert f"pushed: {machine.hub.url}" in machine.call(convert.replace("pushed", "again"), "hf_member")[0]
+    assert "add --to hf" in machine.call("convert pushed other --push me/mine", "hf_member")[1]

@@ -12,11 +12,12 @@ def make_repository(repo: str) -> None:
     if not get_token():
         raise Refusal("--push needs a token that may write: export HF_TOKEN=hf_..., or run `hf auth login`")
     try:
-        HfApi().create_repo(repo, private=True, exist_ok=True)
+        HfApi().create_repo(repo, private=True)  # exist_ok would pass over a 403
     except errors.HFValidationError as error:
         raise Refusal(f"--push {repo} is not the name of a repository ({error}); give OWNER/NAME") from None
     except (OSError, errors.HTTPError, RuntimeError) as error:
-        raise Refusal(f"--push {repo}: {_reason(error)}; nothing was converted") from None
+        if _status(error) != 409:  # it exists, and the token may write there
+            raise Refusal(f"--push {repo}: {_reason(error)}; nothing was converted") from None
 
 
 def push(repo: str, folder: str) -> str:
@@ -24,9 +25,8 @@ def push(repo: str, folder: str) -> str:
     from huggingface_hub import HfApi, errors
 
     try:
-        return (
-            HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Weights and tokenizer").commit_url
-        )
+        commit = HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message="Weights and tokenizer")
+        return commit.commit_url
     except (OSError, errors.HTTPError, RuntimeError) as error:
         again = f"{Path(folder)} is complete; push it with: hf upload {repo} {folder}"
         raise Refusal(f"--push {repo}: {_reason(error)}; {again}") from None
@@ -35,8 +35,12 @@ def push(repo: str, folder: str) -> str:
 def _reason(error: Exception) -> str:
     from huggingface_hub import constants
 
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = _status(error)
     said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
     if status in (401, 403):
         return f"{constants.ENDPOINT} does not let this token write there ({said}); use a token of the type Write"
     return f"{constants.ENDPOINT} answered {status} ({said})" if status else f"{constants.ENDPOINT}: {said}"
+
+
+def _status(error: Exception) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
