@@ -257,6 +257,7 @@ def test_a_dry_run_needs_no_data_and_leaves_no_run_folder(tmp_path: Path, capsys
     assert not (tmp_path / "run").exists()
     table = capsys.readouterr().out.splitlines()[2:]
     assert [line.split()[0] for line in table if line.endswith("passes")] == ["0", "4"]
+    assert [line.split()[0] for line in table if "■ " in line and " stage " in line] == ["0", "4"]
 
 
 def test_what_a_compiler_does_is_left_out(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place, gpu_memory_bytes
 from torchtitan.models.spec import Blueprint
-from torchtitan.models.stages import plan_stages
+from torchtitan.models.stages import StagePlan, plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.planner.footprint import COLLECTIVES, KINDS, Footprint
@@ -86,6 +86,8 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
             print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
         print(describe(estimates[-1], capacity), flush=True)
     print(bars(estimates))
+    if dims.pp > 1:
+        print(cut(plan_stages(blueprint.parts(), config.parallelism), place.world_size // dims.pp))
     print(verdict(estimates, capacity))
     return estimates
 
@@ -226,6 +228,19 @@ def bars(estimates: list[Estimate]) -> str:
             if kind in shades
         )
         lines.append(f"{estimate.rank:>5} {parts} {estimate.peak_bytes / 2**30:.2f} GiB")
+    return "\n".join(lines)
+
+
+def cut(plan: StagePlan, step: int) -> str:
+    """Which part of the model each stage has, by its first rank; `step` is the distance of two pipeline ranks."""
+    lines, begin, total = ["the pipeline's cut:"], 0, sum(map(len, plan.stages))
+    for number, (parts, rank) in enumerate(zip(plan.stages, plan.ranks, strict=True)):
+        left, right = (round(_BAR * place / total) for place in (begin, begin + len(parts)))
+        span = f"{parts[0].name} to {parts[-1].name}"
+        lines.append(
+            f"{rank * step:>5} {' ' * left}{'■' * (right - left)}{' ' * (_BAR - right)} stage {number}: {span}"
+        )
+        begin += len(parts)
     return "\n".join(lines)
 
 
