@@ -44,7 +44,9 @@ def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str,
 def stored(folder: Path, flavor: str) -> tuple[Path, Path]:
     run, hf = store_run(folder / "run", flavor), folder / "hf"
     convert(
-        Namespace(source=str(run), target=str(hf), to=None, dtype=None, shard_gb=0.0003, tokenizer=None, model=None)
+        Namespace(
+            source=str(run), target=str(hf), to=None, dtype=None, shard_gb=0.0003, tokenizer=None, model=None, push=None
+        )
     )
     return run, hf
 

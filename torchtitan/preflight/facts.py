@@ -40,7 +40,7 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
     return {
         "host": socket.gethostname(),
         "launch": dict(launch),
-        "code": code_digests(ROOT),
+        "code": code_digests(),
         # The path of the TOML file may differ between nodes; its values may not.
         "config": {k: json.dumps(v) for k, v in flat(config.model_dump(exclude={"job": {"config_file"}})).items()},
         "versions": versions(devices),
@@ -54,10 +54,12 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
     }
 
 
-def code_digests(root: Path) -> dict[str, str]:
+def code_digests() -> dict[str, str]:
     """A digest of each Python file that training may run. Git cannot tell, for an image has none."""
-    files = sorted([*root.glob("*.py"), *root.glob("torchtitan/**/*.py")])
-    return {str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+    package = Path(__file__).resolve().parents[1]
+    files = {str(path.relative_to(package.parent)): path for path in sorted(package.rglob("*.py"))}
+    files["train.py"] = ROOT / "train.py"
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 
 def digest(facts: Mapping[str, str]) -> str:
