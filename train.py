@@ -79,9 +79,9 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
         records = start_record(run.folder, recorded, goes_on=checkpoints.resumes)
         if config.job.print_config:
             print(to_toml(recorded))
-        writer = MetricsWriter(recorded, records, step, training.steps)
+        writer = MetricsWriter(recorded, records, step, training.steps, checkpoints.tokens_at)
     collectives.make_trace_folder(comm, run.folder, run.device)
-    reporter = Reporter(run, writer, peak, checkpoints.tokens_offset, checkpoints.skips_in_a_row)
+    reporter = Reporter(run, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer)
     sampler = None
     if config.metrics.sample_freq is not None:
@@ -107,6 +107,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             watch.step = step = step + 1
             update.begin(step)
             loss = forward_backward(batch.to(run.device))
+            reporter.phases.mark()
             gradient_norm = update.apply()
             reporter.add(batch.origin, loss, gradient_norm)
 

@@ -145,6 +145,9 @@ class Hub:
         if to.command == "GET":
             self.fetched.append(file)
         body = data
+        begin, _, end = to.headers.get("Range", "").removeprefix("bytes=").partition("-")
+        if end:
+            return send(to, 206, body=data[int(begin) : int(end) + 1])
         if to.command == "GET" and file in repository.stalled:
             send(to, 200, body=data[: len(data) // 2], length=len(data), ETag=etag)
             self.closed.wait()

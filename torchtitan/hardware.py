@@ -5,7 +5,6 @@ Peaks are the vendors' figures for dense bf16, in TFLOP/s. A device that is not 
 
 import ctypes
 import functools
-import json
 import os
 import re
 import resource
@@ -145,7 +144,7 @@ def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
     """Return the table's figure for bf16 on a known GPU. Measure a large matrix product on anything else."""
     import torch
 
-    if device.type == "cuda" and dtype == torch.bfloat16:
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device).replace("-", " ")
         for known, tflops in PEAK_BF16_TFLOPS.items():
             if re.search(rf"\b{known}\b", name) and " MIG " not in name:  # a MIG slice of a GPU is measured
@@ -191,14 +190,16 @@ def measure_matmul_flops(
 
 
 def advise_type(device: "torch.device", used: str) -> str:
-    """Return advice for a CPU on which the other dtype multiplies at least 1.5 times as fast, or "".
+    """Return advice for a GPU that only emulates bfloat16, and a CPU that multiplies the other dtype faster, or "".
 
     The ratio of the two speeds differs tenfold between CPUs. The measurement uses small products, because on a CPU
     without bfloat16 instructions one product of 1024 rows takes over a second.
     """
     import torch
 
-    if device.type != "cpu":
+    if device.type == "cuda" and used == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "this GPU only emulates bfloat16: --training.mixed_precision_param float16"
+    if device.type != "cpu" or used == "float16":
         return ""
     other = "float32" if used == "bfloat16" else "bfloat16"
     speed, others = (measure_matmul_flops(device, getattr(torch, t), seconds=0.05, size=256) for t in (used, other))
@@ -241,24 +242,6 @@ def pick_attention(
     taken = cuda.SDPAParams(q, k, k, mask, 0.0, mask is None, kv_heads < heads)
     name = next((name for name, _, can in order if can(taken)), "separate products and a softmax")
     return name, sdpa_kernel([*(backend for _, backend, _ in order), SDPBackend.MATH], set_priority=True)
-
-
-def print_device_checks() -> None:
-    """Print for the preflight, as JSON, whether each GPU here multiplies matrices correctly, and how fast."""
-    import torch
-
-    checks = []
-    for i in range(torch.cuda.device_count()):
-        device = torch.device("cuda", i)
-        torch.cuda.set_device(device)
-        # bf16 holds whole numbers up to 256 exactly, so these sums of 256 products are exact in any order.
-        a, b = (torch.randint(-1, 2, shape, device=device).bfloat16() for shape in ((8192, 256), (256, 8192)))
-        by_product = (a @ b).double().sum(dim=1)
-        exact = torch.equal(by_product, (a.double() @ b.double().sum(dim=1, keepdim=True)).squeeze(1))
-        tflops = measure_matmul_flops(device, torch.bfloat16) / 1e12
-        known = {"name": torch.cuda.get_device_name(i), "uuid": str(torch.cuda.get_device_properties(i).uuid)}
-        checks.append({**known, "exact": exact, "tflops": tflops})
-    print(json.dumps(checks))
 
 
 def describe_device(device: "torch.device") -> str:

@@ -1,4 +1,4 @@
-"""Float8, emulated, on several ranks and on one; asynchronous tensor parallelism; parameters kept on the host."""
+"""Float16; emulated float8, on several ranks and on one; asynchronous tensor parallelism; parameters on the host."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +12,7 @@ from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import differences
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.checkpoint.storage import Storage
+from torchtitan.parallel import loss_scale
 from torchtitan.weights.checkpoint import open_checkpoint
 
 Records = list[dict[str, Any]]
@@ -122,3 +123,40 @@ def test_parameters_kept_on_the_host_change_no_number(ranks: Ranks, tmp_path: Pa
         for on in (False, True)
     )
     assert differences(offloaded, plain, "loss") == differences(offloaded, plain, "grad_norm") == 0
+
+
+FLOAT16 = {"training__mixed_precision_param": "float16", "training__dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "keys"),
+    [
+        (2, TWO),
+        (2, TENSOR_PARALLEL),
+        (2, {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "1F1B"}),
+    ],
+)
+def test_float16_is_close_to_float32_on_every_layout(
+    ranks: Ranks, tmp_path: Path, one_process: Callable[..., Records], num_ranks: int, keys: dict[str, Any]
+) -> None:
+    exact, alone = one_process({}), one_process(FLOAT16)
+    assert 1e-6 < differences(alone, exact, "loss") < 3e-3 and differences(alone, exact, "grad_norm") < 2e-2
+    together = ranks(cases.train, num_ranks, str(tmp_path), FLOAT16 | keys)[0]
+    assert differences(together, alone, "loss") < 3e-3 and differences(together, alone, "grad_norm") < 2e-2
+
+
+def test_float16_leaves_out_updates_that_overflow_and_a_resumed_run_keeps_the_factor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loss_scale, "FIRST_FACTOR", 2.0**26)
+    monkeypatch.setattr(loss_scale, "STEPS_TO_DOUBLE", 3)
+    keys = FLOAT16 | {"checkpoint__enable": True, "lr_scheduler__total_steps": 12}
+    whole = train_here(tiny_config(tmp_path / "whole", **keys | {"training__steps": 12}))
+    left_out = [record["skipped_updates"] for record in whole]
+    assert left_out[0] == 1 and whole[0]["grad_norm"] is None and 2 <= sum(left_out) <= 9
+    trained = [record["loss"] for record in whole if record["loss"] is not None]
+    assert trained[-1] < trained[0] and "gradient norm inf)" in caplog.text
+    for steps in (5, 12):
+        parted = train_here(tiny_config(tmp_path / "parted", **keys | {"training__steps": steps}))
+    exact = [[(r["step"], r["loss"], r["grad_norm"]) for r in records] for records in (whole, parted)]
+    assert exact[0] == exact[1]

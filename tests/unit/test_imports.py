@@ -144,7 +144,7 @@ def broken_rules(module: str, source: str) -> list[str]:
             rule = "a family imports torch and its own shapes, so that it can be used alone"
         elif without_torch and found.package == "torch":
             may = not within(module, (*CONFIG, *LAUNCH)) and not module.endswith((".args", ".hf"))  # in functions
-            may = may or module == T + "launch.ranks"  # which becomes torchrun
+            may = may or module in (T + "launch.ranks", T + "preflight.devices")  # programs of their own
             rule = "a config is read without torch" if found.at_load or not may else ""
         else:
             rule = f"{found.package} is imported inside the function that needs it" if found.at_load else ""

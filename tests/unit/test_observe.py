@@ -20,10 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan import hardware
 from torchtitan.config.schema import Config, Job, Metrics
 from torchtitan.observe import curve, interrupt, live, metrics
-from torchtitan.observe.health import describe_stop, judge_window
+from torchtitan.observe.health import judge_window
 from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
 from torchtitan.observe.weights_and_biases import import_wandb
+from torchtitan.training.stop import describe_stop
 
 NAN, INF = math.nan, math.inf
 
@@ -68,13 +69,14 @@ def test_a_stop_names_step_ranks_and_data() -> None:
 def record(step: int) -> StepRecord:
     numbers = {"loss": 1 / step, "max_loss": 0.1 + 0.2, "grad_norm": 1e-30, "lr": 3e-4, "tokens_seen": step * 10}
     rates = {"tokens_per_second": 12345.6, "tflops": 1.5, "mfu": 0.321, "memory_gib": 2.0}
-    times = {"step_seconds": 0.5, "data_seconds": 0.01, "eta_seconds": 3725.0, "skipped_updates": 0}
-    return StepRecord(step=step, **numbers, **rates, **times)  # type: ignore[arg-type]
+    times = {"step_seconds": 0.5, "data_seconds": 0.01, "forward_backward_seconds": 0.4, "update_seconds": 0.05}
+    rest = {"eta_seconds": 3725.0, "skipped_updates": 0}
+    return StepRecord(step=step, **numbers, **rates, **times, **rest)  # type: ignore[arg-type]
 
 
 def write_steps(folder: Path, start_step: int, last: int) -> None:
     config = Config(job=Job(dump_folder=str(folder)), metrics=Metrics(enable_tensorboard=True))
-    writer = MetricsWriter(config, folder, start_step, 100)
+    writer = MetricsWriter(config, folder, start_step, 100, tokens_at=lambda step: step * 10)
     for step in range(start_step + 1, last + 1):
         writer.write(record(step))
     writer.close()
@@ -88,6 +90,8 @@ def test_after_a_resume_records_and_curves_go_on_without_repeats(tmp_path: Path)
     assert lines[2] == {"step": 3, **{k: v for k, v in vars(record(3)).items() if k != "step"}}
     curve = EventAccumulator(str(tmp_path / "tb")).Reload().Scalars("loss/train")
     assert [event.step for event in curve] == list(range(1, 9))
+    curve = EventAccumulator(str(tmp_path / "tb" / "over_tokens")).Reload().Scalars("over_tokens/loss")
+    assert [event.step for event in curve] == list(range(10, 90, 10))
 
 
 def test_a_number_that_is_not_finite_is_null_for_json(tmp_path: Path) -> None:
@@ -110,7 +114,7 @@ def test_a_full_disk_costs_records_but_neither_the_run_nor_the_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
-    writer = MetricsWriter(Config(), tmp_path, 0, 100)
+    writer = MetricsWriter(Config(), tmp_path, 0, 100, tokens_at=lambda step: step * 10)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # the third record ends beyond it

@@ -13,7 +13,7 @@ from small_corpus import BOS, EOS, ByteTokenizer, equal, make_texts, small_loade
 from torchtitan.data import documents, sharded, sharded_cursor, sharded_kinds
 from torchtitan.data.held_out import Part
 from torchtitan.data.location import Location
-from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
+from torchtitan.data.sharded_kinds import HubDataset, ParquetFiles, StreamedJsonLines
 from torchtitan.data.sources import locate_text, open_source, open_texts
 from torchtitan.refusal import Refusal
 from torchtitan.verbs import tokenizer as tokenizer_verb
@@ -118,7 +118,7 @@ def test_compressed_json_lines_are_read_forwards_and_resume_anywhere(tmp_path, s
     path = tmp_path / f"a.json.{suffix}"
     path.write_bytes(compress("\n\n".join(json.dumps({"text": text}) for text in TEXTS).encode()))
     source = open_path(path)
-    assert isinstance(source, CompressedJsonLines) and source.num_shards == 1
+    assert isinstance(source, StreamedJsonLines) and source.num_shards == 1
     check_shards(source)
 
 

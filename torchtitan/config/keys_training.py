@@ -149,9 +149,10 @@ class Training(Section):
     """Type of parameters, gradients and optimizer states. `bfloat16` halves their memory and keeps no float32 copy of
     the weights."""
 
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type that FSDP casts the parameters to for forward and backward, on one device too. Use `float32` on a CPU that
-    is slow in bfloat16."""
+    is slow in bfloat16. `float16` is for a GPU without bfloat16 (V100, T4): the loss is scaled, and an update whose
+    gradients overflow is left out."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which gradients are summed over ranks."""

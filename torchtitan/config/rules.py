@@ -30,6 +30,13 @@ def _optimizer(config: Config) -> Iterator[Finding]:
         )
     if config.optimizer.early_step_in_backward:
         yield from _early_step(config)
+    if config.training.mixed_precision_param == "float16" and not config.optimizer.leaves_out_updates:
+        yield (
+            ("training.mixed_precision_param", "optimizer.implementation", "optimizer.name"),
+            'training.mixed_precision_param = "float16" leaves out updates whose gradients overflow, which needs '
+            'optimizer.implementation = "fused", a name other than "Muon", and early_step_in_backward = false; '
+            'set these, or use "bfloat16" or "float32"',
+        )
     if implementation == "fused":
         return
     if config.training.on_nonfinite == "skip":

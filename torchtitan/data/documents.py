@@ -127,15 +127,21 @@ def describe_files(files: Sequence[Path]) -> str:
     """Size and a digest of names, sizes and both ends of each file: swapped or changed files are another text."""
     digest, size = hashlib.sha256(), 0
     for path in files:
-        try:
-            with path.open("rb") as file:
-                head, length = file.read(_END_BYTES), path.stat().st_size
-                file.seek(max(0, length - _END_BYTES))
-                digest.update(repr((path.name, length, head, file.read(_END_BYTES))).encode())
-        except OSError as error:
-            raise _unreadable(path, error) from error
+        length = path.stat().st_size
+        ends = _both_ends(path, length) if isinstance(path, Path) else (path.version,)
+        digest.update(repr((path.name, length, *ends)).encode())
         size += length
     return f"{size:,} bytes ({digest.hexdigest()[:8]})"
+
+
+def _both_ends(path: Path, length: int) -> tuple[bytes, bytes]:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_END_BYTES)
+            file.seek(max(0, length - _END_BYTES))
+            return head, file.read(_END_BYTES)
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def index_lines(data: mmap.mmap | bytes) -> tuple[np.ndarray, np.ndarray]:

@@ -112,6 +112,8 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take this rank's streams out of the merged state of all ranks, however many ranks there were."""
+        from torchtitan.data.saved_state import check_state
+
         check_state(state, self.state_dict(), [source.name for source in self._sources])
         if state["seed"] != self._order.seed:
             logger.info(
@@ -233,39 +235,6 @@ def check_size(source: Source, num_streams: int) -> None:
             "each. The run ends with its shortest stream, so much of the data may stay unread; set "
             "training.num_streams lower, split long documents, or raise training.epochs"
         )
-
-
-def check_state(state: dict[str, Any], own: dict[str, Any], names: Sequence[str]) -> None:
-    """Refuse a saved state of data that this run does not read. `own` is this rank's state at any place in the data."""
-    if state["num_streams"] != own["num_streams"]:
-        raise Refusal(
-            f"the saved data state has {state['num_streams']} streams, this run has {own['num_streams']}; "
-            f"set training.num_streams = {state['num_streams']}"
-        )
-    if state["shuffle"] != own["shuffle"]:
-        raise Refusal(
-            f"the saved data state has training.shuffle = {state['shuffle']}, this run has {own['shuffle']}; "
-            f"set training.shuffle = {str(state['shuffle']).lower()}"
-        )
-    if state["tokenizer_sha256"] != own["tokenizer_sha256"]:
-        raise Refusal(
-            "the saved data state belongs to another tokenizer, or an earlier version saved it; set "
-            "model.hf_assets_path to the tokenizer that the run began with, or leave the place in the data out: "
-            'checkpoint.exclude_from_loading = ["dataloader"]'
-        )
-    if len(state["sources"]) != len(own["sources"]):
-        raise Refusal(
-            f"the saved data state has {len(state['sources'])} sources, this run has {len(own['sources'])}: "
-            f"{', '.join(names)}; resume with the same sources"
-        )
-    for name, saved, found in zip(names, state["sources"], own["sources"], strict=True):
-        if saved != found:
-            fix = "resume with the same data, or start another run in another job.dump_folder"
-            if found.partition(", ")[0] == saved.partition(", ")[0]:  # the same text, divided otherwise (held_out.py)
-                fix = "resume with validation.enable as it was, or start another run in another job.dump_folder"
-            raise Refusal(f"{name} has {found}, but the saved data state was written for {saved}; {fix}")
-    if missing := [number for number in own["streams"] if number not in state["streams"]]:
-        raise Refusal(f"the saved data state lacks streams {', '.join(missing[:8])}; resume from another checkpoint")
 
 
 def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_streams: int) -> None:

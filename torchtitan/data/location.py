@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["jsonl", "compressed", "parquet", "text", "saved", "prepared", "hub"]
-FileKind = Literal["jsonl", "compressed", "parquet", "text"]
+Kind = Literal["jsonl", "streamed", "parquet", "text", "saved", "prepared", "hub"]
+FileKind = Literal["jsonl", "streamed", "parquet", "text"]
 IN_ANY_ORDER = ("jsonl", "text", "saved", "prepared")
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a text is: its kind, and its files or its repository on the hub."""
+    """Where a text is: its kind, and its files or its repository on the hub. JSON lines are `streamed` or indexed."""
 
     kind: Kind
     files: tuple[Path, ...] = ()

@@ -20,6 +20,10 @@ READABLE = "JSONL (also .gz, .bz2, .xz), Parquet, text (.txt, .md, .rst)"
 
 
 def locate_path(dataset_path: str) -> Location:
+    if "://" in dataset_path:
+        from torchtitan.data.remote import locate_url
+
+        return locate_url(dataset_path)
     path = Path(dataset_path).expanduser()
     if path.is_dir():
         from torchtitan.data.prepared import is_prepared
@@ -51,10 +55,10 @@ def locate_path(dataset_path: str) -> Location:
                 f"dataset_path = {dataset_path!r}: no file matches (relative paths begin at {Path.cwd()}); "
                 "give a file, a folder or a glob such as 'corpus/*.jsonl'"
             )
-    return Location(_one_kind(dataset_path, files), tuple(files))
+    return Location(one_kind(dataset_path, files), tuple(files))
 
 
-def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
+def one_kind(dataset_path: str, files: list[Path]) -> FileKind:
     kinds = {file: _file_kind(file) for file in files}
     unknown = [str(file) for file, kind in kinds.items() if kind is None]
     if unknown:
@@ -75,7 +79,7 @@ def _one_kind(dataset_path: str, files: list[Path]) -> FileKind:
 
 def kind_by_name(file: Path) -> FileKind | None:
     if file.suffix in COMPRESSED and SUFFIXES.get(Path(file.stem).suffix) == "jsonl":
-        return "compressed"
+        return "streamed"
     return SUFFIXES.get(file.suffix)
 
 

@@ -86,11 +86,11 @@ def _open_kind(location: Location, text_key: str) -> Texts | ShardedTexts:
         return TextFiles(location.files)
     if location.kind == "saved":
         return SavedDataset(location.files[0], text_key)
-    from torchtitan.data.sharded_kinds import CompressedJsonLines, HubDataset, ParquetFiles
+    from torchtitan.data.sharded_kinds import HubDataset, ParquetFiles, StreamedJsonLines
 
     if location.hub is not None:
         return HubDataset(*location.hub, text_key)
-    if location.kind == "compressed":
-        return CompressedJsonLines(location.files, text_key)
+    if location.kind == "streamed":
+        return StreamedJsonLines(location.files, text_key)
     assert location.kind == "parquet", location.kind
     return ParquetFiles(location.files, text_key)

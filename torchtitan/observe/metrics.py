@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ class StepRecord:
     memory_gib: float
     step_seconds: float
     data_seconds: float
+    forward_backward_seconds: float
+    update_seconds: float
     eta_seconds: float
     skipped_updates: int
 
@@ -53,6 +55,8 @@ _CURVES = {
     "mfu": "speed/mfu",
     "step_seconds": "time/step_seconds",
     "data_seconds": "time/data_seconds",
+    "forward_backward_seconds": "time/forward_backward_seconds",
+    "update_seconds": "time/update_seconds",
 }
 
 
@@ -146,18 +150,23 @@ class TensorBoard:
 class MetricsWriter:
     """Writes each record to every destination. Only rank 0 has a writer."""
 
-    def __init__(self, config: Config, run_folder: Path, start_step: int, total_steps: int) -> None:
+    def __init__(
+        self, config: Config, run_folder: Path, start_step: int, total_steps: int, tokens_at: Callable[[int], int]
+    ) -> None:
         self._color = wants_color(config.metrics.disable_color_printing)
-        self._folder, self._total_steps, self.live = run_folder, total_steps, None
+        self._folder, self._total_steps, self._tokens_at, self.live = run_folder, total_steps, tokens_at, None
         self._records = JsonLines(run_folder / "metrics.jsonl", start_step)
         validations = run_folder / "validation.jsonl"  # shortened on resume even if this run does not validate
         has_validations = config.validation.enable or validations.exists()
         self._validations = JsonLines(validations, start_step) if has_validations else None
         self._curves: list[Sink] = []
+        self._over_tokens: TensorBoard | None = None
         if config.metrics.enable_tensorboard:
-            curves = TensorBoard(run_folder / config.metrics.save_tb_folder, start_step)
+            folder = run_folder / config.metrics.save_tb_folder
+            curves = TensorBoard(folder, start_step)
             curves.write_text("configuration", start_step, to_toml(config))
             self._curves.append(curves)
+            self._over_tokens = TensorBoard(folder / "over_tokens", tokens_at(start_step))  # its axis is not steps
         if config.metrics.enable_wandb:
             from torchtitan.observe.weights_and_biases import WeightsAndBiases
 
@@ -195,6 +204,9 @@ class MetricsWriter:
         curves = {_CURVES[name]: value for name, value in values.items() if name in _CURVES}
         for sink in self._curves:
             self._write(sink, step, curves)
+        if self._over_tokens is not None:
+            losses = {f"over_tokens/{name}": values[name] for name in ("loss", "validation_loss") if name in values}
+            self._write(self._over_tokens, self._tokens_at(step), losses)
 
     def _write(self, sink: Sink, step: int, values: dict[str, float]) -> None:
         """Write, or warn: a record that cannot be written, as on a full disk, must not end the training."""
@@ -206,7 +218,7 @@ class MetricsWriter:
             )
 
     def close(self) -> None:
-        for sink in [self._records, *([self._validations] if self._validations else []), *self._curves]:
+        for sink in filter(None, [self._records, self._validations, *self._curves, self._over_tokens]):
             try:
                 sink.close()
             except OSError as error:  # as in _write

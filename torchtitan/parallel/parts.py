@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torchtitan.parallel.loss_scale import LossScale
 
 
 def tie(model: nn.Module, names: tuple[str, str] | None) -> bool:
@@ -87,6 +90,7 @@ class ModelParts:
     dim: int  # width of the activations between stages
     vocab_size: int  # width of the last stage's output
     tied: TiedWeight | None = None
+    loss_scale: "LossScale | None" = None  # with float16
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for stage in self.stages.values():

@@ -79,7 +79,7 @@ def versions(devices: Sequence[Facts]) -> dict[str, str]:
 def check_gpus() -> list[Facts]:
     """Test this node's GPUs by nvidia-smi and a short computation; each GPU comes with a list of its problems."""
     smi = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    program = [sys.executable, "-c", "from torchtitan import hardware; hardware.print_device_checks()"]
+    program = [sys.executable, "-m", "torchtitan.preflight.devices"]
     try:
         listed = subprocess.run(smi, capture_output=True, text=True, timeout=60, check=True).stdout
         computed = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)

@@ -27,7 +27,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, run_folder: Path, layout: str, tokens_per_step: int) -> None:
         self.section, self.run_folder, self.last_step = config.checkpoint, run_folder, config.training.steps
-        self.tokens_per_step, self.tokens_offset = tokens_per_step, 0  # tokens seen = offset + steps * tokens per step
+        self.tokens_per_step, self.tokens_offset = tokens_per_step, 0  # the offset: batches were of another size before
         self.skips_in_a_row = 0  # updates skipped just before the step the run starts after
         self.manager: Checkpointer | None = None
         self.found: tuple[Storage, Manifest] | None = None
@@ -78,6 +78,10 @@ class Checkpoints:
             except SaveError as failure:
                 logger.error(failure)
 
+    def tokens_at(self, step: int) -> int:
+        """How many tokens the run has seen after this step."""
+        return self.tokens_offset + step * self.tokens_per_step
+
     @property
     def seed(self) -> int | None:
         """The seed of the run that is resumed."""
@@ -115,6 +119,8 @@ class Checkpoints:
             self.model.tied.copy_first(self.optimizer.state)
         if self.start.data:
             state.load_data(self.loader, manifest.run["data"], streams)
+        if self.start.optimizer and self.model.loss_scale is not None and "loss_scale" in manifest.run:
+            self.model.loss_scale.load(manifest.run["loss_scale"])
         if self.resumes:
             self.manager.last_step = manifest.step
             if self.section.load_step >= 0:
@@ -167,6 +173,7 @@ class Checkpoints:
             tensors = {name: tensor.to(getattr(torch, self.section.export_dtype)) for name, tensor in tensors.items()}
         else:
             tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
-        tokens = self.tokens_offset + step * self.tokens_per_step
-        run = {"tokens": tokens, "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}
+        run = {"tokens": self.tokens_at(step), "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}
+        if self.model.loss_scale is not None:
+            run["loss_scale"] = self.model.loss_scale.state()
         self.manager.save(step, tensors, run)

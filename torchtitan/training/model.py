@@ -52,9 +52,14 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
         keep_parts(stage, parts, plan.stages[number])
         apply_parallelism(stage, blueprint, mesh, config)
         stages[number] = stage.train()
+    scale = None
+    if config.training.mixed_precision_param == "float16":
+        from torchtitan.parallel.loss_scale import LossScale
+
+        scale = LossScale(torch.device(mesh.devices.device_type))
     tied = TiedWeight(blueprint.tied, stages, plan.ranks, mesh.devices["pp"]) if blueprint.tied else None
     shape = blueprint.shape
-    return ModelParts(stages, plan.ranks, mesh.devices["pp"], shape.dim, shape.vocab_size, tied)
+    return ModelParts(stages, plan.ranks, mesh.devices["pp"], shape.dim, shape.vocab_size, tied, scale)
 
 
 def give_memory(model: ModelParts, config: Config, device: torch.device) -> None:

@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.hardware import Peak, peak_memory_gib
-from torchtitan.observe.health import NotFiniteError, Verdict, describe_stop, judge_window
+from torchtitan.observe.health import judge_window
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
+from torchtitan.observe.phases import Phases
 from torchtitan.parallel.collectives import max_over, sum_over
 from torchtitan.refusal import Refusal
 from torchtitan.training.start import Run
@@ -28,7 +27,7 @@ class Reporter:
     """Collects steps until one is logged. Only `flush` makes the host wait for the device."""
 
     def __init__(
-        self, run: Run, writer: MetricsWriter | None, peak: Peak, tokens_offset: int = 0, skips_in_a_row: int = 0
+        self, run: Run, writer: MetricsWriter | None, peak: Peak, tokens_at: Callable[[int], int], skips_in_a_row: int
     ) -> None:
         self.metrics, self.training, self.writer = run.config.metrics, run.config.training, writer
         self.skips_on_device = run.config.optimizer.leaves_out_updates  # an update without a finite gradient norm
@@ -38,7 +37,7 @@ class Reporter:
         self.clock = Clock()
         self.num_steps = 0  # trained by this process
         self.losses: list[float] = []  # of each logged window, for `summary`
-        self.tokens_offset = tokens_offset  # tokens seen = offset + steps * tokens per step
+        self.tokens_at, self.phases = tokens_at, Phases(run.device)
         self.skips_in_a_row, self._peak_was_passed = skips_in_a_row, False
         self._begin = time.perf_counter()
         self._start_window()
@@ -56,10 +55,12 @@ class Reporter:
         batch = next_batch()
         if batch is not None:
             self._data_seconds += time.perf_counter() - asked
+            self.phases.mark()
         return batch
 
     def add(self, origin: Origin, loss: StepLoss, gradient_norm: Tensor) -> None:
         """Collect a step without reading from the device."""
+        self.phases.mark()
         self.num_steps += 1
         if self.writer is not None and self.writer.live is not None:
             self.writer.live.stepped()
@@ -89,12 +90,17 @@ class Reporter:
             losses,
             norms,
             skip=self.training.on_nonfinite == "skip",
+            overflows=self.training.mixed_precision_param == "float16",
             in_a_row=self.skips_in_a_row,
             most_in_a_row=self.training.max_consecutive_skips,
         )
         first = step - len(losses) + 1
         if verdict.stop_at is not None:
-            self._stop(first + verdict.stop_at, verdict, own, norms)
+            from torchtitan.training.stop import stop
+
+            left_out = self.skips_on_device and not math.isfinite(norms[verdict.stop_at])
+            mine = own[verdict.stop_at], self._origins[verdict.stop_at].describe()
+            stop(first + verdict.stop_at, verdict.reason, left_out, self.training.on_nonfinite, mine, self.loss_group)
         for i in verdict.skipped:
             logger.warning(f"step {first + i}: update left out (loss {losses[i]}, gradient norm {norms[i]})")
         self.skips_in_a_row = verdict.in_a_row
@@ -157,6 +163,7 @@ class Reporter:
         counted = [i for i in range(len(losses)) if i not in skipped]
         mean_over = max(1, len(counted))
         step_seconds = self.clock.read() / len(losses)
+        forward_backward, updates = self.phases.read()
         tokens_per_second = self.tokens_per_step / step_seconds / self.world_size
         flops = tokens_per_second * self.flops_per_token
         is_measured = self.writer is not None and self.peak.origin == "measured"
@@ -172,31 +179,15 @@ class Reporter:
             max_loss=max((largest[i] for i in counted), default=math.nan),
             grad_norm=sum(norms[i] for i in counted) / mean_over if counted else math.nan,
             lr=learning_rate,
-            tokens_seen=self.tokens_offset + step * self.tokens_per_step,
+            tokens_seen=self.tokens_at(step),
             tokens_per_second=tokens_per_second,
             tflops=flops / 1e12,
             mfu=flops / self.peak.flops,
             memory_gib=peak_memory_gib(self.device),
             step_seconds=step_seconds,
             data_seconds=self._data_seconds / len(losses),
+            forward_backward_seconds=forward_backward / len(losses),
+            update_seconds=updates / len(losses),
             eta_seconds=(self.training.steps - step) * step_seconds,
             skipped_updates=len(skipped),
-        )
-
-    def _stop(self, step: int, verdict: Verdict, own: Sequence[float], norms: Sequence[float]) -> None:
-        """Raise with the ranks and data to blame. All ranks see the same global numbers, so all get here together."""
-        assert verdict.stop_at is not None
-        mine = (dist.get_rank(), own[verdict.stop_at], self._origins[verdict.stop_at].describe())
-        everyone: list[Any] = [None] * self.loss_group.size()
-        dist.all_gather_object(everyone, mine, group=self.loss_group)
-        left_out = self.skips_on_device and not math.isfinite(norms[verdict.stop_at])
-        raise NotFiniteError(
-            describe_stop(
-                step,
-                verdict.reason,
-                left_out,
-                left_out and self.training.on_nonfinite != "skip",
-                {rank: loss for rank, loss, _ in everyone},
-                {rank: origin for rank, _, origin in everyone},
-            )
         )

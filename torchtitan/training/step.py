@@ -53,9 +53,11 @@ class ForwardBackward:
         batch, positions = self._own_part(batch)
         own_tokens = (batch.labels != IGNORED).sum()
         all_tokens = sum_over(own_tokens.clone(), self.token_group).clamp(min=1)
+        scale = self.model.loss_scale
+        divisor = all_tokens if scale is None else all_tokens / scale.factor
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._local_batches(batch, positions, self.local_batch_size):
-            total += self.run(inputs, labels, positions, mask, all_tokens)
+            total += self.run(inputs, labels, positions, mask, divisor)
         if self.model.tied is not None:
             self.model.tied.sum_gradients()
         return StepLoss(share=total / all_tokens, own=total / own_tokens.clamp(min=1))

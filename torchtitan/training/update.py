@@ -32,7 +32,12 @@ class Update:
         """Clip the gradients and update. Returns the gradient norm before clipping, still on the device."""
         self._norm.add(*self.model.own_gradients())
         gradient_norm = self._norm.total()
-        apply_update(self.optimizer, self.learning_rate, gradient_norm, self.config.training.max_norm)
+        scale, max_norm = self.model.loss_scale, self.config.training.max_norm
+        if scale is not None:
+            gradient_norm = scale.unscale(gradient_norm)
+        apply_update(self.optimizer, self.learning_rate, gradient_norm, max_norm, scale.factor if scale else 1.0)
+        if scale is not None:
+            scale.adapt(gradient_norm)
         self.after_update()
         return gradient_norm
 

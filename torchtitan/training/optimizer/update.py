@@ -11,13 +11,18 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def apply_update(
-    optimizer: torch.optim.Optimizer, learning_rate: float, gradient_norm: Tensor, max_norm: float = float("inf")
+    optimizer: torch.optim.Optimizer,
+    learning_rate: float,
+    gradient_norm: Tensor,
+    max_norm: float = float("inf"),
+    scale: Tensor | float = 1.0,
 ) -> None:
     """Update the parameters once at this learning rate, with gradients scaled down to a norm of at most `max_norm`.
 
-    Fused AdamW scales and updates in one pass on the device. If the norm is not finite, it changes nothing.
+    Gradients, but not the norm, are `scale` times too large. Fused AdamW scales and updates in one pass on the device.
+    If the norm is not finite, it changes nothing.
     """
-    divisor = ((gradient_norm + 1e-6) / max_norm).clamp(min=1.0)
+    divisor = ((gradient_norm + 1e-6) / max_norm).clamp(min=1.0) * scale
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if optimizer.defaults["fused"]:
