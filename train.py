@@ -79,7 +79,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
         records = start_record(run.folder, recorded, goes_on=checkpoints.resumes)
         if config.job.print_config:
             print(to_toml(recorded))
-        writer = MetricsWriter(recorded, records, step, training.steps, checkpoints.tokens_at)
+        writer = MetricsWriter(recorded, records, step, training.steps, checkpoints.tokens_at, run.unit)
     collectives.make_trace_folder(comm, run.folder, run.device)
     reporter = Reporter(run, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer)

@@ -21,7 +21,8 @@ from torchtitan.data.prepare import prepare
 from torchtitan.data.prepared import PreparedTokens
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.models.families import find_download, load_run_or_exit
+from torchtitan.models.downloads import find_download
+from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
 from torchtitan.refusal import Refusal

@@ -53,6 +53,11 @@ def main(argv: list[str]) -> None:
     assets = "file or folder (default: model.hf_assets_path of the run, or the downloaded folder)"
     convert.add_argument("--tokenizer", help=assets)
 
+    export = verbs.add_parser("export", help="a trained model of your own, as safetensors and a program")
+    export.add_argument("checkpoint", metavar="FROM", help="a run folder (its newest checkpoint), or a folder step-N")
+    export.add_argument("target", metavar="TO", help="the folder to write, new or empty")
+    export.add_argument("--stages", type=int, default=0, help="also write what so many pipeline stages would compute")
+
     generate = verbs.add_parser("generate", help="continue a text; under torchrun, with tensor parallelism")
     generate.add_argument("--checkpoint", default="outputs", help=f"{checkpoint} (default: %(default)s)")
     prompt = "one text, shown as it grows, or several at once (default: what you type, line after line)"
@@ -188,6 +193,10 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
         from torchtitan.verbs import convert
 
         convert.run(args)
+    elif args.verb == "export":
+        from torchtitan.verbs.export import run as run_export
+
+        run_export(args)
     elif args.verb == "generate":
         from torchtitan.verbs import generate
 

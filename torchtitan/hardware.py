@@ -162,7 +162,7 @@ def _measure_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
 
 
 def measure_matmul_flops(
-    device: "torch.device", dtype: "torch.dtype", seconds: float = 0.2, size: int | None = None
+    device: "torch.device", dtype: "torch.dtype", seconds: float = 0.1, size: int | None = None
 ) -> float:
     """Multiply square matrices for about `seconds`, and return the FLOP/s of the fastest product.
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from tests.tiny_runs import TINY, tiny_config, train_here
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.schema import Float8
+from torchtitan.data import loader, sources
 from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
 from torchtitan.models.layers import rope_table
@@ -30,7 +31,9 @@ from torchtitan.parallel import collectives
 from torchtitan.parallel.float8 import apply_float8, float8_plan, update_float8_scales
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.parallel.tensor import overlap_communication
+from torchtitan.refusal import Refusal
 from torchtitan.training import model, start
+from torchtitan.training.any import run as any_run
 from torchtitan.training.loss import cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer
 from torchtitan.training.start import start_run
@@ -38,6 +41,15 @@ from torchtitan.training.start import start_run
 
 def train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> list[dict[str, Any]]:
     return train_here(tiny_config(folder, world_size, **overrides), Place(rank, rank, world_size))
+
+
+def refused(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> str:
+    """Trains; what it is refused with."""
+    try:
+        train(rank, world_size, folder, overrides)
+    except Refusal as refusal:
+        return str(refusal)
+    return "not refused"
 
 
 class Piece(NamedTuple):
@@ -253,3 +265,23 @@ def exchange(rank: int, world_size: int, folder_of_rank_1: str) -> tuple[bool, l
     finally:
         shared_memory._FOLDER = "/dev/shm"
     return bool(gather._memory.parts(1, torch.uint8)), came, expected
+
+
+def train_blind_between_ends(
+    rank: int, world_size: int, folder: str, overrides: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Trains a pipeline in which no rank but the first and the last can open the data."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("this rank needs no data")
+
+    hidden = [(sources, "locate_text"), (loader, "open_source"), (any_run, "SampleLoader")]
+    before = [getattr(module, name) for module, name in hidden]
+    try:
+        if rank not in (0, world_size - 1):
+            for module, name in hidden:
+                setattr(module, name, refuse)
+        return train(rank, world_size, folder, overrides)
+    finally:
+        for (module, name), value in zip(hidden, before, strict=True):
+            setattr(module, name, value)

@@ -20,13 +20,22 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 T = "torchtitan."
 CONFIG = (T + "refusal", T + "config")
-SHAPES = (T + "models.spec", T + "models.stages", T + "models.rules", T + "models.families")  # of any model, no torch
+SHAPES = (
+    T + "models.spec",
+    T + "models.stages",
+    T + "models.balance",
+    T + "models.rules",
+    T + "models.families",
+    T + "models.schedule_file",
+    T + "models.downloads",
+)  # of any model, no torch
 FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
 BELOW = (*CONFIG, T + "root", T + "hardware", *SHAPES)  # what every room may import
+ANY = (T + "models.any.blueprint", T + "models.any")  # a user's module; the first without torch
 LAUNCH = (T + "launch", T + "preflight")
 ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
 PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer", "lr_schedule"))
-CORE = (*BELOW, *ROOMS, T + "models.layers", T + "weights", T + "training")
+CORE = (*BELOW, *ANY, *ROOMS, T + "models.layers", T + "weights", T + "training")
 TOP = (T + "verbs", T + "planner", T + "__main__", T + "installed", "benchmarks", "train")
 OUTSIDE_THE_CORE = tuple(T + room for room in ("planner", "swarm", "agent", "console", "verbs", "launch", "preflight"))
 
@@ -79,7 +88,9 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     if within(module, CONFIG):
         return CONFIG
     if within(module, SHAPES):
-        return (*CONFIG, *SHAPES)
+        return (*CONFIG, *SHAPES, ANY[0])
+    if within(module, ANY[1:]):
+        return (*BELOW, *ANY)
     if within(module, (T + "hardware", T + "root")):
         return BELOW
     if module == T + "models.layers":

@@ -18,11 +18,11 @@ class Part:
         held_out = len(self._documents) // self._every
         return held_out if self._is_held_out else len(self._documents) - held_out
 
-    def _index(self, index: int) -> int:
+    def index(self, index: int) -> int:
         return (index + 1) * self._every - 1 if self._is_held_out else index + index // max(1, self._every - 1)
 
     def tokens(self, index: int) -> np.ndarray:
-        return self._documents.tokens(self._index(index))
+        return self._documents.tokens(self.index(index))
 
     def describe(self, index: int) -> str:
-        return self._documents.describe(self._index(index))
+        return self._documents.describe(self.index(index))

@@ -19,7 +19,7 @@ def find_file(path: Path) -> Path:
     for candidate in looked:
         if candidate.is_file():
             return candidate
-    from torchtitan.models.families import name_on_the_hub
+    from torchtitan.models.downloads import name_on_the_hub
 
     what = path if is_name else f"{name_on_the_hub(path)} --to {path}"
     raise Refusal(

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
@@ -13,10 +12,9 @@ from typing import Any
 from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config, Model
 from torchtitan.models.rules import find_refusals
-from torchtitan.models.spec import Blueprint, HuggingFace, ModelSpec
+from torchtitan.models.spec import Blueprint, ModelSpec
 from torchtitan.refusal import Refusal
 
-_OWNERS = {"llama-": "meta-llama", "qwen": "Qwen", "smollm": "HuggingFaceTB", "gpt2": "openai-community"}
 # name -> where its ModelSpec is, imported when a run asks for it
 FAMILIES = {
     "llama3": "torchtitan.models.llama.spec:LLAMA3",
@@ -60,6 +58,10 @@ def plan_model(config: Config, origin: str = "the configuration") -> Blueprint:
 def find_model(model: Model) -> Blueprint:
     """The flavor's shape, with the keys of [model] over it."""
     spec = find_spec(model.name)
+    if spec.shape is None:
+        from torchtitan.models.any.blueprint import find_any_model
+
+        return find_any_model(model.name, spec)
     known = {field.name: field for field in fields(spec.shape)}
     said = {key: getattr(model, key) for key in SHAPE_KEYS if getattr(model, key) is not None}
     if unknown := [key for key in said if key not in known]:
@@ -69,6 +71,8 @@ def find_model(model: Model) -> Blueprint:
         )
     needed = [name for name, field in known.items() if field.default is field.default_factory is MISSING]
     if model.flavor == FROM_DOWNLOAD:
+        from torchtitan.models.downloads import find_download
+
         shape = replace(find_download(Path(model.hf_assets_path), model.name)[1].shape, **said)
     elif needed and all(name in said for name in needed):
         return Blueprint(f"{model.name} with the shape in [model]", spec, spec.shape(**said))
@@ -129,50 +133,3 @@ def _import(place: str, name: str) -> Any:
         raise Refusal(
             f'model.name = "{name}": there is no module {place}; correct the name, or set PYTHONPATH'
         ) from None
-
-
-def find_download(folder: Path, family: str | None = None) -> tuple[str, Blueprint]:
-    """Read family and shape from config.json of a Hugging Face folder; refuse a model that no family reads."""
-    path = folder / FROM_DOWNLOAD
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise Refusal(f"{path} cannot be read ({error.strerror}); name the folder of a downloaded model") from None
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
-    if not isinstance(content, dict):
-        raise Refusal(f"{path} holds no JSON object; the file is damaged, get it again")
-    model_type = content.get("model_type")
-    for name in [family] if family else FAMILIES:
-        hugging_face = find_spec(name).hugging_face
-        if hugging_face is not None and (family or hugging_face.model_type == model_type):
-            return name, Blueprint(str(folder), find_spec(name), _read_shape(path, hugging_face, content))
-    if family:
-        raise Refusal(f"{family} does not read Hugging Face's files; give its ModelSpec `hugging_face`")
-    raise Refusal(
-        f"{path} has model_type = {model_type!r}, which no family here is; name the one that reads it, as --model "
-        f"path/to/file.py:SPEC"
-    )
-
-
-def name_on_the_hub(folder: Path) -> str:
-    """The repository that a folder seems to be named after."""
-    owner = next((owner for begin, owner in _OWNERS.items() if folder.name.lower().startswith(begin)), None)
-    return f"{owner}/{folder.name}" if owner else "OWNER/NAME"
-
-
-def _read_shape(path: Path, hugging_face: HuggingFace, content: dict[str, Any]) -> Any:
-    """The shape that config.json describes; refused if its values are of other kinds than a shape's."""
-    try:
-        shape = hugging_face.from_config(content)
-    except Refusal as error:
-        raise Refusal(f"{path}: {error}") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise Refusal(f"{path} describes no model ({type(error).__name__}: {error}); get the file again") from None
-    for field in fields(shape):
-        value, kinds = getattr(shape, field.name), str(field.type)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        wrong = number and not (0 < value < 2**31 and ("float" in kinds or isinstance(value, int)))
-        if wrong or isinstance(value, bool) is not ("bool" in kinds) or isinstance(value, str | list | dict):
-            raise Refusal(f"{path} gives {field.name} = {value!r}, which no model has; get the file again")
-    return shape

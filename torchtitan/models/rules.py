@@ -11,6 +11,11 @@ from torchtitan.refusal import Refusal
 
 def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
     """All mistakes that depend on the model."""
+    if not blueprint.reads_text:
+        from torchtitan.models.any.blueprint import refusals
+
+        yield from refusals(blueprint, config)
+        return
     refused = list(_tensor_parallel(blueprint, config))
     yield from refused
     # If the degree is refused, checking lengths against it would only repeat the mistake.

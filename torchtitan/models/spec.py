@@ -50,28 +50,39 @@ class OtherFormat:
     read: Callable[[str], Tensor]  # one whole tensor
 
 
+def _nothing(*_: Any) -> Iterator[str]:
+    return iter(())
+
+
 @dataclass(frozen=True)
 class ModelSpec:
-    """A family of models. A shape is a frozen dataclass whose fields are keys of [model]."""
+    """A family of models, or one model of your own, of which only `build` and `data` are needed.
 
-    shape: type[Any]
-    flavors: Mapping[str, Any]
-    parts: Callable[[Any, int], Sequence[Part]]  # shape, tokens in a sequence -> its parts in the order of forward
-    build: Callable[[Any], nn.Module]  # the whole model, on torch's current device
-    initialize: Callable[[str, Tensor, Any, torch.Generator], None]  # gives a whole parameter its first values, by name
+    A family's shape is a frozen dataclass whose fields are keys of [model]. Without a shape the recipe derives what it
+    has to know from the module and one sample (docs/any-model.md).
+    """
+
+    build: Callable[..., nn.Module]  # the whole model; a family's takes a shape and builds on torch's current device
+    # A family, which reads text:
+    shape: type[Any] | None = None
+    flavors: Mapping[str, Any] = field(default_factory=dict)
+    parts: Callable[[Any, int], Sequence[Part]] = lambda shape, seq_len: ()  # in the order of forward
+    initialize: Callable[[str, Tensor, Any, torch.Generator], None] | None = None  # a whole parameter, by its name
     # Styles of tensor parallelism by module, `layers.*.` for every layer: shape, split_sequence, loss_parallel.
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None
-    tied: Callable[[Any], tuple[str, str] | None] = lambda shape: (
-        None
-    )  # two names of one parameter; it is saved under the first
+    tied: Callable[[Any], tuple[str, str] | None] = lambda shape: None  # names of one parameter; the first is saved
     takes_muon: Callable[[str], bool] = lambda name: False  # whether Muon updates this matrix, rather than AdamW
-    refusals: Callable[[Any, Config], Iterator[str]] = lambda shape, config: iter(
-        ()
-    )  # sentences that say what is impossible and what to type instead
+    refusals: Callable[[Any, Config], Iterator[str]] = _nothing  # what is impossible, and what to type instead
     hugging_face: HuggingFace | None = None
-    other_formats: Mapping[str, Callable[[Path], OtherFormat]] = field(
-        default_factory=dict
-    )  # by the file that marks such a folder
+    other_formats: Mapping[str, Callable[[Path], OtherFormat]] = field(default_factory=dict)  # by the marking file
+    # A model of your own:
+    data: Any = None  # a torch Dataset of (inputs, target), or a function that returns one and may take `split`
+    loss: Callable[[Any, Any], Any] | None = None  # output, target -> a mean over samples, or (sum, count)
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)  # likewise, for validation
+    step: Callable[[nn.Module, Any, Any], Any] | None = None  # model, inputs, target -> the loss, instead of `loss`
+    layers: str | None = None  # the name of the list of layers; without it, the module's children are cut between
+    data_workers: int = 0  # processes that read samples
+    data_is_random: bool = False  # a sample draws random numbers, which are then seeded by epoch and number
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,10 @@ class Blueprint:
     name: str
     spec: ModelSpec
     shape: Any
+
+    @property
+    def reads_text(self) -> bool:
+        return self.spec.shape is not None
 
     @property
     def tied(self) -> tuple[str, str] | None:

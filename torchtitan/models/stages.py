@@ -1,12 +1,9 @@
 """Decides which parts of a model each pipeline stage holds, and which rank holds the stage. No torch."""
 
-import csv
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchtitan.config.schema import Parallelism
 from torchtitan.models.spec import Part
@@ -46,7 +43,9 @@ def plan_stages(parts: Sequence[Part], parallelism: Parallelism) -> StagePlan:
         raise Refusal(f"parallelism.{given[0]} and {given[1]} both say how the stages are cut; remove one of them")
     ranks, csv_microbatches, in_two_parts = None, None, schedule in _BACKWARD_IN_TWO_PARTS
     if parallelism.pipeline_parallel_schedule_csv:
-        ranks, csv_microbatches, in_two_parts = _read_csv(parallelism.pipeline_parallel_schedule_csv, degree)
+        from torchtitan.models.schedule_file import read_csv
+
+        ranks, csv_microbatches, in_two_parts = read_csv(parallelism.pipeline_parallel_schedule_csv, degree)
     stages = _cut(parts, parallelism, len(ranks) if ranks else None)
     if ranks is None:
         _check_stages_a_rank(len(stages), degree, schedule)
@@ -82,6 +81,16 @@ def _cut(parts: Sequence[Part], parallelism: Parallelism, num_stages: int | None
     ends = [*itertools.accumulate(counts, initial=first)]
     ends[0], ends[-1] = 0, len(parts)
     return tuple(tuple(parts[begin:end]) for begin, end in itertools.pairwise(ends))
+
+
+def holds_an_end(parallelism: Parallelism, rank: int) -> bool:
+    """Whether a pipeline rank holds the first or the last stage."""
+    last = 0 if parallelism.pipeline_parallel_schedule in V_SHAPED else parallelism.pipeline_parallel_degree - 1
+    if parallelism.pipeline_parallel_schedule_csv:
+        from torchtitan.models.schedule_file import read_csv
+
+        last = read_csv(parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_degree)[0][-1]
+    return rank in (0, last)
 
 
 def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_size: int) -> int:
@@ -225,33 +234,3 @@ def _check_stages_a_rank(num_stages: int, degree: int, schedule: str) -> None:
             f"parallelism: {cut}, but the schedule {schedule} has equally many on each rank, two or more; "
             f"cut it into {2 * degree} or {3 * degree}"
         )
-
-
-def _read_csv(path: str, degree: int) -> tuple[list[int], int, bool]:
-    """Read a schedule file: each stage's rank, the number of microbatches, and whether backward is in two parts."""
-    name = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
-    try:
-        with Path(path).open(newline="") as file:
-            rows = list(csv.reader(file))
-    except OSError as error:
-        raise Refusal(f"{name} cannot be read: {error.strerror}") from None
-    if len(rows) != degree:
-        raise Refusal(f"{name} has {len(rows)} rows, one a rank; pipeline_parallel_degree = {degree} needs as many")
-    holders: dict[int, int] = {}
-    forwards: dict[int, set[int]] = {}
-    in_two_parts = False
-    for rank, row in enumerate(rows):
-        actions = [action for cell in row for action in re.findall(r"(\d+)(F|B|I|W)(\d+)", cell)]
-        for stage, kind, microbatch in actions:
-            if holders.setdefault(int(stage), rank) != rank:
-                raise Refusal(f"{name} has stage {stage} on rank {holders[int(stage)]} and on rank {rank}; use one")
-            in_two_parts |= kind in "IW"
-            if kind == "F":
-                forwards.setdefault(int(stage), set()).add(int(microbatch))
-    counts = {len(done) for done in forwards.values()}
-    if not forwards or sorted(forwards) != list(range(len(holders))) or len(counts) > 1:
-        raise Refusal(
-            f"{name} does not take every microbatch forward on every stage; write actions as 0F0 (stage 0, forward, "
-            f"microbatch 0), 0B0, or 0I0 and 0W0, for stages from 0 on"
-        )
-    return [holders[stage] for stage in range(len(holders))], counts.pop(), in_two_parts

@@ -151,10 +151,17 @@ class MetricsWriter:
     """Writes each record to every destination. Only rank 0 has a writer."""
 
     def __init__(
-        self, config: Config, run_folder: Path, start_step: int, total_steps: int, tokens_at: Callable[[int], int]
+        self,
+        config: Config,
+        run_folder: Path,
+        start_step: int,
+        total_steps: int,
+        tokens_at: Callable[[int], int],
+        unit: str = "tokens",
     ) -> None:
         self._color = wants_color(config.metrics.disable_color_printing)
         self._folder, self._total_steps, self._tokens_at, self.live = run_folder, total_steps, tokens_at, None
+        self._unit = unit
         self._records = JsonLines(run_folder / "metrics.jsonl", start_step)
         validations = run_folder / "validation.jsonl"  # shortened on resume even if this run does not validate
         has_validations = config.validation.enable or validations.exists()
@@ -185,11 +192,13 @@ class MetricsWriter:
         if self.live is not None:
             self.live.recorded(step, record.loss, record.tokens_per_second, record.eta_seconds)
 
-    def write_validation(self, step: int, loss: float, num_tokens: int) -> None:
+    def write_validation(self, step: int, loss: float, num_tokens: int, metrics: dict[str, float]) -> None:
         assert self._validations is not None
-        self._write(self._validations, step, {"validation_loss": loss, "validation_tokens": num_tokens})
-        self._draw(step, {"validation_loss": loss})
-        logger.info(f"validation after step {step}: loss {loss:.4f} over {num_tokens:,} tokens")
+        self._write(self._validations, step, {"validation_loss": loss, "validation_tokens": num_tokens, **metrics})
+        self._draw(step, {"validation_loss": loss}, {f"validation/{name}": value for name, value in metrics.items()})
+        unit = "tokens" if self._unit == "tokens" else "targets"
+        more = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
+        logger.info(f"validation after step {step}: loss {loss:.4f}{more} over {num_tokens:,} {unit}")
 
     def write_sample(self, step: int, text: str) -> None:
         logger.info(f"sample after step {step}: {text!r}")
@@ -200,8 +209,8 @@ class MetricsWriter:
     def has_validated(self, step: int) -> bool:
         return self._validations is not None and self._validations.last_step == step
 
-    def _draw(self, step: int, values: dict[str, float]) -> None:
-        curves = {_CURVES[name]: value for name, value in values.items() if name in _CURVES}
+    def _draw(self, step: int, values: dict[str, float], more: dict[str, float] | None = None) -> None:
+        curves = {_CURVES[name]: value for name, value in values.items() if name in _CURVES} | (more or {})
         for sink in self._curves:
             self._write(sink, step, curves)
         if self._over_tokens is not None:
@@ -241,7 +250,7 @@ class MetricsWriter:
             (f"loss {r.loss:7.4f}", "32"),
             (f"grad {r.grad_norm:6.3f}", "33"),
             (f"lr {r.lr:.1e}", "37"),
-            (f"{r.tokens_per_second:,.0f} tok/s", "34"),
+            (f"{r.tokens_per_second:,.0f} {'tok' if self._unit == 'tokens' else self._unit}/s", "34"),
             (f"MFU {r.mfu:.1%}", "35"),
             (f"{r.memory_gib:.2f} GiB", "34"),
         ]

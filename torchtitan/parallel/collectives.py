@@ -167,9 +167,9 @@ class GlobalNorm:
 
 
 def squares_by_row(tensors: list[Tensor]) -> list[Tensor]:
-    """Return each tensor's sum of squares."""
-    rows = (torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) for tensor in tensors)
-    return [norms.double().square().sum() for norms in rows]
+    """Return one sum of squares of all tensors."""
+    rows = [torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32).reshape(-1) for tensor in tensors]
+    return [torch.cat(rows).double().square().sum()]
 
 
 def squares_at_once(tensors: list[Tensor]) -> list[Tensor]:

@@ -37,10 +37,7 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         self.parts, self.loss, self.dtype, self.device = parts, loss, dtype, device
-        self.microbatch_size = parallelism.pipeline_parallel_microbatch_size
-        self.csv = parallelism.pipeline_parallel_schedule_csv
-        by_name = parallelism.pipeline_parallel_schedule
-        self.schedule_class: Any = _PipelineScheduleRuntime if self.csv else get_schedule_class(by_name)
+        self.parallelism, self.microbatch_size = parallelism, parallelism.pipeline_parallel_microbatch_size
         self.sequence_shards = parallelism.tensor_parallel_degree  # activations between stages are [B, S / this, dim]
         self._schedules: dict[tuple[int, ...], Any] = {}
 
@@ -90,19 +87,28 @@ class Pipeline:
             )
             for number, module in self.parts.stages.items()
         ]
-        schedule_class, single = self.schedule_class, issubclass(self.schedule_class, PipelineScheduleSingle)
-        if schedule_class is ScheduleDualPipeV and not training:
-            schedule_class = ScheduleZBVZeroBubble  # the same stages, without the joint forward and backward
-        schedule = schedule_class(
-            stages[0] if single else stages, batch_size // self.microbatch_size, self._loss, scale_grads=False
-        )
-        if self.csv:
-            schedule._load_csv(self.csv)
-        if not training and not single:
-            # eval() runs the stages' backward, which fails if two neighbouring stages are on one rank.
-            for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD):
-                schedule.register_custom_function(kind, _no_backward)
-        return schedule
+        count = batch_size // self.microbatch_size
+        return build_schedule(self.parallelism, stages, count, self._loss, training)
+
+
+def build_schedule(
+    parallelism: Parallelism, stages: list[PipelineStage], count: int, loss: Callable[..., Tensor], training: bool
+) -> Any:
+    """The schedule for `count` microbatches. For validation it runs forward only."""
+    csv = parallelism.pipeline_parallel_schedule_csv
+    by_name = parallelism.pipeline_parallel_schedule
+    schedule_class: Any = _PipelineScheduleRuntime if csv else get_schedule_class(by_name)
+    if schedule_class is ScheduleDualPipeV and not training:
+        schedule_class = ScheduleZBVZeroBubble  # the same stages, without the joint forward and backward
+    single = issubclass(schedule_class, PipelineScheduleSingle)
+    schedule = schedule_class(stages[0] if single else stages, count, loss, scale_grads=False)
+    if csv:
+        schedule._load_csv(csv)
+    if not training and not single:
+        # eval() runs the stages' backward, which fails if two neighbouring stages are on one rank.
+        for kind in (FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD):
+            schedule.register_custom_function(kind, _no_backward)
+    return schedule
 
 
 def _no_backward(action: Any, context: Any) -> None:

@@ -8,6 +8,8 @@ from torchtitan.data.loader import Loader, build_loader
 from torchtitan.data.location import IN_ANY_ORDER
 from torchtitan.data.sources import SHIPPED, locate_text
 from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.hardware import Place
+from torchtitan.models.stages import holds_an_end
 from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.mesh import Mesh
@@ -34,6 +36,12 @@ def holds_out(config: Config) -> bool:
         return False
     is_from_here = validation.dataset_path is None and validation.dataset in SHIPPED
     return is_from_here and locate_text("", training.dataset_path).kind in IN_ANY_ORDER
+
+
+def needs_data(config: Config, place: Place) -> bool:
+    """Whether this rank reads text: in a pipeline the first and the last stage do, and all if masks need documents."""
+    pp_rank = place.rank * config.parallelism.pipeline_parallel_degree // place.world_size
+    return holds_an_end(config.parallelism, pp_rank) or config.model.attn_mask_type == "block_causal"
 
 
 def build_training_loader(

@@ -35,11 +35,13 @@ def keep_parts(model: nn.Module, parts: Sequence[Part], kept: Sequence[Part]) ->
                 setattr(holder, leaf, None)
 
 
-def apply_parallelism(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config: Config) -> None:
+def apply_parallelism(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config: Config, shards: bool = True) -> None:
     """Turn a model on the meta device into this rank's part of it."""
     parallelism, compile_ = config.parallelism, config.compile
     if mesh.dims.tp > 1:
-        split_tensors(model, blueprint, mesh.devices["tp"], loss_parallel=not parallelism.disable_loss_parallel)
+        # Of inputs other than text it is not known which axis is the sequence, if any.
+        loss_parallel = blueprint.reads_text and not parallelism.disable_loss_parallel
+        split_tensors(model, blueprint, mesh.devices["tp"], loss_parallel, split_sequence=blueprint.reads_text)
     if parallelism.enable_async_tensor_parallel:
         overlap_communication(mesh.devices["tp"])
     if mesh.dims.cp > 1:
@@ -60,6 +62,8 @@ def apply_parallelism(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config
         for name in blueprint.layers:
             if name in modules:
                 modules[name].compile(backend=compile_.backend, fullgraph=True)
+    if not shards:
+        return
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
@@ -80,6 +84,8 @@ def sharding_units(model: nn.Module, blueprint: Blueprint) -> list[list[nn.Modul
     modules = dict(model.named_modules())
     parts = blueprint.parts()
     is_layer = [part.kind == "layer" for part in parts]
+    if True not in is_layer:
+        return []
     begin, end = is_layer.index(True), len(parts) - is_layer[::-1].index(True)
     layers = [[modules[part.name]] for part in parts[begin:end] if part.name in modules]
     if tie(model, blueprint.tied):

@@ -33,7 +33,7 @@ class Reporter:
         self.skips_on_device = run.config.optimizer.leaves_out_updates  # an update without a finite gradient norm
         self.loss_group, self.world_size, self.device = run.mesh.losses.get_group(), run.place.world_size, run.device
         self.tokens_per_step, self.flops_per_token, self.peak = run.tokens_per_step, run.flops_per_token, peak
-        self.talks = run.config.checkpoint.enable and not run.config.checkpoint.load_only
+        self.talks = run.blueprint.reads_text and run.config.checkpoint.enable and not run.config.checkpoint.load_only
         self.clock = Clock()
         self.num_steps = 0  # trained by this process
         self.losses: list[float] = []  # of each logged window, for `summary`
@@ -123,11 +123,8 @@ class Reporter:
         if not self.losses:
             return f"nothing left to train after step {step}"
         reached = f", to step {step}," if step != self.num_steps else ""
-        seconds = time.perf_counter() - self._begin
-        return (
-            f"trained {self.num_steps} steps{reached} in {seconds:.0f} s: "
-            f"loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
-        )
+        took = f"in {time.perf_counter() - self._begin:.0f} s"
+        return f"trained {self.num_steps} steps{reached} {took}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
 
     def close(self, step: int, run_folder: Path) -> None:
         """End the records, and log what the run came to and where to look at it."""
@@ -136,12 +133,11 @@ class Reporter:
         self.writer.close()
         logger.info(self.summary(step))
         logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
-        python = min(os.path.relpath(sys.executable), sys.executable, key=len)
+        python = f"{min(os.path.relpath(sys.executable), sys.executable, key=len)} -m"
         if self.talks:
-            logger.info(f"let it talk: {python} -m torchtitan generate --checkpoint {run_folder}")
+            logger.info(f"let it talk: {python} torchtitan generate --checkpoint {run_folder}")
         if self.metrics.enable_tensorboard:
-            tensorboard = f"{python} -m tensorboard.main --logdir {run_folder}"
-            logger.info(f"look at it: {tensorboard}, then open http://localhost:6006")
+            logger.info(f"look at it: {python} tensorboard.main --logdir {run_folder}, then open http://localhost:6006")
 
     def _read(self) -> list[list[float]]:
         """Reduce over ranks and read all numbers from the device at once."""

@@ -18,6 +18,8 @@ _WINDOW, _NEW_TOKENS, _TEMPERATURE = 128, 48, 0.8
 
 
 def build_sampler(run: Run, forward_backward: ForwardBackward, writer: MetricsWriter | None) -> "Sampler | None":
+    if not run.blueprint.reads_text:
+        return None
     if run.dims.pp > 1 or run.dims.cp > 1:
         logger.info(
             "no samples (metrics.sample_freq): a pipeline or context parallelism has no whole sequence on a rank"

@@ -5,10 +5,11 @@ Training, evaluation, generation and the dry run all begin here.
 
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
@@ -38,7 +39,7 @@ class Run:
     blueprint: Blueprint  # with the vocabulary fixed
     place: Place
     device: torch.device
-    tokenizer: Tokenizer | None  # None in a dry run, which reads no text
+    tokenizer: Tokenizer | None  # None in a dry run and for a model that reads no text
     batch: BatchPlan
     mesh: Mesh
     folder: Path
@@ -47,6 +48,11 @@ class Run:
     @property
     def dims(self) -> ParallelDims:
         return self.mesh.dims
+
+    @property
+    def unit(self) -> str:
+        """What a model reads."""
+        return "tokens" if self.blueprint.reads_text else "samples"
 
     @property
     def tokens_per_step(self) -> int:
@@ -117,6 +123,8 @@ class Run:
 
     def build_training_loader(self, seed: int) -> Loader:
         assert self.tokenizer is not None
+        if self.is_between_stages:
+            return self._no_data(self.config.training.seq_len)
         return data.build_training_loader(self.config, self.batch, self.tokenizer, self.mesh, seed, self.device)
 
     def build_validation_loader(self) -> Loader | None:
@@ -124,7 +132,20 @@ class Run:
         if not self.config.validation.enable:
             return None
         assert self.tokenizer is not None
+        if self.is_between_stages:
+            return self._no_data(self.config.validation.seq_len, collectives.any_says_so)
         return data.build_validation_loader(self.config, self.batch, self.tokenizer, self.mesh, self.device)
+
+    @property
+    def is_between_stages(self) -> bool:
+        """Whether this rank needs no data."""
+        return not data.needs_data(self.config, self.place)
+
+    def _no_data(self, seq_len: int, any_says_so: Callable[[bool], bool] | None = None) -> Any:
+        from torchtitan.data.no_data import NoData, no_text
+
+        rows = self.batch.global_batch_size // self.dims.dp
+        return NoData(lambda: no_text(rows, seq_len), any_says_so)
 
     def __enter__(self) -> "Run":
         return self
@@ -149,10 +170,12 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
     device = hardware.pick_device(place.local_rank)
     hardware.keep_to_own_cores(place, device)
     check_machine(config, device)
-    if records:
-        data.check_data(config)
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
-    blueprint = blueprint.with_vocabulary(tokenizer.vocab_size)
+    tokenizer = None
+    if blueprint.reads_text:
+        if records and data.needs_data(config, place):
+            data.check_data(config)
+        tokenizer = build_tokenizer(config.model.hf_assets_path)
+        blueprint = blueprint.with_vocabulary(tokenizer.vocab_size)
     plan_batch(config.training, plan_layout(config.parallelism, place.world_size).dp)
     if config.debug.deterministic:
         hardware.use_deterministic_kernels(config.debug.deterministic_warn_only)
@@ -181,4 +204,9 @@ def lay_out_ranks(
     dims = plan_layout(config.parallelism, place.world_size)
     batch = plan_batch(config.training, dims.dp)
     mesh = build_mesh(dims, device.type)
-    return Run(config, blueprint, place, device, tokenizer, batch, mesh, folder or Path(config.job.dump_folder), lock)
+    folder = folder or Path(config.job.dump_folder)
+    if blueprint.reads_text:
+        return Run(config, blueprint, place, device, tokenizer, batch, mesh, folder, lock)
+    from torchtitan.training.any.run import AnyRun, with_structure
+
+    return with_structure(AnyRun(config, blueprint, place, device, None, batch, mesh, folder, lock))

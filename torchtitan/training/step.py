@@ -39,7 +39,7 @@ class ForwardBackward:
         parallelism: Parallelism,
         device: torch.device,
     ) -> None:
-        self.model, self.loss = model, loss
+        self.model, self.loss, self.metric_names = model, loss, ()
         self.local_batch_size = training.local_batch_size
         self.run: Callable[..., Tensor] = self._run_whole
         if mesh.dims.pp > 1:

@@ -25,9 +25,9 @@ class Validator:
 
     def __call__(self, step: int) -> None:
         self._last = step
-        loss, tokens = self.measure()
+        loss, tokens, metrics = self.measure()
         if self.writer is not None:
-            self.writer.write_validation(step, loss, tokens)
+            self.writer.write_validation(step, loss, tokens, metrics)
 
     def finish(self, step: int, goes_on: bool) -> None:
         """Validate at the end, unless the records have it. A run that will be resumed validates only when it is due."""
@@ -36,18 +36,22 @@ class Validator:
         if not any_says_so(self.writer is not None and self.writer.has_validated(step)):
             self(step)
 
-    def measure(self) -> tuple[float, int]:
-        """Mean loss and number of tokens.
+    def measure(self) -> tuple[float, int, dict[str, float]]:
+        """Mean loss, number of tokens, and means of the metrics that a model of one's own has.
 
         The loader ends on all ranks at once, so every rank runs as many forward passes, which FSDP needs.
         """
         assert self.loader is not None
         self.loader.reset()
         remaining = self.config.steps
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        names = self.forward_backward.metric_names
+        totals = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
         while remaining and (batch := self.loader.next()) is not None:
             remaining -= 1
             totals += self.forward_backward.evaluate(batch.to(self.device), self.config.local_batch_size)
         free_gathered(self.forward_backward.model.stages.values())
-        summed, tokens = sum_over(totals, self.group).tolist()
-        return summed / max(1, tokens), int(tokens)
+        sums = iter(sum_over(totals, self.group).tolist())
+        (loss, tokens), *metrics = (
+            (total / max(1, count), int(count)) for total, count in zip(sums, sums, strict=True)
+        )
+        return loss, tokens, dict(zip(names, (mean for mean, _ in metrics), strict=True))

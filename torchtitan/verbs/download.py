@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> None:
         folder = args.to or Path("assets", "datasets" if kind == "dataset" else "hf", info.id.split("/")[-1])
         signal.signal(signal.SIGINT, lambda *_: _stop(folder))
         if kind == "model" and "config.json" in names:  # refuse an unusable model before fetching 100 GB of it
-            from torchtitan.models.families import find_download
+            from torchtitan.models.downloads import find_download
 
             fetch(kind, repo, info.sha, {"config.json": sizes["config.json"]}, folder)
             find_download(folder, args.model)

@@ -105,14 +105,16 @@ def _damage(how: Callable[[bytes, random.Random], bytes | None], files: str = ""
         if len(complete) < 2:
             return NOTHING
         names = [name for name in storage.names(storage.folder(complete[0])) if name.endswith(files)]
-        path = f"{storage.folder(complete[0])}/{chance.choice(names)}"
-        content = storage.fs.cat_file(path)
-        if (changed := how(content, chance)) == content:
-            return NOTHING
-        storage.fs.rm_file(path)
-        if changed is not None:
-            storage.fs.pipe_file(path, changed)
-        return Outcome(damaged=(complete[0],))
+        for name in chance.sample(names, len(names)):
+            path = f"{storage.folder(complete[0])}/{name}"
+            content = storage.fs.cat_file(path)
+            if (changed := how(content, chance)) == content:
+                continue  # not every file holds what is to be changed
+            storage.fs.rm_file(path)
+            if changed is not None:
+                storage.fs.pipe_file(path, changed)
+            return Outcome(damaged=(complete[0],))
+        return NOTHING
 
     return act
 

@@ -76,6 +76,6 @@ def evaluate(source: StoredModel, config: Config, blueprint: Blueprint, place: P
             load_weights(source, model)
         loader = run.build_validation_loader()
         assert loader is not None
-        measured = Validator(run, run.build_forward_backward(model), loader).measure()
+        loss, tokens, _ = Validator(run, run.build_forward_backward(model), loader).measure()
         loader.close()
-        return measured
+        return loss, tokens

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from torchtitan.data.tokenizer_files import find_file
-from torchtitan.models.families import load_run_or_exit, name_on_the_hub
+from torchtitan.models.downloads import name_on_the_hub
+from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
 from torchtitan.verbs import download
 

@@ -16,7 +16,8 @@ from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import Config, Job, Model, Parallelism
 from torchtitan.data.prompts import follow_training
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models.families import FAMILIES, SHAPE_KEYS, find_download, find_model, find_spec
+from torchtitan.models.downloads import find_download
+from torchtitan.models.families import FAMILIES, SHAPE_KEYS, find_model, find_spec
 from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal

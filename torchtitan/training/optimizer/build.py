@@ -29,8 +29,8 @@ def build_optimizer(
     """AdamW, or Muon for the matrices whose names `takes_muon` accepts and AdamW for all other parameters."""
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
     matrices = _muon_matrices(named, takes_muon) if config.name == "Muon" else []
-    chosen = {id(p) for p in matrices}
-    adamw = _build_adamw([p for _, p in named if id(p) not in chosen], config, compile_)
+    chosen = set(matrices)
+    adamw = _build_adamw([p for _, p in named if p not in chosen], config, compile_)
     if not matrices:
         return adamw
     from torchtitan.training.optimizer.muon import MuonAndAdamW
@@ -66,6 +66,9 @@ def _build_adamw(parameters: list[nn.Parameter], config: Optimizer, compile_: Co
             {"params": [p for p in parameters if p.ndim > 1]},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
+    mesh_of = {p: getattr(p, "device_mesh", None) for p in parameters}  # torch updates a group at once, on one mesh
+    meshes = dict.fromkeys(mesh_of.values())
+    groups = [g | {"params": [p for p in g["params"] if mesh_of[p] == mesh]} for g in groups for mesh in meshes]
     groups = [
         group | {"params": group["params"][begin : begin + _MOST_IN_A_GROUP]}
         for group in groups

@@ -1,0 +1,119 @@
+"""A run of a user's own module: the same run as a family's, with samples for tokens and with what is derived."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.data.batch import Layout
+from torchtitan.data.cursor import Order
+from torchtitan.data.samples import SampleBatch, SampleLoader, SampleOrigin, collate, open_dataset
+from torchtitan.models.any.blueprint import AnyBlueprint
+from torchtitan.models.any.derive import derive
+from torchtitan.models.spec import ModelSpec
+from torchtitan.observe.log import logger
+from torchtitan.parallel.collectives import any_says_so
+from torchtitan.parallel.parts import ModelParts
+from torchtitan.refusal import Refusal
+from torchtitan.training.any.build import AnyParts, build, lay_out
+from torchtitan.training.any.checks import check
+from torchtitan.training.any.step import AnyForwardBackward
+from torchtitan.training.start import Run
+
+
+@dataclass(frozen=True)
+class AnyRun(Run):
+    """What differs from a run on text."""
+
+    @property
+    def own(self) -> AnyBlueprint:
+        assert isinstance(self.blueprint, AnyBlueprint)
+        return self.blueprint
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.blueprint.spec
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch.global_batch_size
+
+    def describe_model(self) -> str:
+        known, batch = self.own.known, self.batch
+        units = [part.name for part in known.parts if part.kind == "layer"]
+        named = f"sharded in {len(units) + 1} units" if units else "sharded as one unit"
+        return (
+            f"{self.own.name}: {known.num_parameters:,} parameters {named}, global batch {batch.global_batch_size} "
+            f"samples, local batches a rank: {batch.num_local_batches}"
+        )
+
+    def pick_attention(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def build_model(self, seed: int) -> ModelParts:
+        return build(self.config, self.own, self.mesh, self.device, seed)
+
+    def lay_out_model(self) -> ModelParts:
+        return lay_out(self.config, self.own, self.mesh, self.device, self.spec.build())
+
+    def build_forward_backward(self, parts: ModelParts, loss: Any = None) -> Any:
+        assert isinstance(parts, AnyParts)
+        return AnyForwardBackward(self.spec, parts, self.mesh, self.config, self.device)
+
+    def build_training_loader(self, seed: int) -> Any:
+        return self._loader("train", Order(self.batch.num_streams, seed, self.config.training.shuffle))
+
+    def build_validation_loader(self) -> Any:
+        if not self.config.validation.enable:
+            return None
+        return self._loader("validation", Order(self.batch.num_streams, 0, False))
+
+    def _loader(self, split: str, order: Order) -> Any:
+        is_held_out = split == "validation"
+        dp_rank, dp_size = self.mesh.batch.get_local_rank(), self.mesh.dims.dp
+        layout = Layout(self.batch.global_batch_size, order.num_streams, dp_rank, dp_size)
+        ask = any_says_so if is_held_out else None
+        if self.is_between_stages:
+            from torchtitan.data.no_data import NoData
+
+            slots = layout.own_slots
+            return NoData(lambda: SampleBatch(None, None, 0, SampleOrigin(slots, [])), ask)
+        dataset, is_part = open_dataset(self.spec.data, split)
+        divided = self.config.validation.enable and not is_part
+        return SampleLoader(
+            dataset,
+            layout,
+            order,
+            epochs=1 if is_held_out else self.config.training.epochs,
+            pads=is_held_out,
+            held_out=is_held_out if divided else None,
+            workers=self.spec.data_workers,
+            is_random=self.spec.data_is_random and not is_held_out,
+            any_says_so=ask,
+        )
+
+
+def with_structure(run: AnyRun) -> AnyRun:
+    """Rank 0 looks at the module and at one sample, and tells the others."""
+    told: list[Any] = [None]
+    if run.place.rank == 0:
+        try:
+            dataset, is_part = open_dataset(run.spec.data, "train")
+            inputs, target = collate([next(iter(dataset))])
+            with torch.random.fork_rng(devices=[]):
+                model = run.spec.build()
+            check(model, run)
+            told = [derive(model, run.spec.layers, inputs, target)]
+            logger.info(
+                f"{run.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and flavor "
+                "are not used"
+                + ("" if is_part or not run.config.validation.enable else "; every 20th sample is for validation")
+            )
+        except Refusal as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], Refusal):
+        raise told[0]
+    return replace(run, blueprint=run.own.with_structure(told[0]))
