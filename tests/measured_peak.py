@@ -30,7 +30,7 @@ def train_two_steps(config: Config, world_size: int, device: torch.device) -> No
     forward_backward = run.build_forward_backward(model)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     norm = collectives.GlobalNorm(run.mesh.stage_group)
-    batch = blank_batch(config, run.dims.dp).to(device)
+    batch = blank_batch(config, run.blueprint, run.dims.dp).to(device)
     for _ in range(2):
         forward_backward(batch)
         norm.add(*model.own_gradients())

@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests import any_models
 from tests.tiny_runs import TINY, tiny_config
 from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
@@ -23,7 +24,9 @@ from torchtitan.models.layers import FeedForward
 from torchtitan.models.llama.args import LlamaArgs, parts
 from torchtitan.models.llama.model import TransformerBlock
 from torchtitan.planner import dry_run as planner
-from torchtitan.planner.dry_run import Estimate, bars, estimate, verdict
+from torchtitan.planner import fit
+from torchtitan.planner.dry_run import Estimate, bars, derived, estimate, verdict, with_counts
+from torchtitan.planner.fit import what_is_cut
 from torchtitan.planner.footprint import Footprint
 from torchtitan.planner.replay import Replay
 from torchtitan.planner.structure import structure
@@ -97,7 +100,7 @@ def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path)
         estimates = [estimate(config, blueprint, rank, world_size) for rank in ends]
     else:
         estimates = dry_run(config, Place(0, 0, world_size))
-    verdict(estimates, capacity=(int(gigabytes[1]) if gigabytes else 80) * 10**9)
+    verdict(estimates, [(int(gigabytes[1]) if gigabytes else 80) * 10**9] * len(estimates))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -302,11 +305,55 @@ def test_bars_show_what_fills_a_rank() -> None:
 def test_a_rank_that_does_not_fit_is_refused() -> None:
     sizes = ({"parameters": 2 * 2**30}, {"parameters": 3 * 2**30})
     estimates = [Estimate(rank, 0, peak, {}) for rank, peak in enumerate(sizes)]
-    assert "rank 1 holds 3.00 GiB at its peak, and this machine's GPU has 3.00" in verdict(estimates, 3 * 2**30)
-    with pytest.raises(
-        ValueError, match="rank 1 holds 3.00 GiB at its peak, but this machine's GPU has 2.50; use more"
-    ):
-        verdict(estimates, 5 * 2**29)
+    assert "rank 1 holds 3.00 GiB at its peak, and its GPU has 3.00" in verdict(estimates, [3 * 2**30] * 2)
+    with pytest.raises(ValueError, match="rank 1 holds 3.00 GiB at its peak, but its GPU has 2.50; use more"):
+        verdict(estimates, [3 * 2**30, 5 * 2**29])
+
+
+SKIPPING = {"model__name": "tests.any_models:SKIPPING", "model__flavor": "tiny"}
+
+
+@pytest.mark.parametrize("model", [{"model__flavor": "tiny-deep"}, SKIPPING])
+def test_the_fastest_cut_that_fits_the_ranks_memory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+) -> None:
+    """Against the estimates of all cuts."""
+    config = tiny_config(tmp_path, 2, **PP, **model)
+    blueprint = derived(config, plan_model(config), 2)
+    parts, _ = what_is_cut(config, blueprint)
+    flops, cuts = [part.flops for part in parts], [(n, len(parts) - n) for n in range(1, len(parts))]
+
+    @functools.cache
+    def estimated(cut: tuple[int, int], rank: int) -> Estimate:
+        return estimate(with_counts(config, cut), blueprint, rank, 2)
+
+    def once(asked: Config, _: Any, rank: int, __: int) -> Estimate:
+        assert asked.parallelism.pipeline_parallel_layer_counts
+        return estimated(tuple(asked.parallelism.pipeline_parallel_layer_counts), rank)  # type: ignore[arg-type]
+
+    def found(limits: Sequence[int]) -> tuple[int, ...]:
+        given = config.parallelism.model_copy(update={"pipeline_parallel_memory_gib": [n / 2**30 for n in limits]})
+        return tuple(fit.fit(config.model_copy(update={"parallelism": given}), blueprint, 2))
+
+    monkeypatch.setattr(fit, "estimate", once)
+    peaks = {cut: tuple(estimated(cut, rank).peak_bytes for rank in range(2)) for cut in cuts}
+    for limits in [(1 << 40, 1 << 40), *peaks.values(), (1 << 40, peaks[cuts[-2]][1]), (peaks[cuts[0]][0], 1 << 40)]:
+        fitting = [cut for cut in cuts if all(p <= n for p, n in zip(peaks[cut], limits, strict=True))]
+        slowest = {cut: max(sum(flops[: cut[0]]), sum(flops[cut[0] :])) for cut in fitting}
+        assert slowest[found(limits)] == min(slowest.values())  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"none of the \d+ cuts tried fits; of \[.*\] a rank needs .* times"):
+        found([1000, 1000])
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (2, {}), (2, PP), (4, PP)])
+def test_a_module_of_ones_own_is_estimated_like_a_family(tmp_path: Path, world_size: int, layout: dict) -> None:
+    dp = world_size // (2 if layout else 1)
+    config = tiny_config(tmp_path, world_size, **SKIPPING, **layout, training__local_batch_size=8 // dp)
+    stages = [estimate(config, plan_model(config), rank, world_size) for rank in range(0, world_size, dp)]
+    assert sum(stage.parameters for stage in stages) == sum(p.numel() for p in any_models.Skipping().parameters())
+    for stage in stages:  # a shard is padded to whole rows
+        assert stage.peak["optimizer"] == pytest.approx(8 * stage.parameters / dp, rel=0.25)
+        assert stage.peak["activations"] > 0 and (stage.moved.get("all-gather", 0) > 0) == (dp > 1)
 
 
 def test_a_weight_that_no_plan_splits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

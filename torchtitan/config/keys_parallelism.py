@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from torchtitan.config.section import AllOrCount, NonNegativeInt, PositiveInt, Section
+from torchtitan.config.section import AllOrCount, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class Parallelism(Section):
@@ -54,6 +54,10 @@ class Parallelism(Section):
     pipeline_parallel_layer_counts: list[NonNegativeInt] | None = None
     """Number of layers of each stage, from first to last, for example [3, 1, 2, 2]. None: the keys below decide. Not
     in torchtitan."""
+
+    pipeline_parallel_memory_gib: list[PositiveFloat] | None = None
+    """Memory of each pipeline rank, for example [8.0, 4.0, 16.0]. The cut then is the fastest whose every rank fits, by
+    the dry run's estimate; run_llama_train.sh and the dry run find it. Not in torchtitan."""
 
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
     """Number of layers of a stage, from which the number of stages follows. None: one stage a device for `1F1B` and

@@ -21,10 +21,14 @@ from torchtitan.launch.addresses import way_to_head
 from torchtitan.launch.node import Node, loopback_settings
 from torchtitan.launch.variables import read_node
 from torchtitan.models.families import load_run_or_exit
+from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 
 _SMI_SECONDS = 60  # the first call on a machine is slow
+
+
+Complete = Callable[[Config, Blueprint, int], list[str]]
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,11 @@ class Start:
     config: Config | None = None
 
 
-def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
-    """Check the configuration, then plan torchrun, or train.py itself where one process is enough."""
+def plan_start(env: Mapping[str, str], options: list[str], gpus: int, complete: Complete = lambda *_: []) -> Start:
+    """Check the configuration, then plan torchrun, or train.py itself where one process is enough.
+
+    `complete` gives options for what the configuration leaves to be found.
+    """
     config = env.get("CONFIG_FILE") or "train_configs/debug_model.toml"
     if mode := env.get("COMM_MODE"):
         options = ["--comm.mode", mode, *options]
@@ -56,7 +63,8 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int) -> Start:
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
     # Checked without torch and before any rank exists, so that each node shows a mistake once and at once.
-    checked, _ = load_run_or_exit(train[1:], node.world_size, rank=0)
+    checked, blueprint = load_run_or_exit(train[1:], node.world_size, rank=0)
+    train += complete(checked, blueprint, node.world_size)
 
     settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
     understood = _understood(node, config, gpus)
@@ -137,11 +145,15 @@ def count_gpus(visible: str | None) -> int:
     return gpus
 
 
-def main(options: list[str], check: Callable[[Start, int], bool] = lambda start, gpus: True) -> None:
+def main(
+    options: list[str],
+    check: Callable[[Start, int], bool] = lambda start, gpus: True,
+    complete: Complete = lambda *_: [],
+) -> None:
     """Print the command and become it, if `check` (a preflight, given the start and the number of GPUs) passes."""
     try:
         gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        start = plan_start(os.environ, options, gpus)
+        start = plan_start(os.environ, options, gpus, complete)
         python = os.path.relpath(sys.executable)
         python = sys.executable if python.startswith("..") else python
         if start.understood:

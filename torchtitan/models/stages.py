@@ -170,20 +170,12 @@ def _balance(parts: Sequence[Part], num_stages: int) -> list[int]:
     """
     layers = [part for part in parts if part.kind == "layer"]
     begin, end = parts[: parts.index(layers[0])], parts[parts.index(layers[-1]) + 1 :]
-    time, size = layers[0].flops, layers[0].parameters
+    groups = begin, layers[:1], end
+    costs = [[sum(getattr(part, cost) for part in group) for group in groups] for cost in ("flops", "parameters")]
 
     def cost(first: int, last: int) -> tuple[int, int, int]:
         inner = math.ceil((len(layers) - first - last) / (num_stages - 2)) if num_stages > 2 else 0
-        times = (
-            first * time + sum(part.flops for part in begin),
-            inner * time,
-            last * time + sum(part.flops for part in end),
-        )
-        sizes = (
-            first * size + sum(part.parameters for part in begin),
-            inner * size,
-            last * size + sum(part.parameters for part in end),
-        )
+        times, sizes = ((first * one + before, inner * one, last * one + after) for before, one, after in costs)
         return max(times), max(sizes), sum(t * t for t in times)
 
     def possible(first: int, last: int) -> bool:

@@ -8,23 +8,26 @@ tensors on a GPU, without what the driver, the allocator and libraries take on t
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining.schedules  # its import makes a tensor, which would be counted in the first step
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place, gpu_memory_bytes
+from torchtitan.models.any.blueprint import AnyBlueprint
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import StagePlan, plan_stages
 from torchtitan.observe.log import logger
@@ -37,7 +40,7 @@ from torchtitan.training.optimizer import build_optimizer, make_states
 from torchtitan.training.start import lay_out_ranks
 from torchtitan.training.update import Update
 
-_DEVICE = torch.device("cpu")  # the fake tensors' device; torch without CUDA cannot have fake tensors on a GPU
+DEVICE = torch.device("cpu")  # the fake tensors' device; torch without CUDA cannot have fake tensors on a GPU
 
 _SHADES, _BAR = "█▓▒░", 60  # of a bar, and its length
 
@@ -58,47 +61,47 @@ class Estimate:
 
 def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate]:
     """Estimate and print every pipeline rank; raise a Refusal if one does not fit this machine's GPU."""
-    _check(config, place)
-    if blueprint.shape.vocab_size is None:
-        blueprint = blueprint.with_vocabulary(build_tokenizer(config.model.hf_assets_path).vocab_size)
-    dims = plan_layout(config.parallelism, place.world_size)
-    global_batch_size = plan_batch(config.training, dims.dp).global_batch_size
-    logger.info(
-        f"dry run of {config.job.description}: {blueprint.num_parameters:,} parameters on {place.world_size} ranks, "
-        f"mesh {dims}, global batch {global_batch_size} x {config.training.seq_len} tokens"
-    )
+    if place.rank:
+        raise Refusal(
+            f"the dry run was started with RANK={place.rank}, but one process plays all ranks; start it "
+            f"without torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
+        )
     if config.compile.enable:
         logger.info("the estimate ignores compile.enable = true; a compiled step may hold less memory")
-        config = config.model_copy(
-            update={
-                "compile": config.compile.model_copy(update={"enable": False}),
-                "parallelism": config.parallelism.model_copy(update={"enable_async_tensor_parallel": False}),
-            }
-        )
-    if not _can_replay(config, blueprint):
+    config = estimable(config)
+    blueprint = derived(with_counts(config, []), blueprint, place.world_size)
+    dims = plan_layout(config.parallelism, place.world_size)
+    size = str(plan_batch(config.training, dims.dp).global_batch_size)
+    logger.info(
+        f"dry run of {config.job.description}: "
+        + (f"{blueprint.num_parameters:,} parameters" if blueprint.reads_text else blueprint.name)
+        + f" on {place.world_size} ranks, mesh {dims}, global batch {size}"
+        + (f" x {config.training.seq_len} tokens" if blueprint.reads_text else "")
+    )
+    limits = config.parallelism.pipeline_parallel_memory_gib
+    if limits and config.parallelism.pipeline_parallel_layer_counts is None:
+        from torchtitan.planner.fit import fit
+
+        config = with_counts(config, fit(config, blueprint, place.world_size))
+    if blueprint.reads_text and not _can_replay(config, blueprint):
         logger.info("the schedule runs backward in two parts, so the dry run has to run every block and takes longer")
-    capacity = gpu_memory_bytes()
+    capacities = [int(gib * 2**30) for gib in limits] if limits else [gpu_memory_bytes()] * dims.pp
     estimates = []
     for stage in range(dims.pp):
         estimates.append(estimate(config, blueprint, stage * place.world_size // dims.pp, place.world_size))
         if stage == 0:
             print("GiB held at the peak, and GiB moved in a step:")
             print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
-        print(describe(estimates[-1], capacity), flush=True)
+        print(describe(estimates[-1], capacities[stage]), flush=True)
     print(bars(estimates))
-    if dims.pp > 1:
+    if dims.pp > 1 and blueprint.reads_text:
         print(cut(plan_stages(blueprint.parts(), config.parallelism), place.world_size // dims.pp))
-    print(verdict(estimates, capacity))
+    print(verdict(estimates, capacities))
     return estimates
 
 
-def _check(config: Config, place: Place) -> None:
-    """Refuse settings whose effect on memory a process without GPU, kernels and compiler cannot know."""
-    if place.rank:
-        raise Refusal(
-            f"the dry run was started with RANK={place.rank}, but one process plays all ranks; start it "
-            f"without torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
-        )
+def estimable(config: Config) -> Config:
+    """Without the compiler. Refuses what a process without GPU and kernels cannot know the memory of."""
     offload, mode = config.training.enable_cpu_offload, config.activation_checkpoint.mode
     for found, name, reason, fix in (
         (offload, "training.enable_cpu_offload = true", "the host's memory apart from the GPU's", "set it to false"),
@@ -107,6 +110,14 @@ def _check(config: Config, place: Place) -> None:
     ):
         if found:
             raise Refusal(f"{name} cannot be estimated: a dry run does not know {reason}; {fix}")
+    if not config.compile.enable:
+        return config
+    return config.model_copy(
+        update={
+            "compile": config.compile.model_copy(update={"enable": False}),
+            "parallelism": config.parallelism.model_copy(update={"enable_async_tensor_parallel": False}),
+        }
+    )
 
 
 def estimate(
@@ -116,10 +127,11 @@ def estimate(
 
     Only one of the blocks that do the same work runs. Without `replay` all run, which takes longer.
     """
+    blueprint = derived(config, blueprint, world_size)
     with ExitStack() as stack:
         stack.enter_context(_garbage_held())
-        stack.enter_context(_process_group(rank, world_size))
-        run = lay_out_ranks(config, blueprint, Place(rank, 0, world_size), _DEVICE)
+        stack.enter_context(process_group(rank, world_size))
+        run = lay_out_ranks(config, blueprint, Place(rank, 0, world_size), DEVICE)
         model = run.lay_out_model()
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
@@ -133,7 +145,7 @@ def estimate(
         footprint = stack.enter_context(Footprint(fake))
 
         for part in model.stages.values():
-            part.to_empty(device=_DEVICE)
+            part.to_empty(device=DEVICE)
         footprint.mark(model.parameters(), "parameters")
         if replay and _can_replay(config, blueprint):
             modules = {name: module for part in model.stages.values() for name, module in part.named_modules()}
@@ -147,28 +159,55 @@ def estimate(
         footprint.moved.clear()
 
         update.begin(1)
-        forward_backward(blank_batch(config, run.dims.dp))
+        forward_backward(blank_batch(config, run.blueprint, run.dims.dp))
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
         update.apply()
         parameters = sum(p.numel() for p in model.parameters())
         return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved))
 
 
-def blank_batch(config: Config, dp: int) -> Batch:
-    """The batch that the loader gives one rank for a step, with all tokens 0."""
-    size = plan_batch(config.training, dp).global_batch_size // dp, config.training.seq_len
+def with_counts(config: Config, counts: Sequence[int]) -> Config:
+    """The configuration with this cut. To derive a blueprint, any will do."""
+    parallelism = config.parallelism.model_copy(update={"pipeline_parallel_layer_counts": list(counts)})
+    return config.model_copy(update={"parallelism": parallelism})
+
+
+def derived(config: Config, blueprint: Blueprint, world_size: int) -> Blueprint:
+    """The blueprint with what a run finds out first: a tokenizer's vocabulary, the structure of a user's module."""
+    if not isinstance(blueprint, AnyBlueprint):
+        if blueprint.shape.vocab_size is not None:
+            return blueprint
+        return blueprint.with_vocabulary(build_tokenizer(config.model.hf_assets_path).vocab_size)
+    if blueprint.structure is not None:
+        return blueprint
+    with process_group(0, world_size):
+        return lay_out_ranks(config, blueprint, Place(0, 0, world_size), DEVICE).blueprint
+
+
+def blank_batch(config: Config, blueprint: Blueprint, dp: int) -> Any:
+    """The batch that the loader gives one rank for a step, with all values 0."""
+    rows = plan_batch(config.training, dp).global_batch_size // dp
+    if isinstance(blueprint, AnyBlueprint):
+        from torchtitan.data.samples import SampleBatch, SampleOrigin
+
+        example = blueprint.known.example, blueprint.known.target
+        inputs, target = tree_map_only(Tensor, lambda t: torch.zeros(rows, *t.shape[1:], dtype=t.dtype), example)
+        return SampleBatch(inputs, target, rows, SampleOrigin(list(range(rows)), []))
+    size = rows, config.training.seq_len
     documents = torch.zeros(size, dtype=torch.int32) if config.model.attn_mask_type == "block_causal" else None
     tokens = torch.zeros(size, dtype=torch.int64)
     return Batch(tokens, tokens.clone(), documents, Origin([], [], []))
 
 
 def _can_replay(config: Config, blueprint: Blueprint) -> bool:
-    """Whether the schedule runs backward of a block in one piece."""
+    """Whether blocks are known to do the same, and the schedule runs backward of a block in one piece."""
+    if not blueprint.reads_text:
+        return False
     return not plan_stages(blueprint.parts(config.training.seq_len), config.parallelism).backward_in_two_parts
 
 
 @contextmanager
-def _process_group(rank: int, world_size: int) -> Iterator[None]:
+def process_group(rank: int, world_size: int) -> Iterator[None]:
     """A process group in which this process is one rank and collectives return at once, without the other ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -244,15 +283,17 @@ def cut(plan: StagePlan, step: int) -> str:
     return "\n".join(lines)
 
 
-def verdict(estimates: list[Estimate], capacity: int | None) -> str:
-    """Say that the largest rank fits a GPU with `capacity` bytes; raise a Refusal if it does not."""
-    largest = max(estimates, key=lambda estimate: estimate.peak_bytes)
-    need = f"rank {largest.rank} holds {largest.peak_bytes / 2**30:.2f} GiB at its peak"
+def verdict(estimates: list[Estimate], capacities: Sequence[int | None]) -> str:
+    """Say that each rank fits its GPU, and how the fullest does; raise a Refusal if it does not."""
+    fullest, capacity = max(
+        zip(estimates, capacities, strict=True), key=lambda pair: pair[0].peak_bytes / (pair[1] or 1)
+    )
+    need = f"rank {fullest.rank} holds {fullest.peak_bytes / 2**30:.2f} GiB at its peak"
     if capacity is None:
         return f"every pipeline rank passes; {need}, this machine has no GPU to compare with"
-    if largest.peak_bytes > capacity:
+    if fullest.peak_bytes > capacity:
         raise Refusal(
-            f"{need}, but this machine's GPU has {capacity / 2**30:.2f}; use more ranks, a smaller "
+            f"{need}, but its GPU has {capacity / 2**30:.2f}; use more ranks, a smaller "
             f'training.local_batch_size, or activation_checkpoint.mode = "full"'
         )
-    return f"every pipeline rank fits; {need}, and this machine's GPU has {capacity / 2**30:.2f}"
+    return f"every pipeline rank fits; {need}, and its GPU has {capacity / 2**30:.2f}"

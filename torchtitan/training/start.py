@@ -25,6 +25,7 @@ from torchtitan.observe.run_folder import claim, open_run_folder
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parts import ModelParts
+from torchtitan.refusal import Refusal
 from torchtitan.training import data, model
 from torchtitan.training.loss import LossFunction, build_loss
 from torchtitan.training.machine import check_machine
@@ -201,7 +202,11 @@ def lay_out_ranks(
     lock: IO[str] | None = None,
 ) -> Run:
     """Lay the ranks out on the mesh; the process group must exist."""
-    dims = plan_layout(config.parallelism, place.world_size)
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_memory_gib and parallelism.pipeline_parallel_layer_counts is None:
+        fix = "start with ./run_llama_train.sh, or set pipeline_parallel_layer_counts to what a dry run finds"
+        raise Refusal(f"parallelism.pipeline_parallel_memory_gib says what ranks may hold, but not the cut; {fix}")
+    dims = plan_layout(parallelism, place.world_size)
     batch = plan_batch(config.training, dims.dp)
     mesh = build_mesh(dims, device.type)
     folder = folder or Path(config.job.dump_folder)

@@ -5,7 +5,9 @@ run_llama_train.sh ends with this module: the mistake is said once, before any r
 
 import sys
 
+from torchtitan.config.schema import Config
 from torchtitan.launch.start import Start, main
+from torchtitan.models.spec import Blueprint
 from torchtitan.verbs.check import what_is_missing
 
 
@@ -18,8 +20,19 @@ def is_complete(start: Start, _: int) -> bool:
     return not missing
 
 
+def fitted_cut(config: Config, blueprint: Blueprint, world_size: int) -> list[str]:
+    """The cut of a pipeline whose ranks have only so much memory."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_memory_gib is None or parallelism.pipeline_parallel_layer_counts is not None:
+        return []
+    from torchtitan.planner.fit import fit
+
+    counts = fit(config, blueprint, world_size)
+    return ["--parallelism.pipeline_parallel_layer_counts", *map(str, counts)]
+
+
 def run(options: list[str]) -> None:
-    main(options, check=is_complete)
+    main(options, check=is_complete, complete=fitted_cut)
 
 
 if __name__ == "__main__":

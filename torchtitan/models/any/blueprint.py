@@ -26,7 +26,11 @@ class AnyBlueprint(Blueprint):
 
     @property
     def known(self) -> Structure:
-        assert self.structure is not None, "training/any_model.py derives it before the model is laid out"
+        if self.structure is None:  # a run derives it before the model is laid out, and the dry run does
+            raise Refusal(
+                f"{self.name} is a model of your own, and this works only with models that read text; to take its "
+                "weights away, use python -m torchtitan export"
+            )
         return self.structure
 
     @property

@@ -96,7 +96,9 @@ class AnyRun(Run):
 
 
 def with_structure(run: AnyRun) -> AnyRun:
-    """Rank 0 looks at the module and at one sample, and tells the others."""
+    """Rank 0 looks at the module and at one sample, and tells the others. A dry run of another rank knows already."""
+    if run.own.structure is not None:
+        return run
     told: list[Any] = [None]
     if run.place.rank == 0:
         try:
