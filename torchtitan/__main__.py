@@ -112,6 +112,10 @@ def main(argv: list[str]) -> None:
         "--beside", default="tests/assets/tokenizer", help="a tokenizer to compare with (default: %(default)s)"
     )
 
+    from torchtitan.verbs import plan
+
+    plan.add_arguments(verbs.add_parser("plan", help="predict step times of published runs"))
+
     from torchtitan.launch import submit
 
     submit.add_arguments(verbs.add_parser("launch", help="submit a run to Slurm, Run:ai, Kubernetes or SkyPilot"))
@@ -181,10 +185,10 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
         from torchtitan.launch import submit
 
         raise SystemExit(submit.run(args, options))
-    elif args.verb in ("runs", "tokenizer"):
-        from torchtitan.verbs import runs, tokenizer
+    elif args.verb in ("plan", "runs", "tokenizer"):
+        from torchtitan.verbs import plan, runs, tokenizer
 
-        {"runs": runs.run, "tokenizer": tokenizer.run}[args.verb](args)
+        {"plan": plan.run, "runs": runs.run, "tokenizer": tokenizer.run}[args.verb](args)
     elif args.verb == "preflight":
         from torchtitan.preflight import start
 

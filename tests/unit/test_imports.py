@@ -24,6 +24,7 @@ SHAPES = (
     T + "models.spec",
     T + "models.stages",
     T + "models.balance",
+    T + "models.operations",
     T + "models.rules",
     T + "models.families",
     T + "models.schedule_file",
@@ -96,7 +97,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     if module == T + "models.layers":
         return CONFIG
     if family := family_of(module):
-        below = (*CONFIG, T + "models.spec", f"{family}.args")
+        below = (*CONFIG, T + "models.spec", T + "models.operations", f"{family}.args")
         return {
             f"{family}.args": below[:-1],
             f"{family}.hf": below,
@@ -129,7 +130,9 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
 
 def is_without_torch(module: str) -> bool:
     family = family_of(module)
-    of_family = family is not None and module in (f"{family}.args", f"{family}.hf", f"{family}.spec")
+    of_family = family is not None and module in tuple(
+        f"{family}.{name}" for name in ("args", "hf", "spec", "operations")
+    )
     return of_family or within(module, (*BELOW, *LAUNCH))
 
 

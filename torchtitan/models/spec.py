@@ -71,6 +71,7 @@ class ModelSpec:
     # Styles of tensor parallelism by module, `layers.*.` for every layer: shape, split_sequence, loss_parallel.
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None
     tied: Callable[[Any], tuple[str, str] | None] = lambda shape: None  # names of one parameter; the first is saved
+    operations: Callable[[Any, Any], Any] | None = None  # shape, models.operations.Share -> Work, for the planner
     takes_muon: Callable[[str], bool] = lambda name: False  # whether Muon updates this matrix, rather than AdamW
     refusals: Callable[[Any, Config], Iterator[str]] = _nothing  # what is impossible, and what to type instead
     hugging_face: HuggingFace | None = None

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel.style import ParallelStyle
 
+    from torchtitan.models.operations import Share, Work
+
 
 def build(args: LlamaArgs) -> "nn.Module":
     from torchtitan.models.llama.model import Transformer
@@ -40,6 +42,12 @@ def tensor_plan(args: LlamaArgs, split_sequence: bool, loss_parallel: bool) -> "
     return tensor_plan(args, split_sequence, loss_parallel)
 
 
+def operations(args: LlamaArgs, share: "Share") -> "Work":
+    from torchtitan.models.llama.operations import operations
+
+    return operations(args, share)
+
+
 def open_meta(folder: Path) -> OtherFormat:
     from torchtitan.models.llama.meta import open_meta
 
@@ -55,6 +63,7 @@ def _family(flavors: Mapping[str, LlamaArgs]) -> ModelSpec:
         initialize=initialize,
         tensor_plan=tensor_plan,
         tied=tied,
+        operations=operations,
         takes_muon=takes_muon,
         refusals=refusals,
         hugging_face=HuggingFace("llama", hf.to_hf_name, hf.to_hf_config, hf.from_hf_config),

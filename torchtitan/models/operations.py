@@ -1,0 +1,86 @@
+"""What a model computes, as lists of operations, from which the planner counts seconds. No torch, and no family.
+
+A number may be an array over many layouts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Number = Any  # float, or a numpy array of them
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gets of a microbatch."""
+
+    sequences: Number
+    seq_len: Number
+    tp: Number = 1
+    cp: Number = 1
+
+    @property
+    def tokens(self) -> Number:
+        return self.sequences * self.seq_len / self.cp
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`again`: which part of it backward computes once more, by the mode of recompute; all of it under "full"."""
+
+    again: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Product(Operation):
+    """[rows, inner] times [inner, columns], `count` times. Backward is two products of the same size."""
+
+    rows: Number
+    columns: Number
+    inner: Number
+    count: Number = 1
+    in_float8: bool = True  # where the run asks for it
+
+
+@dataclass(frozen=True)
+class Attention(Operation):
+    """Fused attention: FLOPs of forward under the causal mask."""
+
+    flops: Number
+
+
+@dataclass(frozen=True)
+class Pass(Operation):
+    """What only moves memory: bytes that it reads and writes, in forward and in backward."""
+
+    forward: Number
+    backward: Number
+    fuses: bool = True  # a compiler joins it with its neighbours
+
+
+@dataclass(frozen=True)
+class Exchange(Operation):
+    """Collectives over the ranks that share a layer, of a tensor of so many bytes; as many in backward."""
+
+    kind: Literal["gather", "scatter", "all-reduce"]
+    bytes: Number
+    count: Number = 1
+    backward_count: Number | None = None  # None: as many as in forward
+    axis: Literal["tp", "cp"] = "tp"
+
+
+@dataclass(frozen=True)
+class Block:
+    operations: tuple[Operation, ...]
+    parameters: Number  # of one tensor-parallel rank
+
+
+@dataclass(frozen=True)
+class Work:
+    """A whole model on one microbatch."""
+
+    layer: Block
+    num_layers: int
+    ends: Block  # what follows the last layer; a lookup before the first costs nothing
+    sent: Number  # bytes of what one stage sends the next
+    num_parameters: Number  # of one tensor-parallel rank, with both ends

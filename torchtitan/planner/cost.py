@@ -1,0 +1,187 @@
+"""Seconds of operations on a device, and of a training step of a layout. Closed forms; a number may be an array.
+
+What a prediction rests on is in two objects: the data sheet (`Device`), and efficiencies that can be fitted (`Rates`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan.models.operations import Attention, Block, Exchange, Number, Operation, Pass, Product, Work
+
+
+@dataclass(frozen=True)
+class Device:
+    """What data sheets say. Rates are a second's FLOPs and bytes; a link's are in one direction and of one device."""
+
+    flops: float  # dense products in 16 bits
+    memory_bandwidth: float
+    inside: float  # the link to devices of the same node
+    between: float  # the link to other nodes
+    per_node: int = 8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Which part of the data sheet is reached, and what else the data sheet does not say."""
+
+    product: float = 0.75  # of the peak, for large products
+    size: float = 384.0  # a product with this smallest side takes twice as long as its FLOPs say
+    float8: float = 0.6  # of twice the peak
+    attention: float = 0.3  # of the peak, for fused attention
+    memory: float = 0.75  # of the bandwidth; 10 MB and more at once on an A100, Calculon's system files
+    unfused: float = 2.5  # bytes that move without a compiler, of those that must move
+    inside: float = 0.8  # of a node's links; nccl-tests show 230 to 240 of 300 GB/s on 8 A100s
+    between: float = 0.9  # of the network
+    overlap: float = 0.5  # part of tensor parallelism's collectives that asynchronous ones hide
+    latency: float = 10e-6  # of a collective inside a node
+    hop: float = 20e-6  # of a message between nodes
+    layer: float = 2e-4  # of a layer and microbatch, whatever it computes
+    optimizer: float = 28.0  # bytes a parameter that an update moves: AdamW's in float32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees, and what the run does with a global batch."""
+
+    dp: Number = 1  # ranks that share the batch and the weights
+    tp: Number = 1
+    pp: Number = 1
+    cp: Number = 1
+    microbatches: Number = 1  # of a step on one rank
+    stages_per_rank: Number = 1
+    recompute: str = "none"
+    compiled: bool = True
+    float8: bool = False
+    async_tp: bool = False
+    shards: bool = True  # the weights over dp
+    sequence_split: bool = True  # tensor parallelism splits the sequence between layers
+    overlaps: bool = True  # the exchange of weights and gradients runs beside products
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A step as a tree: each name is a part of the whole."""
+
+    parts: dict[str, Any]
+
+    @property
+    def total(self) -> Number:
+        return sum(part.total if isinstance(part, Seconds) else part for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of single operations."""
+
+    device: Device
+    rates: Rates
+
+    def forward(self, operation: Operation, layout: Layout) -> Number:
+        return self._seconds(operation, layout)[0]
+
+    def backward(self, operation: Operation, layout: Layout) -> Number:
+        return self._seconds(operation, layout)[1]
+
+    def _seconds(self, operation: Operation, layout: Layout) -> tuple[Number, Number]:
+        device, rates = self.device, self.rates
+        if isinstance(operation, Product):
+            is_float8 = operation.in_float8 and layout.float8
+            flops = device.flops * (2 * rates.float8 if is_float8 else rates.product)
+            smallest = np.minimum(np.minimum(operation.rows, operation.columns), operation.inner)
+            work = 2.0 * operation.rows * operation.columns * operation.inner * operation.count
+            seconds = work / flops * (1 + (2 if is_float8 else 1) * rates.size / smallest)
+            if is_float8:  # the activation is read, and written once more in 8 bits
+                seconds = seconds + self.moving(3 * operation.rows * operation.inner)
+            return seconds, 2 * seconds
+        if isinstance(operation, Attention):
+            seconds = operation.flops / (device.flops * rates.attention)
+            return seconds, 2.5 * seconds  # five products in backward, two in forward
+        if isinstance(operation, Pass):
+            more = 1.0 if layout.compiled or not operation.fuses else rates.unfused
+            return self.moving(operation.forward * more), self.moving(operation.backward * more)
+        assert isinstance(operation, Exchange)
+        size = layout.tp if operation.axis == "tp" else layout.cp
+        one = self.collective(operation.bytes, size, layout.tp if operation.axis == "cp" else 1)
+        one = one * (2 if operation.kind == "all-reduce" else 1)
+        if operation.axis == "tp" and layout.async_tp:
+            one = one * (1 - rates.overlap)
+        back = operation.count if operation.backward_count is None else operation.backward_count
+        return one * operation.count, one * back
+
+    def moving(self, size: Number) -> Number:
+        return size / (self.device.memory_bandwidth * self.rates.memory)
+
+    def collective(self, size: Number, ranks: Number, stride: Number = 1) -> Number:
+        """A gather or scatter of a tensor over `ranks` devices that lie `stride` apart.
+
+        Across nodes, the members in a node share all of its links: `stride` of them are other groups' at that moment.
+        """
+        device, rates = self.device, self.rates
+        members = np.minimum(ranks, np.maximum(1, device.per_node // np.maximum(1, stride)))  # of a node
+        within = device.inside * rates.inside
+        across = np.minimum(within, device.between * members * rates.between)
+        rate = np.where(np.asarray(ranks) * stride > device.per_node, across, within)
+        return np.where(np.asarray(ranks) > 1, (ranks - 1) / ranks * size / rate + rates.latency, 0.0)
+
+    def block(self, block: Block, layout: Layout) -> tuple[Number, Number]:
+        """Forward, and backward with what it computes once more."""
+        forward = sum(self.forward(operation, layout) for operation in block.operations)
+        backward = sum(self.backward(operation, layout) for operation in block.operations)
+        return forward, backward + self.again(block.operations, layout)
+
+    def again(self, operations: Iterable[Operation], layout: Layout) -> Number:
+        if layout.recompute == "none":
+            return 0.0
+        if layout.recompute == "every second layer":
+            return 0.5 * sum(self.forward(operation, layout) for operation in operations)
+        return sum(
+            self.forward(operation, layout) * (1.0 if layout.recompute == "full" else part)
+            for operation in operations
+            if (part := operation.again.get(layout.recompute, 0.0)) or layout.recompute == "full"
+        )
+
+
+def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
+    """One optimizer step. With a pipeline, 1F1B or its interleaved form.
+
+    Without a pipeline, FSDP gathers and scatters each layer beside the layer before. With one, weights are gathered
+    once, and stay.
+    """
+    rates = machine.rates
+    forward, backward = machine.block(work.layer, layout)
+    forward, backward = forward + rates.layer, backward + rates.layer
+    ends = sum(machine.block(work.ends, replace_recompute(layout)))
+    gather = scatter = 0.0
+    if layout.shards:
+        group = layout.dp * layout.cp
+        gather = machine.collective(2 * work.layer.parameters, group, layout.tp)
+        scatter = machine.collective(4 * work.layer.parameters, group, layout.tp)
+    per_rank = work.num_layers / layout.pp
+    alone = np.maximum(forward, gather) + np.maximum(backward, gather + scatter)
+    layers = np.where(np.asarray(layout.pp) > 1, forward + backward, alone)
+    each = per_rank * layers
+    many = np.asarray(layout.pp) > 1
+    hop = work.sent / (machine.device.between * rates.between) + rates.hop
+    hops = np.where(many, 4 * layout.stages_per_rank * hop * layout.microbatches, 0.0)
+    filling = np.where(many, (layout.pp - 1) / layout.stages_per_rank * each, 0.0)
+    exchange = np.where(many, per_rank * (gather + scatter), 0.0)
+    held = work.num_parameters / layout.pp / (layout.dp * layout.cp if layout.shards else 1)
+    return Seconds(
+        {
+            "layers": each * layout.microbatches,
+            "output layer and loss": ends * layout.microbatches,
+            "pipeline filling and draining": filling,
+            "messages between stages": hops,
+            "weights and gradients, not hidden": exchange,
+            "optimizer": machine.moving(held * rates.optimizer),
+        }
+    )
+
+
+def replace_recompute(layout: Layout) -> Layout:
+    from dataclasses import replace
+
+    return replace(layout, recompute="none")  # the output layer is not recomputed

@@ -1,0 +1,122 @@
+"""`python -m torchtitan plan`: `rows` predicts published runs, `place` puts stages on the devices of a network.
+
+It does not propose layouts yet.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.refusal import Refusal
+
+if TYPE_CHECKING:
+    from torchtitan.planner.rows import Row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="what", required=True)
+    rows = verbs.add_parser("rows", help="predict the runs of a file, and compare with what was measured")
+    rows.add_argument("file", type=Path, metavar="FILE.toml")
+    rows.add_argument("--fit", default="", metavar="ID,ID", help="rows on which rates are fitted (default: none)")
+    rows.add_argument("--rates", type=int, default=2, metavar="N", help="how many are, at most (default: %(default)s)")
+    rows.add_argument("--leave_out", default="", metavar="ID,ID", help="rows that are not looked at")
+    rows.add_argument("--explain", action="store_true", help="show what each step is made of")
+
+    place = verbs.add_parser("place", help="which device serves which pipeline stage, on a network of unlike links")
+    place.add_argument("file", type=Path, metavar="FILE", help="networks as TOML, or Ravnest's node_configs.json")
+    place.add_argument("--model_gb", type=float, help="memory that the model needs, for Ravnest's clusters")
+    place.add_argument("--seed", type=int, default=0, help="of the search (default: %(default)s)")
+    place.add_argument("--restarts", type=int, default=2, help="from random placements (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.what == "rows":
+        _rows(args)
+    elif args.file.suffix == ".json":
+        _clusters(args)
+    else:
+        _place(args)
+
+
+def _place(args: argparse.Namespace) -> None:
+    import numpy as np
+
+    from torchtitan.planner.placement import Placement, read_networks
+
+    job, networks = read_networks(args.file)
+    for name, network, said in networks:
+        placement, chance = Placement(network, job), np.random.default_rng(args.seed)
+        drawn = [placement.cost(placement.random(chance)) for _ in range(20)]
+        found = placement.search(args.seed, restarts=args.restarts)
+        listed = placement.cost(np.arange(len(network.regions)).reshape(job.num_stages, -1))
+        known = f", best known {said['best_known']:.2f}" if "best_known" in said else ""
+        print(f"{name}: {found.cost:.2f} s a step; as listed {listed:.2f}, random {np.mean(drawn):.2f}{known}")
+        for number, stage in enumerate(found.stages):
+            regions = [network.regions[device] for device in stage]
+            counts = ", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(sorted(regions)))
+            print(f"  stage {number}: devices {' '.join(map(str, sorted(stage)))} ({counts})")
+
+
+def _clusters(args: argparse.Namespace) -> None:
+    from torchtitan.planner.ravnest import form_clusters, ravnest_cost, read_providers
+
+    providers = read_providers(args.file)
+    if args.model_gb is None:
+        raise Refusal(f"{args.file} has providers; say with --model_gb how much memory the model needs")
+    size = args.model_gb * 1024
+    clusters = form_clusters(providers, size)
+    print(
+        f"{len(clusters)} clusters, each of which holds the model; Ravnest's cost {ravnest_cost(clusters, size):,.0f}"
+    )
+    for number, cluster in enumerate(clusters):
+        memory = sum(provider.megabytes for provider in cluster) / 1024
+        print(f"  cluster {number}: {memory:.0f} GB, nodes {', '.join(sorted((p.name for p in cluster), key=str))}")
+
+
+def _rows(args: argparse.Namespace) -> None:
+    from torchtitan.planner.rows import read_rows
+
+    rows, named = read_rows(args.file), [part.strip() for part in args.fit.split(",") if part.strip()]
+    left_out = [part.strip() for part in args.leave_out.split(",") if part.strip()]
+    for name in (*named, *left_out):
+        if name not in (known := [row.name for row in rows]):
+            raise Refusal(f"{args.file} has no row {name}; use some of {', '.join(known)}")
+    rows = [row for row in rows if row.name not in left_out]
+    for device in dict.fromkeys(row.device for row in rows):
+        here = [row for row in rows if row.device == device]
+        _show(here, [row for row in here if row.name in named], args)
+
+
+def _show(rows: Sequence["Row"], fitted_on: Sequence["Row"], args: argparse.Namespace) -> None:
+    from torchtitan.planner.cost import Rates
+    from torchtitan.planner.rows import fit
+
+    rates, names = fit(fitted_on, min(args.rates, 9)) if fitted_on else (Rates(), ())
+    device = rows[0].device
+    print(f"{device.flops / 1e12:.0f} TFLOP/s, {device.memory_bandwidth / 1e9:.0f} GB/s of memory")
+    for name in names:
+        print(f"  {name} = {getattr(rates, name):.4g}, fitted (default {getattr(Rates(), name):.4g})")
+    print(f"{'row':>16}  {'measured':>9} {'predicted':>9}  error")
+    for row in rows:
+        note = "  fitted on" if row in fitted_on else ""
+        print(
+            f"{row.name:>16}  {row.seconds:9.3f} {float(row.predict(rates).total):9.3f}  {row.error(rates):+6.1%}{note}"
+        )
+        if args.explain:
+            for part, seconds in row.predict(rates).parts.items():
+                print(f"{'':>16}  {'':>9} {float(seconds):9.3f}  {part}")
+    tested = [row for row in rows if row not in fitted_on]
+    if not tested:
+        return
+    errors = [abs(row.error(rates)) for row in tested]
+    mean = sum(errors) / len(errors)
+    print(f"{len(tested)} rows that nothing was fitted on: mean {mean:.1%}, largest {max(errors):.1%}")
+    moved = {}
+    for field in fields(Rates):
+        for sign in (0.9, 1.1):
+            other = replace(rates, **{field.name: getattr(rates, field.name) * sign})
+            moved[field.name, sign] = sum(abs(row.error(other)) for row in tested) / len(tested)
+    largest = sorted(moved.items(), key=lambda item: -abs(item[1] - mean))[:6]
+    print("mean error with a rate 10 % off: " + ", ".join(f"{n} {s - 1:+.0%}: {e:.1%}" for (n, s), e in largest))
