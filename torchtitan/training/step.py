@@ -91,8 +91,8 @@ class ForwardBackward:
         divisor: Tensor | None,
     ) -> Tensor:
         """Return the summed loss. With a divisor, also compute the gradients of loss / divisor, as Pipeline does."""
-        output = self.model.stages[0](inputs, positions=positions, mask=mask)
-        summed = self.loss(output, labels)  # a term that the model returns (a router's balance) would be added here
+        # No name for the logits: they would stay through backward. A term of the model (a router's balance) goes here.
+        summed = self.loss(self.model.stages[0](inputs, positions=positions, mask=mask), labels)
         if divisor is not None:
             (summed / divisor).backward()
         return summed.detach()

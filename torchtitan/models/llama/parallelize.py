@@ -14,12 +14,12 @@ def tensor_plan(args: LlamaArgs, split_sequence: bool, loss_parallel: bool) -> d
     """
     whole = Replicate()
     sequence = Shard(1) if split_sequence else whole
-    norms: dict[str, ParallelStyle] = {}
-    if split_sequence:
-        norms = {name: SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")}
+    norms = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm") if split_sequence else ()
+    # Split by rows, as a tied table must be, each rank would create the gradient of the whole table.
+    table = RowwiseParallel if args.tied_embeddings else ColwiseParallel
     return {
-        **norms,
-        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        **{name: SequenceParallel() for name in norms},
+        "tok_embeddings": table(input_layouts=whole, output_layouts=sequence),
         # cosine, sine and mask are the same on all ranks
         "layers.*.attention": PrepareModuleInput(
             input_layouts=(sequence, None, None, None), desired_input_layouts=(whole, None, None, None)

@@ -20,9 +20,11 @@ def tensor_plan(args: Qwen3Args, split_sequence: bool, loss_parallel: bool) -> d
         # All heads share these weights, but a rank has only some heads [B, S, H, D]: gradients are summed over ranks.
         for name in ("q_norm", "k_norm"):
             norms[f"layers.*.attention.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    # Split by rows, as a tied table must be, each rank would create the gradient of the whole table.
+    table = RowwiseParallel if args.tied_embeddings else ColwiseParallel
     return {
         **norms,
-        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "tok_embeddings": table(input_layouts=whole, output_layouts=sequence),
         # cosine, sine and mask are the same on all ranks
         "layers.*.attention": PrepareModuleInput(
             input_layouts=(sequence, None, None, None), desired_input_layouts=(whole, None, None, None)
