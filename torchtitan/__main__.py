@@ -1,6 +1,7 @@
 """`python -m torchtitan VERB`: the tools around training; each verb loads what it needs and no more."""
 
 import argparse
+import importlib
 import sys
 
 from torchtitan.refusal import Refusal
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> None:
 
     from torchtitan.verbs import plan
 
-    plan.add_arguments(verbs.add_parser("plan", help="predict step times of published runs"))
+    plan.add_arguments(verbs.add_parser("plan", help="find the fastest layout of a run, or predict published ones"))
 
     from torchtitan.launch import submit
 
@@ -135,8 +136,20 @@ def main(argv: list[str]) -> None:
 
     # argparse before Python 3.13 finds no place for what follows `--` where positionals and options came before.
     takes_options = argv[:1] in (
-        *(["check"], ["compare"], ["drill"], ["dry_run"], ["eval"], ["launch"], ["preflight"], ["seed_checkpoint"]),
+        *(
+            ["check"],
+            ["compare"],
+            ["drill"],
+            ["dry_run"],
+            ["eval"],
+            ["launch"],
+            ["plan"],
+            ["preflight"],
+            ["seed_checkpoint"],
+        ),
     )
+    if argv[:1] == ["plan"] and argv[1:2] and argv[1].endswith(".toml"):
+        argv = ["plan", "layout", *argv[1:]]
     end = argv.index("--") if takes_options and "--" in argv else len(argv)
     try:
         _run(parser.parse_args(argv[:end]), options=argv[end + 1 :])
@@ -149,18 +162,8 @@ def main(argv: list[str]) -> None:
 
 
 def _run(args: argparse.Namespace, options: list[str]) -> None:
-    if args.verb == "check":
-        from torchtitan.verbs import check
-
-        check.run(args, options)
-    elif args.verb == "dry_run":
-        from torchtitan.verbs import dry_run
-
-        dry_run.run(args, options)
-    elif args.verb == "seed_checkpoint":
-        from torchtitan.verbs import seed_checkpoint
-
-        seed_checkpoint.run(args, options)
+    if args.verb in ("check", "dry_run", "plan", "seed_checkpoint"):
+        importlib.import_module(f"torchtitan.verbs.{args.verb}").run(args, options)
     elif args.verb == "schema":
         from torchtitan.config import export
 
@@ -185,10 +188,10 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
         from torchtitan.launch import submit
 
         raise SystemExit(submit.run(args, options))
-    elif args.verb in ("plan", "runs", "tokenizer"):
-        from torchtitan.verbs import plan, runs, tokenizer
+    elif args.verb in ("runs", "tokenizer"):
+        from torchtitan.verbs import runs, tokenizer
 
-        {"plan": plan.run, "runs": runs.run, "tokenizer": tokenizer.run}[args.verb](args)
+        {"runs": runs.run, "tokenizer": tokenizer.run}[args.verb](args)
     elif args.verb == "preflight":
         from torchtitan.preflight import start
 

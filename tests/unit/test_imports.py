@@ -25,6 +25,7 @@ SHAPES = (
     T + "models.stages",
     T + "models.balance",
     T + "models.operations",
+    T + "models.decoder",
     T + "models.rules",
     T + "models.families",
     T + "models.schedule_file",
@@ -97,7 +98,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     if module == T + "models.layers":
         return CONFIG
     if family := family_of(module):
-        below = (*CONFIG, T + "models.spec", T + "models.operations", f"{family}.args")
+        below = (*CONFIG, T + "models.spec", T + "models.operations", T + "models.decoder", f"{family}.args")
         return {
             f"{family}.args": below[:-1],
             f"{family}.hf": below,

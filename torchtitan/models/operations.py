@@ -73,6 +73,8 @@ class Exchange(Operation):
 class Block:
     operations: tuple[Operation, ...]
     parameters: Number  # of one tensor-parallel rank
+    kept: Mapping[str, Number] = field(default_factory=dict)  # bytes that wait for backward, by the mode of recompute
+    working: Number = 0  # bytes that backward holds for a moment
 
 
 @dataclass(frozen=True)
@@ -84,3 +86,4 @@ class Work:
     ends: Block  # what follows the last layer; a lookup before the first costs nothing
     sent: Number  # bytes of what one stage sends the next
     num_parameters: Number  # of one tensor-parallel rank, with both ends
+    lookup: Number = 0  # parameters of the table before the first layer, likewise

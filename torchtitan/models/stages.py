@@ -148,7 +148,7 @@ def _spread(parts: Sequence[Part], parallelism: Parallelism, num_stages: int) ->
     if num_stages == 1:
         return [num_layers]
     if weights is None:
-        return _balance(parts, num_stages)
+        return balanced_counts(parts, num_stages)
     # torchtitan's rule: embedding and output count as so many layers, the first stages take what is left over
     each, more = divmod(num_layers + sum(weights), num_stages)
     counts = [each + (i < more) for i in range(num_stages)]
@@ -162,7 +162,7 @@ def _spread(parts: Sequence[Part], parallelism: Parallelism, num_stages: int) ->
     return counts
 
 
-def _balance(parts: Sequence[Part], num_stages: int) -> list[int]:
+def balanced_counts(parts: Sequence[Part], num_stages: int) -> list[int]:
     """Make the slowest stage as fast as possible, and among such cuts the largest stage as small as possible.
 
     Time is counted in FLOPs, where a lookup costs nothing, and size in parameters, where it does. The cut assumes

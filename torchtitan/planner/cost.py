@@ -4,7 +4,7 @@ What a prediction rests on is in two objects: the data sheet (`Device`), and eff
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,16 +47,21 @@ class Layout:
     """Degrees, and what the run does with a global batch."""
 
     dp: Number = 1  # ranks that share the batch and the weights
+    replicas: Number = 1  # of all these ranks
     tp: Number = 1
     pp: Number = 1
     cp: Number = 1
-    microbatches: Number = 1  # of a step on one rank
+    microbatches: Number = 1  # of one pass of a rank through its stages; without a pipeline, of a step
+    passes: Number = 1  # of a step, with a pipeline
     stages_per_rank: Number = 1
     recompute: str = "none"
     compiled: bool = True
     float8: bool = False
     async_tp: bool = False
     shards: bool = True  # the weights over dp
+    regathers: Number = 1  # 1: backward gathers the weights once more; 0: they stayed
+    most_layers: Number = 0  # of a pipeline rank, and of the last one; 0: all ranks have as many
+    last_layers: Number = 0
     sequence_split: bool = True  # tensor parallelism splits the sequence between layers
     overlaps: bool = True  # the exchange of weights and gradients runs beside products
 
@@ -132,6 +137,13 @@ class Machine:
         backward = sum(self.backward(operation, layout) for operation in block.operations)
         return forward, backward + self.again(block.operations, layout)
 
+    def exchange(self, parameters: Number, layout: Layout) -> tuple[Number, Number]:
+        """Gather weights in 16 bits over the ranks that shard them; scatter gradients in 32, and sum over replicas."""
+        group = layout.dp * layout.cp
+        gather = self.collective(2 * parameters, group, layout.tp)
+        scatter = self.collective(4 * parameters, group, layout.tp)
+        return gather, scatter + 2 * self.collective(4 * parameters / group, layout.replicas, group * layout.tp)
+
     def again(self, operations: Iterable[Operation], layout: Layout) -> Number:
         if layout.recompute == "none":
             return 0.0
@@ -148,40 +160,35 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     """One optimizer step. With a pipeline, 1F1B or its interleaved form.
 
     Without a pipeline, FSDP gathers and scatters each layer beside the layer before. With one, weights are gathered
-    once, and stay.
+    once a pass, and stay.
     """
-    rates = machine.rates
+    rates, device = machine.rates, machine.device
     forward, backward = machine.block(work.layer, layout)
     forward, backward = forward + rates.layer, backward + rates.layer
-    ends = sum(machine.block(work.ends, replace_recompute(layout)))
-    gather = scatter = 0.0
-    if layout.shards:
-        group = layout.dp * layout.cp
-        gather = machine.collective(2 * work.layer.parameters, group, layout.tp)
-        scatter = machine.collective(4 * work.layer.parameters, group, layout.tp)
-    per_rank = work.num_layers / layout.pp
-    alone = np.maximum(forward, gather) + np.maximum(backward, gather + scatter)
-    layers = np.where(np.asarray(layout.pp) > 1, forward + backward, alone)
-    each = per_rank * layers
-    many = np.asarray(layout.pp) > 1
-    hop = work.sent / (machine.device.between * rates.between) + rates.hop
-    hops = np.where(many, 4 * layout.stages_per_rank * hop * layout.microbatches, 0.0)
-    filling = np.where(many, (layout.pp - 1) / layout.stages_per_rank * each, 0.0)
-    exchange = np.where(many, per_rank * (gather + scatter), 0.0)
-    held = work.num_parameters / layout.pp / (layout.dp * layout.cp if layout.shards else 1)
+    ends = sum(machine.block(work.ends, replace(layout, recompute="none")))  # the output layer is not recomputed
+    group = layout.dp * layout.cp
+    gather, scatter = machine.exchange(work.layer.parameters, layout) if layout.shards else (0.0, 0.0)
+    piped = np.asarray(layout.pp) > 1
+    even = work.num_layers / layout.pp
+    per_rank = np.where(layout.most_layers, layout.most_layers, even)
+    of_last = np.where(layout.most_layers, layout.last_layers, even)
+    alone = np.maximum(forward, gather) + np.maximum(backward, layout.regathers * gather + scatter)
+    of_layer = np.where(piped, forward + backward, alone)
+    each, beyond = per_rank * of_layer, np.maximum(0, ends - (per_rank - of_last) * of_layer)
+    near = group * layout.replicas * layout.tp < device.per_node  # the next stage is in the same node
+    link = np.where(near, device.inside * rates.inside, device.between * rates.between)
+    hop = work.sent / link + np.where(near, rates.latency, rates.hop)
+    runs = np.where(piped, layout.passes, 1)
+    held = work.num_parameters / layout.pp / (group if layout.shards else 1)
     return Seconds(
         {
-            "layers": each * layout.microbatches,
-            "output layer and loss": ends * layout.microbatches,
-            "pipeline filling and draining": filling,
-            "messages between stages": hops,
-            "weights and gradients, not hidden": exchange,
+            "layers": each * layout.microbatches * runs,
+            "output layer and loss": beyond * layout.microbatches * runs,
+            "pipeline filling and draining": np.where(piped, (layout.pp - 1) / layout.stages_per_rank * each, 0.0)
+            * runs,
+            "messages between stages": np.where(piped, 4 * layout.stages_per_rank * hop * layout.microbatches, 0.0)
+            * runs,
+            "weights and gradients, not hidden": np.where(piped, per_rank * (gather + scatter), 0.0) * runs,
             "optimizer": machine.moving(held * rates.optimizer),
         }
     )
-
-
-def replace_recompute(layout: Layout) -> Layout:
-    from dataclasses import replace
-
-    return replace(layout, recompute="none")  # the output layer is not recomputed

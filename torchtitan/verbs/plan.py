@@ -1,7 +1,4 @@
-"""`python -m torchtitan plan`: `rows` predicts published runs, `place` puts stages on the devices of a network.
-
-It does not propose layouts yet.
-"""
+"""`python -m torchtitan plan`: propose layouts, predict published runs (`rows`), put stages on a network (`place`)."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,6 +14,15 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="what", required=True)
+    layout = verbs.add_parser("layout", help="the fastest layouts of a run; this word may be left out")
+    layout.add_argument("file", metavar="CONFIG.toml", help="the run; its layout is what is searched")
+    layout.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml", help="the machines (clusters/)")
+    layout.add_argument("--show", type=int, default=8, metavar="N", help="layouts to list (default: %(default)s)")
+    layout.add_argument("--explain", action="store_true", help="what the best step and its memory are made of")
+    layout.add_argument("--what_if", action="store_true", help="the answer with other links, memory, or a node fewer")
+    layout.add_argument("--out", type=Path, metavar="PLAN.toml", help="write the best as a configuration to train with")
+    layout.epilog = "After --: options of train.py; keys of the layout that are given there stay as they are."
+
     rows = verbs.add_parser("rows", help="predict the runs of a file, and compare with what was measured")
     rows.add_argument("file", type=Path, metavar="FILE.toml")
     rows.add_argument("--fit", default="", metavar="ID,ID", help="rows on which rates are fitted (default: none)")
@@ -31,8 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--restarts", type=int, default=2, help="from random placements (default: %(default)s)")
 
 
-def run(args: argparse.Namespace) -> None:
-    if args.what == "rows":
+def run(args: argparse.Namespace, options: Sequence[str]) -> None:
+    if args.what == "layout":
+        from torchtitan.verbs import plan_layout
+
+        plan_layout.run(args, options)
+    elif args.what == "rows":
         _rows(args)
     elif args.file.suffix == ".json":
         _clusters(args)

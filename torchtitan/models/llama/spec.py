@@ -43,9 +43,9 @@ def tensor_plan(args: LlamaArgs, split_sequence: bool, loss_parallel: bool) -> "
 
 
 def operations(args: LlamaArgs, share: "Share") -> "Work":
-    from torchtitan.models.llama.operations import operations
+    from torchtitan.models.decoder import decoder
 
-    return operations(args, share)
+    return decoder(args, share)
 
 
 def open_meta(folder: Path) -> OtherFormat:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel.style import ParallelStyle
 
+    from torchtitan.models.operations import Share, Work
+
 
 def build(args: Qwen3Args) -> "nn.Module":
     from torchtitan.models.qwen3.model import Transformer
@@ -31,6 +33,12 @@ def tensor_plan(args: Qwen3Args, split_sequence: bool, loss_parallel: bool) -> "
     return tensor_plan(args, split_sequence, loss_parallel)
 
 
+def operations(args: Qwen3Args, share: "Share") -> "Work":
+    from torchtitan.models.decoder import decoder
+
+    return decoder(args, share, head_norms=True)
+
+
 QWEN3 = ModelSpec(
     shape=Qwen3Args,
     flavors=FLAVORS,
@@ -39,6 +47,7 @@ QWEN3 = ModelSpec(
     initialize=initialize,
     tensor_plan=tensor_plan,
     tied=tied,
+    operations=operations,
     takes_muon=takes_muon,
     refusals=refusals,
     hugging_face=HuggingFace("qwen3", hf.to_hf_name, hf.to_hf_config, hf.from_hf_config),

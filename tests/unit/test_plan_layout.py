@@ -1,0 +1,107 @@
+"""`plan CONFIG --cluster FILE`: the search against brute force, and its TOML against check."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan.__main__ import main
+from torchtitan.models.families import load_run
+from torchtitan.planner.cluster import read_cluster
+from torchtitan.planner.search import FILLED, Job, evaluate, search
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTERS = ROOT / "clusters"
+
+
+def job(file: str, batch: int, **fixed: object) -> Job:
+    config, blueprint = load_run(["--job.config_file", str(ROOT / "train_configs" / file)], None)
+    return Job(blueprint, batch, config.training.seq_len, False, False, False, lambda tp, cp: tp <= 8, fixed)
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.toml")), ids=lambda path: path.stem)
+def test_ready_files_are_read(path: Path) -> None:
+    assert read_cluster(path).num_devices >= 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("h100_1x8", "llama3_8b.toml", 16), ("a100_16x8", "llama3_8b.toml", 128), ("b200_16x8", "llama3_70b.toml", 64)],
+)
+def test_the_search_finds_what_one_layout_at_a_time_finds(given: tuple[str, str, int]) -> None:
+    cluster, wanted = read_cluster(CLUSTERS / f"{given[0]}.toml"), job(given[1], given[2])
+    answer = search(wanted, cluster, 3)
+    alone = []
+    for table in answer.tables:
+        for index in range(0, len(table.columns["pp"]), 1 if len(table.columns["pp"]) < 2000 else 97):
+            columns = {name: column[index : index + 1] for name, column in table.columns.items()}
+            one = evaluate(wanted, cluster, columns, table.recompute)
+            assert float(one.total[0]) == pytest.approx(float(table.total[index]), rel=1e-12)
+            if one.peak[0] <= FILLED * cluster.memory_bytes:
+                alone.append(float(one.total[0]))
+    table, index = answer.tables[answer.best[0][0]], answer.best[0][1]
+    assert float(table.total[index]) <= min(alone)
+    everything = np.concatenate([t.total[t.peak <= FILLED * cluster.memory_bytes] for t in answer.tables])
+    assert float(table.total[index]) == everything.min()
+
+
+def test_every_layout_is_one_that_divides_the_ranks_and_the_batch() -> None:
+    cluster = read_cluster(CLUSTERS / "h100_1x8.toml")
+    seen = set()
+    for table in search(job("llama3_8b.toml", 16), cluster).tables:
+        for index in range(len(table.columns["pp"])):
+            choice = table.choice(index)
+            assert choice.pp * choice.replicas * choice.dp * choice.cp * choice.tp == 8
+            assert choice.replicas * choice.dp * choice.microbatch * choice.microbatches * choice.passes == 16
+            assert choice not in seen
+            seen.add(choice)
+
+
+def test_what_is_fixed_stays_fixed() -> None:
+    cluster = read_cluster(CLUSTERS / "h100_1x8.toml")
+    fixed = {"tp": 2, "recompute": "full", "schedule": "1F1B", "microbatch": 1}
+    answer = search(job("llama3_8b.toml", 16, **fixed), cluster)
+    choices = [table.choice(i) for table in answer.tables for i in range(len(table.columns["pp"]))]
+    assert choices
+    for choice in choices:
+        found = dataclasses.asdict(choice) | {"schedule": choice.schedule or "1F1B"}
+        assert all(found[name] == value for name, value in fixed.items())
+
+
+def test_the_verb_lists_explains_and_writes_a_run_that_passes_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "plan.toml"
+    config, cluster = str(ROOT / "train_configs/llama3_70b.toml"), str(CLUSTERS / "h100_32x8.toml")
+    options = ["--explain", "--what_if", "--out", str(out), "--", "--parallelism.context_parallel_degree", "1"]
+    main(["plan", config, "--cluster", cluster, *options])
+    printed = capsys.readouterr().out
+    assert "needs" in printed and "half the memory" in printed and "activations" in printed
+    written, _ = load_run(["--job.config_file", str(out)], 256)
+    assert written.parallelism.context_parallel_degree == 1
+    assert written.training.global_batch_size == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("device = 3", "is no table"),
+        ("[nodes]\ncount = 0\ndevices = 8", "count = 0"),
+        ("[nodes]\ncount = 1.5\ndevices = 8", "positive whole number"),
+        ("[wheels]\nx = 1", "unknown wheels"),
+        ("[rates]\nspeed = 1", "unknown speed"),
+        ("[device]\nname = 'x'", "lacks tflops"),
+        ("[", "cannot be read as TOML"),
+    ],
+)
+def test_a_wrong_cluster_file_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    whole = (CLUSTERS / "h100_1x8.toml").read_text()
+    name = text.partition("]")[0].strip("[") if text.startswith("[") else "device"
+    parts = [part for part in whole.split("\n\n") if not part.startswith(f"[{name}]")]
+    (tmp_path / "cluster.toml").write_text(
+        "\n\n".join([*itertools.takewhile(lambda _: text[0] != "[", [text]), *parts, text * (text[0] == "[")])
+    )
+    with pytest.raises(SystemExit, match=reason):
+        main(["plan", str(ROOT / "train_configs/llama3_8b.toml"), "--cluster", str(tmp_path / "cluster.toml")])

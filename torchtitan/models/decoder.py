@@ -1,0 +1,78 @@
+"""What a decoder of this recipe computes and keeps, for the planner; no torch. Llama and Qwen3 share it."""
+
+from typing import Any
+
+from torchtitan.models.operations import Attention, Block, Exchange, Pass, Product, Share, Work
+
+_HALF, _BY_OPERATION = {"selective op": 0.5}, {"selective op": 1.0}  # every second product is kept, and attention
+
+
+def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
+    """Bytes are those of bfloat16. Between layers, activations are split along the sequence over tensor parallelism.
+
+    `args` has the fields that the two families share; `head_norms`: queries and keys are normalised by head.
+    """
+    tokens, tp = share.tokens, share.tp
+    heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
+    hidden, vocabulary = args.hidden_dim / tp, (args.vocab_size or 1) / tp
+    stream = 2 * tokens * args.dim  # bytes of the residual stream
+    inner = 2 * tokens * (heads + 2 * kv_heads) / tp
+    turned = 2 * tokens * (heads + kv_heads) / tp
+    norms = (Pass(2 * turned, 3 * turned, again=_BY_OPERATION),) if head_norms else ()
+    layer = Block(
+        (
+            Pass(8 * stream / tp, 13 * stream / tp, again=_BY_OPERATION),  # two norms, two residual additions
+            Exchange("gather", stream, count=2, again=_BY_OPERATION),
+            Product(tokens, heads / tp, args.dim, again=_HALF),
+            Product(tokens, kv_heads / tp, args.dim, count=2, again=_HALF),
+            *norms,
+            Pass(2 * inner, 2 * inner, again=_BY_OPERATION),  # rotation
+            Attention(2 * tokens * share.seq_len * heads / tp),
+            Exchange("gather", 2 * tokens * share.cp * 2 * kv_heads / tp, axis="cp"),  # keys and values of all ranks
+            Product(tokens, args.dim, heads / tp, again=_HALF),
+            Exchange("scatter", stream, count=2),
+            Product(tokens, hidden, args.dim, count=2, again=_HALF),
+            Pass(6 * tokens * hidden, 10 * tokens * hidden, again=_BY_OPERATION),  # SwiGLU
+            Product(tokens, args.dim, hidden, again=_HALF),
+        ),
+        2 * args.dim * (heads + kv_heads) / tp
+        + 3 * args.dim * hidden
+        + 2 * args.dim
+        + (2 * args.head_size if head_norms else 0),
+        _kept(args, share, head_norms),
+        4 * tokens * hidden + stream + (stream + stream / tp) * (tp > 1),  # gradients of hidden units, and of streams
+    )
+    ends = Block(
+        (
+            Pass(2 * stream / tp, 3 * stream / tp),
+            Exchange("gather", stream),
+            Product(tokens, vocabulary, args.dim, in_float8=False),
+            Pass(10 * tokens * vocabulary, 8 * tokens * vocabulary, fuses=False),  # the loss is in float32
+        ),
+        args.dim * vocabulary + args.dim,
+        {"none": 2 * tokens * vocabulary + 2 * stream + stream / tp},
+    )
+    tables = (1 if args.tied_embeddings else 2) * args.dim * vocabulary
+    return Work(
+        layer,
+        args.n_layers,
+        ends,
+        stream / tp,
+        args.n_layers * layer.parameters + tables + args.dim,
+        args.dim * vocabulary,
+    )
+
+
+def _kept(args: Any, share: Share, head_norms: bool) -> dict[str, Any]:
+    """Bytes of a layer's activations that wait for its backward, by the mode of recompute."""
+    tokens, tp = share.tokens, share.tp
+    heads, kv_heads = args.n_heads * args.head_size / tp, args.n_kv_heads * args.head_size / tp
+    hidden, stream = args.hidden_dim / tp, 2 * tokens * args.dim
+    row = 4 * tokens * args.n_heads / tp  # one float32 a head and token
+    few = 8 * tokens / tp  # one float32 a norm and token
+    many = 2 * stream / tp + 2 * stream + 4 * tokens * (heads + kv_heads) + 8 * tokens * hidden + row + few
+    if head_norms:  # the inputs of the norms, and a float32 for each head
+        many = many + 2 * tokens * (heads + kv_heads) + row * (1 + args.n_kv_heads / args.n_heads)
+    half = stream / tp + 2 * tokens * (2 * heads + kv_heads + hidden) + stream + row
+    scattered = 2 * stream / tp * (tp > 1)
+    return {"none": many, "selective op": half + scattered, "full": stream / tp}

@@ -1,0 +1,231 @@
+"""All layouts of one model on like machines, as arrays: their seconds and their bytes. No torch."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan.models.operations import Number, Share, Work
+from torchtitan.models.spec import Blueprint
+from torchtitan.models.stages import balanced_counts
+from torchtitan.planner.cluster import Cluster
+from torchtitan.planner.cost import Layout, Seconds, step
+from torchtitan.planner.memory import Held, staged, whole
+
+FILLED = 0.9  # of a device's memory: the rest is for the context, NCCL, fragments, and for what is predicted too low
+RECOMPUTES = ("none", "selective op", "full")
+_NAMES = ("pp", "stages_per_rank", "tp", "cp", "replicas", "dp", "microbatch", "microbatches", "passes", "regathers")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every layout of the search has in common."""
+
+    blueprint: Blueprint
+    global_batch: int
+    seq_len: int
+    compiled: bool
+    float8: bool
+    async_tp: bool
+    possible: Callable[[int, int], bool]  # tp, cp: whether the model can be split so
+    fixed: Mapping[str, Any]  # values that the user gave, by the names of Choice
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout as the trainer's keys say it."""
+
+    pp: int
+    stages_per_rank: int
+    tp: int
+    cp: int
+    replicas: int
+    dp: int
+    microbatch: int  # sequences
+    microbatches: int  # of a pass through the pipeline; without one, of a step
+    passes: int
+    regathers: int
+    recompute: str
+
+    @property
+    def local_batch(self) -> int:
+        return self.microbatch * (self.microbatches if self.pp > 1 else 1)
+
+    @property
+    def schedule(self) -> str:
+        return "" if self.pp == 1 else "1F1B" if self.stages_per_rank == 1 else "Interleaved1F1B"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The layouts of one mode of recompute, with or without a pipeline; every column is an array."""
+
+    columns: Mapping[str, np.ndarray]
+    recompute: str
+    seconds: Seconds
+    held: tuple[Held, ...]  # of the first rank, and of the last one of a pipeline
+    counts: Mapping[int, tuple[int, ...]]  # layers of each stage, by the number of stages
+
+    @property
+    def total(self) -> np.ndarray:
+        return np.broadcast_to(self.seconds.total, self.columns["pp"].shape)
+
+    @property
+    def peak(self) -> np.ndarray:
+        return np.broadcast_to(np.max([held.peak for held in self.held], axis=0), self.columns["pp"].shape)
+
+    def choice(self, index: int) -> Choice:
+        return Choice(**{name: int(self.columns[name][index]) for name in _NAMES}, recompute=self.recompute)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All layouts, and their order: the fastest that fits comes first."""
+
+    tables: tuple[Table, ...]
+    best: tuple[tuple[int, int], ...]  # table and index in it; fastest first
+    too_large: tuple[tuple[int, int], ...]  # faster than the first that fits, but without the memory
+    num_layouts: int
+    num_fitting: int
+
+
+def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
+    tables = [evaluate(job, cluster, columns, mode) for mode, columns in _spaces(job, cluster)]
+    limit, fitting = FILLED * cluster.memory_bytes, 0
+    best: list[tuple[float, float, int, int]] = []
+    large: list[tuple[float, float, int, int]] = []
+    for number, table in enumerate(tables):
+        fits = table.peak <= limit
+        fitting += int(fits.sum())
+        for found, which in ((best, fits), (large, ~fits)):
+            indices = np.flatnonzero(which)
+            first = indices[np.lexsort((table.peak[indices], table.total[indices]))[:show]]
+            found += [(float(table.total[i]), float(table.peak[i]), number, int(i)) for i in first]
+    best, large = sorted(best)[:show], sorted(large)[:show]
+    faster = [entry for entry in large if not best or entry[0] < best[0][0]]
+    return Answer(
+        tuple(tables),
+        tuple(entry[2:] for entry in best),
+        tuple(entry[2:] for entry in faster),
+        sum(len(table.columns["pp"]) for table in tables),
+        fitting,
+    )
+
+
+def evaluate(job: Job, cluster: Cluster, columns: Mapping[str, np.ndarray], recompute: str) -> Table:
+    """Seconds and bytes of these layouts, which all have a pipeline, or all have none."""
+    c = columns
+    work = _work(job, Share(c["microbatch"], job.seq_len, c["tp"], c["cp"]))
+    pp, per_rank = c["pp"], c["stages_per_rank"]
+    cuts, which = np.unique(np.stack([pp, per_rank], axis=1), axis=0, return_inverse=True)
+    counts = {ranks * stages: _counts(job, ranks * stages) for ranks, stages in cuts.tolist()}
+    of_ranks = np.array([_of_ranks(counts[ranks * stages], ranks) for ranks, stages in cuts.tolist()])
+    first, most, last = of_ranks[which.ravel()].T
+    degrees: dict[str, Any] = {name: c[name] for name in _NAMES if name != "microbatch"}
+    layout = Layout(
+        **degrees,
+        recompute=recompute,
+        compiled=job.compiled,
+        float8=job.float8,
+        async_tp=job.async_tp,
+        most_layers=most,
+        last_layers=last,
+    )
+    seconds = step(cluster.machine, work, layout)
+    if (pp == 1).all():
+        return Table(c, recompute, seconds, (whole(work, layout),), counts)
+    held = tuple(
+        staged(work, layout, layers, live_stages(pp, per_rank, c["microbatches"], rank), is_first, not is_first)
+        for layers, rank, is_first in ((first, 0, True), (last, pp - 1, False))
+    )
+    return Table(c, recompute, seconds, held, counts)
+
+
+def live_stages(pp: Number, stages_per_rank: Number, microbatches: Number, rank: Number) -> Number:
+    """How many pairs of a stage and a microbatch wait for backward at most, in 1F1B and its interleaved form."""
+    all_pairs = microbatches * stages_per_rank
+    rounds = np.maximum(1, microbatches // pp)
+    ahead = (stages_per_rank - 1) * (microbatches // rounds) + np.where(stages_per_rank > 1, 2, 1) * (pp - 1 - rank)
+    return np.minimum(all_pairs, ahead + 1)
+
+
+def _work(job: Job, share: Share) -> Work:
+    assert job.blueprint.spec.operations is not None
+    work: Work = job.blueprint.spec.operations(job.blueprint.shape, share)
+    return work
+
+
+def _counts(job: Job, num_stages: int) -> tuple[int, ...]:
+    if num_stages == 1:
+        return (len(job.blueprint.layers),)
+    return tuple(balanced_counts(job.blueprint.parts(job.seq_len), num_stages))
+
+
+def _of_ranks(counts: tuple[int, ...], pp: int) -> tuple[int, int, int]:
+    """Layers on the first rank, on the rank with most, and on the last one."""
+    each = [sum(counts[rank::pp]) for rank in range(pp)]
+    return each[0], max(each), each[-1]
+
+
+def _spaces(job: Job, cluster: Cluster) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    rows = list(_rows(job, cluster))
+    for is_piped in (False, True):
+        some = np.array([row for row in rows if (row[0] > 1) == is_piped], dtype=np.int64)
+        if some.size:
+            columns = {name: some[:, i] for i, name in enumerate(_NAMES)}
+            for mode in _allowed(job, "recompute", RECOMPUTES):
+                yield mode, columns
+
+
+def _rows(job: Job, cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Every combination that the trainer can run, in the order of _NAMES."""
+    world, layers = cluster.num_devices, len(job.blueprint.layers)
+    splits = [
+        (tp, cp)
+        for tp, cp in itertools.product(_allowed(job, "tp", _divisors(world)), _allowed(job, "cp", _divisors(world)))
+        if world % (tp * cp) == 0 and tp <= cluster.machine.device.per_node and job.possible(tp, cp)
+    ]
+    for tp, cp in splits:
+        for pp in _allowed(job, "pp", [d for d in _divisors(world // (tp * cp)) if d <= layers]):
+            ranks = world // (tp * cp * pp)
+            if job.global_batch % ranks:
+                continue
+            for replicas in _allowed(job, "replicas", _divisors(ranks)):
+                if ranks % replicas or ranks // replicas not in _allowed(job, "dp", [ranks // replicas]):
+                    continue
+                for rest in _batches(job, job.global_batch // ranks, pp, layers):
+                    yield pp, rest[0], tp, cp, replicas, ranks // replicas, *rest[1:]
+
+
+def _batches(job: Job, sequences: int, pp: int, layers: int) -> Iterator[tuple[int, ...]]:
+    """Stages a rank, microbatch, microbatches, passes, regathers."""
+    for microbatch in _allowed(job, "microbatch", _divisors(sequences)):
+        if sequences % microbatch:
+            continue
+        count = sequences // microbatch
+        if pp == 1:
+            if microbatch in _allowed(job, "local_batch", [microbatch]):
+                for regathers in _allowed(job, "regathers", (1, 0)):
+                    yield 1, microbatch, count, 1, regathers
+            continue
+        for passes in _divisors(count):
+            each = count // passes
+            if each * microbatch not in _allowed(job, "local_batch", [each * microbatch]):
+                continue
+            schedule = job.fixed.get("schedule")
+            if each >= pp and schedule in (None, "1F1B"):
+                yield 1, microbatch, each, passes, 0
+            if each % max(1, each // pp) == 0 and each >= pp and schedule in (None, "Interleaved1F1B"):
+                for stages_per_rank in range(2, layers // pp + 1):
+                    yield stages_per_rank, microbatch, each, passes, 0
+
+
+def _allowed(job: Job, name: str, values: Any) -> Any:
+    """These values, or the one of them that the user fixed."""
+    return [value for value in values if value == job.fixed[name]] if name in job.fixed else values
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
