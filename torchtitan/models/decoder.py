@@ -50,7 +50,7 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
             Pass(10 * tokens * vocabulary, 8 * tokens * vocabulary, fuses=False),  # the loss is in float32
         ),
         args.dim * vocabulary + args.dim,
-        {"none": 2 * tokens * vocabulary + 2 * stream + stream / tp},
+        {"none": 2 * tokens * vocabulary + 2 * stream + stream / tp, "output": 2 * tokens * vocabulary},
     )
     tables = (1 if args.tied_embeddings else 2) * args.dim * vocabulary
     return Work(
@@ -71,6 +71,8 @@ def _kept(args: Any, share: Share, head_norms: bool) -> dict[str, Any]:
     row = 4 * tokens * args.n_heads / tp  # one float32 a head and token
     few = 8 * tokens / tp  # one float32 a norm and token
     many = 2 * stream / tp + 2 * stream + 4 * tokens * (heads + kv_heads) + 8 * tokens * hidden + row + few
+    # Context parallelism repeats the keys and values of each of two prefixes for all query heads.
+    many = many + (4 * tokens * share.cp * heads * (1 + 0.5 / share.cp) + tokens * heads) * (share.cp > 1)
     if head_norms:  # the inputs of the norms, and a float32 for each head
         many = many + 2 * tokens * (heads + kv_heads) + row * (1 + args.n_kv_heads / args.n_heads)
     half = stream / tp + 2 * tokens * (2 * heads + kv_heads + hidden) + stream + row

@@ -36,57 +36,64 @@ class Held:
 def whole(work: Work, layout: Layout) -> Held:
     """A rank with the whole model, which takes one local batch after another."""
     shards, layer, out = layout.dp * layout.cp, work.layer.parameters, work.ends.parameters
-    every, stays = work.num_parameters, (shards == 1) | (layout.regathers == 0)
-    alone = shards == 1  # nothing is gathered or scattered: weights are cast once, gradients are in place
-    own = 4 * every / shards
+    own, more_shards = 4 * work.num_parameters / shards, 4 * out / shards
+    # Weights that stay gathered, or cast: of all units that backward has not reached.
+    every, stays = 2 * work.num_parameters, (shards == 1) | (layout.regathers == 0)
+    table = np.where(stays, 2 * work.lookup, 0)
     kept, more, working = _activations(work, layout)
+    waiting = work.num_layers * kept
     earlier = np.where(layout.microbatches > 1, own, 0)  # gradients of the local batches before
-    reads = np.where(alone, 0.0, 4.0)  # bytes a parameter that a scatter reads
+    reads = np.where(shards > 1, 4.0, 0.0)  # bytes a parameter that a scatter reads; one rank has nothing to scatter
+    scattered = np.maximum(earlier, more_shards) + np.where(layout.replicas > 1, more_shards, 0)
+    of_layers = own + np.where(stays, every - 2 * out, 4 * layer)
+    almost = own - np.where(layout.microbatches > 1, 0, 4 * (layer + work.lookup) / shards)
     return Held(
         {
             "the loss": _kinds(
-                own + np.where(stays, 2 * every, 2 * (out + layer)),
+                own + np.where(stays, every, 2 * (out + layer)),
                 earlier + 2 * out,
                 2 * own,
-                work.num_layers * kept + work.ends.kept["none"],
+                waiting + work.ends.kept["none"],
             ),
-            "the last layer's backward": _kinds(
-                own + np.where(stays, 2 * every, 4 * layer),
-                np.maximum(earlier, 4 * out / shards) + reads * out + 0.5 * layer,
+            "the exchange of the output layer": _kinds(
+                own + np.where(stays, every - 2 * out, 2 * layer),
+                scattered + (2 + reads) * out,
                 2 * own,
-                work.num_layers * kept + more + working,
+                waiting + work.sent,
+            ),
+            "the last layer's feed-forward": _kinds(
+                of_layers, scattered + reads * out + 0.5 * layer, 2 * own, waiting + more + working
+            ),
+            "the last layer's attention": _kinds(
+                of_layers, scattered + reads * out + 2 * layer, 2 * own, waiting + 0.5 * work.layer.kept["none"]
             ),
             "the first layer's backward": _kinds(
-                own + np.where(stays, 2 * every, 2 * layer),
-                own + reads * layer + 2 * layer,
-                2 * own,
-                kept + more + working,
+                own + table + 2 * layer, almost + (reads + 2) * layer, 2 * own, kept + more + working
             ),
-            "the table's backward": _kinds(
-                own + np.where(stays, 2 * every, 0),
-                own + (reads + 2) * work.lookup + reads * layer,
-                2 * own,
-                working,
-            ),
+            "the table's backward": _kinds(own + table, own + (reads + 2) * work.lookup, 2 * own, 0.0),
         }
     )
 
 
-def staged(work: Work, layout: Layout, layers: Number, live: Number, first: Any, last: Any) -> Held:
-    """A rank of a pipeline, with `layers` in all; `live` pairs of one of its stages and a microbatch wait at most."""
-    shards = layout.dp * layout.cp
-    every = layers * work.layer.parameters + first * work.lookup + last * work.ends.parameters
-    own, stages = 4 * every / shards, layout.stages_per_rank
+def staged(work: Work, layout: Layout, layers: Number, waiting: Number, first: Any, last: Any) -> Held:
+    """A rank of a pipeline. `waiting`: layers, each counted once for every microbatch that waits for its backward."""
+    shards, layer, stages = layout.dp * layout.cp, work.layer.parameters, layout.stages_per_rank
+    every = layers * layer + first * work.lookup + last * work.ends.parameters
+    largest = np.maximum(layer, np.maximum(first * work.lookup, last * work.ends.parameters))
+    own = 4 * every / shards
     kept, more, working = _activations(work, layout)
-    waiting = live * layers / stages * kept
     # torch's stages allocate a buffer for each message of a pass that they receive.
     buffers = work.sent * layout.microbatches * (2 * stages - first - last)
     weights, gradients = own + 2 * every, np.where(layout.passes > 1, own, 0) + 4 * every
+    logits = last * (work.ends.kept["none"] + work.ends.kept["output"])  # torch holds the last output until the next
+    held = waiting * kept + buffers
     return Held(
         {
-            "a layer's backward": _kinds(weights, gradients, 2 * own, waiting + more + working + buffers),
-            "the loss": _kinds(weights, gradients, 2 * own, waiting + buffers + last * work.ends.kept["none"]),
-            "the exchange of gradients": _kinds(weights, 4 * every + own, 2 * own, buffers),
+            "a layer's backward": _kinds(weights, gradients, 2 * own, held + more + working + 2 * layer),
+            "the loss": _kinds(weights, gradients, 2 * own, held + logits),
+            "the exchange of gradients": _kinds(
+                own + 2 * layer, gradients + np.where(shards > 1, 4 * (1 + 1 / shards) * largest, 0), 2 * own, buffers
+            ),
         }
     )
 

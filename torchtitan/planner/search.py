@@ -15,6 +15,7 @@ from torchtitan.planner.cost import Layout, Seconds, step
 from torchtitan.planner.memory import Held, staged, whole
 
 FILLED = 0.9  # of a device's memory: the rest is for the context, NCCL, fragments, and for what is predicted too low
+_MOST_STAGES = 8  # on a rank; more gain little, and cost a message each
 RECOMPUTES = ("none", "selective op", "full")
 _NAMES = ("pp", "stages_per_rank", "tp", "cp", "replicas", "dp", "microbatch", "microbatches", "passes", "regathers")
 
@@ -121,8 +122,9 @@ def evaluate(job: Job, cluster: Cluster, columns: Mapping[str, np.ndarray], reco
     pp, per_rank = c["pp"], c["stages_per_rank"]
     cuts, which = np.unique(np.stack([pp, per_rank], axis=1), axis=0, return_inverse=True)
     counts = {ranks * stages: _counts(job, ranks * stages) for ranks, stages in cuts.tolist()}
-    of_ranks = np.array([_of_ranks(counts[ranks * stages], ranks) for ranks, stages in cuts.tolist()])
-    first, most, last = of_ranks[which.ravel()].T
+    cut = np.array([_of_ranks(counts[ranks * stages], ranks) for ranks, stages in cuts.tolist()])[which.ravel()]
+    most = cut.sum(axis=2).max(axis=1)
+    first, last = cut[:, 0], cut[:, 1]
     degrees: dict[str, Any] = {name: c[name] for name in _NAMES if name != "microbatch"}
     layout = Layout(
         **degrees,
@@ -131,24 +133,31 @@ def evaluate(job: Job, cluster: Cluster, columns: Mapping[str, np.ndarray], reco
         float8=job.float8,
         async_tp=job.async_tp,
         most_layers=most,
-        last_layers=last,
+        last_layers=last.sum(axis=1),
     )
     seconds = step(cluster.machine, work, layout)
     if (pp == 1).all():
         return Table(c, recompute, seconds, (whole(work, layout),), counts)
     held = tuple(
-        staged(work, layout, layers, live_stages(pp, per_rank, c["microbatches"], rank), is_first, not is_first)
+        staged(work, layout, layers.sum(axis=1), _waiting(c, layers, rank), first=is_first, last=not is_first)
         for layers, rank, is_first in ((first, 0, True), (last, pp - 1, False))
     )
     return Table(c, recompute, seconds, held, counts)
 
 
-def live_stages(pp: Number, stages_per_rank: Number, microbatches: Number, rank: Number) -> Number:
-    """How many pairs of a stage and a microbatch wait for backward at most, in 1F1B and its interleaved form."""
-    all_pairs = microbatches * stages_per_rank
-    rounds = np.maximum(1, microbatches // pp)
-    ahead = (stages_per_rank - 1) * (microbatches // rounds) + np.where(stages_per_rank > 1, 2, 1) * (pp - 1 - rank)
-    return np.minimum(all_pairs, ahead + 1)
+def _waiting(columns: Mapping[str, np.ndarray], layers: np.ndarray, rank: Number) -> np.ndarray:
+    """Layers times microbatches that wait for backward at most, in 1F1B and its interleaved form.
+
+    `layers`: of each stage of the rank. Forward takes the stages in turn, each for so many microbatches at once.
+    """
+    pp, stages, microbatches = columns["pp"], columns["stages_per_rank"], columns["microbatches"]
+    at_once = microbatches // np.maximum(1, microbatches // pp)
+    ahead = (stages - 1) * at_once + np.where(stages > 1, 2, 1) * (pp - 1 - rank)
+    live = np.minimum(microbatches * stages, ahead + 1)
+    turns, rest = np.divmod(live, at_once * stages)
+    of_stage = np.arange(layers.shape[1])
+    begun = np.clip(rest[:, None] - of_stage * at_once[:, None], 0, at_once[:, None])
+    return ((turns * at_once)[:, None] * layers + begun * layers).sum(axis=1)
 
 
 def _work(job: Job, share: Share) -> Work:
@@ -163,10 +172,13 @@ def _counts(job: Job, num_stages: int) -> tuple[int, ...]:
     return tuple(balanced_counts(job.blueprint.parts(job.seq_len), num_stages))
 
 
-def _of_ranks(counts: tuple[int, ...], pp: int) -> tuple[int, int, int]:
-    """Layers on the first rank, on the rank with most, and on the last one."""
-    each = [sum(counts[rank::pp]) for rank in range(pp)]
-    return each[0], max(each), each[-1]
+def _of_ranks(counts: tuple[int, ...], pp: int) -> np.ndarray:
+    """Layers of each stage of the first rank, of the last one, and of the one with most; as many columns always."""
+    each = [counts[rank::pp] for rank in range(pp)]
+    found = np.zeros((3, _MOST_STAGES), dtype=np.int64)
+    for row, stages in zip(found, (each[0], each[-1], max(each, key=sum)), strict=True):
+        row[: len(stages)] = stages
+    return found
 
 
 def _spaces(job: Job, cluster: Cluster) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
@@ -218,7 +230,7 @@ def _batches(job: Job, sequences: int, pp: int, layers: int) -> Iterator[tuple[i
             if each >= pp and schedule in (None, "1F1B"):
                 yield 1, microbatch, each, passes, 0
             if each % max(1, each // pp) == 0 and each >= pp and schedule in (None, "Interleaved1F1B"):
-                for stages_per_rank in range(2, layers // pp + 1):
+                for stages_per_rank in range(2, min(_MOST_STAGES, layers // pp) + 1):
                     yield stages_per_rank, microbatch, each, passes, 0
 
 
