@@ -38,7 +38,7 @@ def draw(chance: random.Random) -> Choice:
     )
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", range(20))
 def test_memory_is_the_dry_runs(number: int) -> None:
     chance = random.Random(number)
     choice, name = draw(chance), chance.choice(list(MODELS))
@@ -53,4 +53,6 @@ def test_memory_is_the_dry_runs(number: int) -> None:
     _, planned = to_text(changed(config, choice, job, table.counts), world)
     ranks = [0] if choice.pp == 1 else [0, world - world // choice.pp]
     found = max(estimate(estimable(planned), blueprint, rank, world).peak_bytes for rank in ranks)
-    assert float(table.peak[0]) / found == pytest.approx(1, abs=0.1), f"{name} {choice}"
+    error = float(table.peak[0]) / found - 1
+    over = 0.12 if choice.stages_per_rank > 1 else 0.05  # of an interleaved last rank it counts one output too many
+    assert -0.05 <= error <= over, f"{error:+.1%}: {name} {choice}"

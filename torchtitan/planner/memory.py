@@ -84,13 +84,25 @@ def staged(work: Work, layout: Layout, layers: Number, waiting: Number, first: A
     kept, more, working = _activations(work, layout)
     # torch's stages allocate a buffer for each message of a pass that they receive.
     buffers = work.sent * layout.microbatches * (2 * stages - first - last)
-    weights, gradients = own + 2 * every, np.where(layout.passes > 1, own, 0) + 4 * every
+    outputs = first * work.sent * layout.microbatches * stages
+    weights, earlier = own + 2 * every, np.where(layout.passes > 1, own, 0)
+    gradients = earlier + 4 * every
+    # With fewer than two rounds of an interleaved schedule, most waits before any but the last stage has gradients.
+    is_short = (stages > 1) & (layout.microbatches < 2 * layout.pp)
+    begun = gradients - np.where(is_short, 4 * ((stages - 1) / stages * layers * layer + first * work.lookup), 0)
     logits = last * (work.ends.kept["none"] + work.ends.kept["output"])  # torch holds the last output until the next
     held = waiting * kept + buffers
+    ending = np.where(is_short, layout.microbatches * layers / stages, waiting) * kept + buffers
     return Held(
         {
-            "a layer's backward": _kinds(weights, gradients, 2 * own, held + more + working + 2 * layer),
-            "the loss": _kinds(weights, gradients, 2 * own, held + logits),
+            "a layer's backward": _kinds(weights, begun, 2 * own, held + more + working + outputs),
+            "the loss": _kinds(weights, begun, 2 * own, held + logits),
+            "the output layer's backward": _kinds(
+                weights, begun, 2 * own, held + last * (work.ends.kept["none"] + 2 * work.ends.parameters)
+            ),
+            "the table's backward": _kinds(
+                weights, gradients, 2 * own, ending - layers / stages * kept + first * 2 * work.lookup
+            ),
             "the exchange of gradients": _kinds(
                 own + 2 * layer, gradients + np.where(shards > 1, 4 * (1 + 1 / shards) * largest, 0), 2 * own, buffers
             ),
