@@ -89,13 +89,19 @@ def staged(work: Work, layout: Layout, layers: Number, waiting: Number, first: A
     gradients = earlier + 4 * every
     # With fewer than two rounds of an interleaved schedule, most waits before any but the last stage has gradients.
     is_short = (stages > 1) & (layout.microbatches < 2 * layout.pp)
+    is_all = waiting >= layers * layout.microbatches  # no backward before the last forward
     begun = gradients - np.where(is_short, 4 * ((stages - 1) / stages * layers * layer + first * work.lookup), 0)
     logits = last * (work.ends.kept["none"] + work.ends.kept["output"])  # torch holds the last output until the next
     held = waiting * kept + buffers
     ending = np.where(is_short, layout.microbatches * layers / stages, waiting) * kept + buffers
     return Held(
         {
-            "a layer's backward": _kinds(weights, begun, 2 * own, held + more + working + outputs),
+            "the first backward": _kinds(
+                weights, np.where(is_all, earlier, begun), 2 * own, held + more + working + outputs
+            ),
+            "a layer's backward": _kinds(
+                weights, begun, 2 * own, held - np.where(is_all, layers * kept, 0) + more + working + outputs
+            ),
             "the loss": _kinds(weights, begun, 2 * own, held + logits),
             "the output layer's backward": _kinds(
                 weights, begun, 2 * own, held + last * (work.ends.kept["none"] + 2 * work.ends.parameters)
