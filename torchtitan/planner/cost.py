@@ -129,7 +129,9 @@ class Machine:
         within = device.inside * rates.inside
         across = np.minimum(within, device.between * members * rates.between)
         rate = np.where(np.asarray(ranks) * stride > device.per_node, across, within)
-        return np.where(np.asarray(ranks) > 1, (ranks - 1) / ranks * size / rate + rates.latency, 0.0)
+        nodes = np.maximum(1, ranks // members)  # a ring passes through each
+        delay = rates.latency + rates.hop * (nodes - 1)
+        return np.where(np.asarray(ranks) > 1, (ranks - 1) / ranks * size / rate + delay, 0.0)
 
     def block(self, block: Block, layout: Layout) -> tuple[Number, Number]:
         """Forward, and backward with what it computes once more."""

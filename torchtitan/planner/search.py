@@ -93,7 +93,8 @@ class Answer:
 
 
 def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
-    tables = [evaluate(job, cluster, columns, mode) for mode, columns in _spaces(job, cluster)]
+    counts: dict[int, tuple[int, ...]] = {}
+    tables = [evaluate(job, cluster, columns, mode, counts) for mode, columns in _spaces(job, cluster)]
     limit, fitting = FILLED * cluster.memory_bytes, 0
     best: list[tuple[float, float, int, int]] = []
     large: list[tuple[float, float, int, int]] = []
@@ -102,8 +103,10 @@ def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
         fitting += int(fits.sum())
         for found, which in ((best, fits), (large, ~fits)):
             indices = np.flatnonzero(which)
-            first = indices[np.lexsort((table.peak[indices], table.total[indices]))[:show]]
-            found += [(float(table.total[i]), float(table.peak[i]), number, int(i)) for i in first]
+            first = indices[np.lexsort((table.peak[indices], table.total[indices]))]
+            found += [
+                (float(table.total[i]), float(table.peak[i]), number, int(i)) for i in _unlike(table, first, show)
+            ]
     best, large = sorted(best)[:show], sorted(large)[:show]
     faster = [entry for entry in large if not best or entry[0] < best[0][0]]
     return Answer(
@@ -115,14 +118,31 @@ def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
     )
 
 
-def evaluate(job: Job, cluster: Cluster, columns: Mapping[str, np.ndarray], recompute: str) -> Table:
-    """Seconds and bytes of these layouts, which all have a pipeline, or all have none."""
-    c = columns
+def _unlike(table: Table, indices: np.ndarray, most: int) -> list[int]:
+    """The first layouts of each pp, tp and cp: the others differ from these in little."""
+    shape = (table.columns["pp"][indices] * 1024 + table.columns["tp"][indices]) * 2**20 + table.columns["cp"][indices]
+    places = np.sort(np.unique(shape, return_index=True)[1])[:most]
+    found: list[int] = indices[places].tolist()
+    return found
+
+
+def evaluate(
+    job: Job,
+    cluster: Cluster,
+    columns: Mapping[str, np.ndarray],
+    recompute: str,
+    counts: dict[int, tuple[int, ...]] | None = None,
+) -> Table:
+    """Seconds and bytes of these layouts, which all have a pipeline, or all have none. `counts` are found only once."""
+    c, counts = columns, {} if counts is None else counts
     work = _work(job, Share(c["microbatch"], job.seq_len, c["tp"], c["cp"]))
     pp, per_rank = c["pp"], c["stages_per_rank"]
-    cuts, which = np.unique(np.stack([pp, per_rank], axis=1), axis=0, return_inverse=True)
-    counts = {ranks * stages: _counts(job, ranks * stages) for ranks, stages in cuts.tolist()}
-    cut = np.array([_of_ranks(counts[ranks * stages], ranks) for ranks, stages in cuts.tolist()])[which.ravel()]
+    keys, which = np.unique(pp * _MOST_STAGES + per_rank - 1, return_inverse=True)
+    cuts = [(key // _MOST_STAGES, key % _MOST_STAGES + 1) for key in keys.tolist()]
+    for ranks, stages in cuts:
+        if ranks * stages not in counts:
+            counts[ranks * stages] = _counts(job, ranks * stages)
+    cut = np.array([_of_ranks(counts[ranks * stages], ranks) for ranks, stages in cuts])[which.ravel()]
     most = cut.sum(axis=2).max(axis=1)
     first, last = cut[:, 0], cut[:, 1]
     degrees: dict[str, Any] = {name: c[name] for name in _NAMES if name != "microbatch"}
