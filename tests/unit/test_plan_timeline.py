@@ -1,0 +1,83 @@
+"""The simulation of pipelines against a replay that shares no code with it, and against closed forms."""
+
+import itertools
+import random
+
+import pytest
+
+from torchtitan.planner.actions import SCHEDULES, list_actions
+from torchtitan.planner.timeline import Action, Orders, Stuck, simulate
+
+STAGES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 3, "Interleaved1F1B": 3, "InterleavedZeroBubble": 2}
+
+
+def replay(orders: Orders, seconds: dict[tuple[int, str], float], hop: float) -> dict[Action, float]:
+    """Ends of all actions, by raising each until nothing changes."""
+    rank_of = {action.stage: rank for rank, actions in enumerate(orders) for action in actions}
+    ends = {action: 0.0 for actions in orders for action in actions}
+    changed = True
+    while changed:
+        changed = False
+        for rank, actions in enumerate(orders):
+            before = 0.0
+            for action in actions:
+                stage, kind, number = action
+                begin = before
+                if kind == "F":
+                    sources = [(stage - 1, "F")]
+                else:
+                    sources = [(stage, "I")] if kind == "W" else [(stage, "F"), (stage + 1, "B"), (stage + 1, "I")]
+                for source, what in sources:
+                    if (end := ends.get(Action(source, what, number))) is not None:
+                        begin = max(begin, end + hop * (rank_of[source] != rank))
+                before = begin + seconds[stage, kind]
+                if before > ends[action]:
+                    ends[action], changed = before, True
+    return ends
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_schedules_equal_an_independent_replay_with_unlike_stages(schedule: str, ranks: int) -> None:
+    chance = random.Random(schedule)
+    per_rank = STAGES.get(schedule, 2)
+    for microbatches in (2 * ranks, 4 * ranks):
+        orders = list_actions(schedule, ranks, per_rank, microbatches)
+        seconds = {(stage, kind): chance.uniform(0.5, 2) for stage in range(ranks * per_rank) for kind in "FBIW"}
+        found = simulate(orders, seconds, 0.3)
+        ends = {span.action: span.end for spans in found.spans for span in spans}
+        assert ends == pytest.approx(replay(orders, seconds, 0.3))
+        forwards = [action for action in ends if action.kind == "F"]
+        assert len(forwards) == microbatches * ranks * per_rank
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "microbatches"), [(2, 1, 4), (4, 1, 8), (4, 2, 8), (4, 3, 16), (8, 2, 16)]
+)
+def test_equal_stages_take_what_the_closed_form_says(ranks: int, per_rank: int, microbatches: int) -> None:
+    orders = list_actions("1F1B" if per_rank == 1 else "Interleaved1F1B", ranks, per_rank, microbatches)
+    seconds = {(stage, kind): 1.0 if kind == "F" else 2.0 for stage in range(ranks * per_rank) for kind in "FB"}
+    found = simulate(orders, seconds, 0.0)
+    assert found.seconds == pytest.approx(3 * per_rank * microbatches + 3 * (ranks - 1))
+    assert found.idle(0) == pytest.approx((ranks - 1) / (per_rank * microbatches + ranks - 1))
+
+
+def test_what_waits_is_what_the_search_counts() -> None:
+    import numpy as np
+
+    from torchtitan.planner.search import _waiting
+
+    for ranks, per_rank, microbatches in itertools.product((2, 4), (1, 2, 3), (4, 8, 16)):
+        orders = list_actions("1F1B" if per_rank == 1 else "Interleaved1F1B", ranks, per_rank, microbatches)
+        found = simulate(orders, {(s, k): 1.0 for s in range(ranks * per_rank) for k in "FB"}, 0.0)
+        for rank in (0, ranks - 1):
+            columns = {"pp": ranks, "stages_per_rank": per_rank, "microbatches": microbatches}
+            arrays = {name: np.array([value]) for name, value in columns.items()}
+            counted = _waiting(arrays, np.ones((1, per_rank), dtype=int), rank)[0]
+            assert counted == found.waiting(rank, dict.fromkeys(range(ranks * per_rank), 1.0))
+
+
+def test_lists_that_wait_for_each_other_are_found() -> None:
+    orders = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
+    with pytest.raises(Stuck, match="rank 0"):
+        simulate(orders, {(s, k): 1.0 for s in (0, 1) for k in "FB"}, 0.0)
