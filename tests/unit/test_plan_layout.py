@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from torchtitan.__main__ import main
 from torchtitan.models.families import load_run
 from torchtitan.planner.cluster import read_cluster
+from torchtitan.planner.schedules import compare
 from torchtitan.planner.search import FILLED, Job, evaluate, search
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,3 +107,26 @@ def test_a_wrong_cluster_file_is_refused(text: str, reason: str, tmp_path: Path)
     )
     with pytest.raises(SystemExit, match=reason):
         main(["plan", str(ROOT / "train_configs/llama3_8b.toml"), "--cluster", str(tmp_path / "cluster.toml")])
+
+
+def test_pipelines_are_simulated_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    cluster, wanted = read_cluster(CLUSTERS / "h100_32x8.toml"), job("llama3_70b.toml", 512, pp=4, tp=8)
+    answer = search(wanted, cluster, 1)
+    table, index = answer.tables[answer.best[0][0]], answer.best[0][1]
+    choice = table.choice(index)
+    runs = compare(wanted, cluster, choice, table.counts)
+    own = next(run for run in runs if (run.schedule, run.stages_per_rank) == (choice.schedule, choice.stages_per_rank))
+    assert len(runs) >= 4 and own.timeline.seconds >= runs[0].timeline.seconds
+    said = {name: float(np.broadcast_to(part, table.total.shape)[index]) for name, part in table.seconds.parts.items()}
+    least = said["layers"] + said["output layer and loss"]
+    most = least + said["pipeline filling and draining"] + said["messages between stages"]
+    assert 0.99 * least < own.timeline.seconds * choice.passes < 1.02 * most
+
+    drawing, file = tmp_path / "pipeline.svg", str(ROOT / "train_configs/llama3_70b.toml")
+    command = ["plan", file, "--cluster", str(CLUSTERS / "h100_32x8.toml"), "--show", "1", "--drawing", str(drawing)]
+    main([*command, "--", "--parallelism.pipeline_parallel_degree", "4"])
+    assert "as above" in capsys.readouterr().out
+    rects = xml.etree.ElementTree.parse(drawing).getroot().findall("{http://www.w3.org/2000/svg}rect")
+    assert len(rects) > 100
+    with pytest.raises(SystemExit, match="no listed layout has a pipeline"):
+        main([*command, "--", "--parallelism.pipeline_parallel_degree", "1"])

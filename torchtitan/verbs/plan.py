@@ -20,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--show", type=int, default=8, metavar="N", help="layouts to list (default: %(default)s)")
     layout.add_argument("--explain", action="store_true", help="what the best step and its memory are made of")
     layout.add_argument("--what_if", action="store_true", help="the answer with other links, memory, or a node fewer")
+    layout.add_argument("--schedules", action="store_true", help="simulate the best pipeline under torch's schedules")
+    layout.add_argument("--drawing", type=Path, metavar="FILE.svg", help="draw the best pipeline over time")
     layout.add_argument("--out", type=Path, metavar="PLAN.toml", help="write the best as a configuration to train with")
     layout.epilog = "After --: options of train.py; keys of the layout that are given there stay as they are."
 

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
         print(_explained(answer))
     if args.what_if:
         print(_what_if(job, cluster, answer))
+    if args.schedules or args.drawing:
+        _pipelines(job, cluster, answer, args.drawing)
     if args.out:
         _write(args.out, config, job, cluster, answer, [args.file, *options])
 
@@ -164,6 +166,28 @@ def _what_if(job: Job, cluster: Cluster, answer: Answer) -> str:
         change = float(there.total[at]) / float(table.total[index]) - 1
         lines.append(f"  {name}: {float(there.total[at]):.3f} s ({change:+.1%}), {_named(choice)}")
     return "\n".join(lines)
+
+
+def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None) -> None:
+    """The first listed layout that has a pipeline, simulated."""
+    from torchtitan.planner.schedules import compare, to_svg
+
+    place = next((place for place in answer.best if _entry(answer, place)[2].pp > 1), None)
+    if place is None:
+        raise Refusal("no listed layout has a pipeline; use a larger --show, or fix pipeline_parallel_degree after --")
+    table, _, choice = _entry(answer, place)
+    runs = compare(job, cluster, choice, table.counts)
+    print(f"one pass of {_named(choice)}, simulated over torch's lists:")
+    for run in runs:
+        own = run.schedule == choice.schedule and run.stages_per_rank == choice.stages_per_rank
+        print(
+            f"  {run.timeline.seconds:9.3f} s  {run.idle:6.1%} idle  {run.waiting:6.0f} layers wait at most  "
+            f"{run.schedule}, {run.stages_per_rank} a rank{', as above' * own}"
+        )
+        if own and drawing:
+            drawing.parent.mkdir(parents=True, exist_ok=True)
+            drawing.write_text(to_svg(f"{job.blueprint.name}: {_named(choice)}", run.timeline), encoding="utf-8")
+            print(f"{drawing}: this pipeline over time")
 
 
 def _write(path: Path, config: Config, job: Job, cluster: Cluster, answer: Answer, command: list[str]) -> None:

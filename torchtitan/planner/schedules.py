@@ -1,0 +1,102 @@
+"""A layout's pipeline under each of torch's schedules, and its picture over time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchtitan.models.operations import Product, Share
+from torchtitan.models.stages import V_SHAPED
+from torchtitan.planner.actions import SCHEDULES, list_actions
+from torchtitan.planner.cluster import Cluster
+from torchtitan.planner.cost import Layout
+from torchtitan.planner.search import Choice, Job
+from torchtitan.planner.timeline import Timeline, simulate
+
+_ONE_STAGE = ("GPipe", "1F1B")
+_COLORS = {"F": "#6aa9e9", "B": "#f0a860", "I": "#f0a860", "W": "#8cc98c"}
+_KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+_WIDTH, _ROW, _LEFT, _TOP = 1200, 22, 70, 30
+
+
+@dataclass(frozen=True)
+class Run:
+    """One schedule of a layout."""
+
+    schedule: str
+    stages_per_rank: int
+    timeline: Timeline
+    waiting: float  # layers times microbatches that wait for backward on the fullest rank
+
+    @property
+    def idle(self) -> float:
+        return float(np.mean([self.timeline.idle(rank) for rank in range(len(self.timeline.spans))]))
+
+
+def compare(job: Job, cluster: Cluster, choice: Choice, cuts: Mapping[int, Sequence[int]]) -> list[Run]:
+    """The pipeline of `choice` under every schedule that takes as many microbatches; the fastest comes first."""
+    runs = []
+    for schedule in SCHEDULES:
+        stages = 1 if schedule in _ONE_STAGE else 2 if schedule in V_SHAPED else max(2, choice.stages_per_rank)
+        number = choice.pp * stages
+        if number not in cuts or (schedule == "DualPipeV" and choice.microbatches < number):
+            continue
+        orders = list_actions(schedule, choice.pp, stages, choice.microbatches)
+        seconds, hop = stage_seconds(job, cluster, replace(choice, stages_per_rank=stages), cuts[number])
+        timeline = simulate(orders, seconds, hop)
+        layers = {stage: float(count) for stage, count in enumerate(cuts[number])}
+        waiting = max(timeline.waiting(rank, layers) for rank in range(choice.pp))
+        runs.append(Run(schedule, stages, timeline, waiting))
+    return sorted(runs, key=lambda run: run.timeline.seconds)
+
+
+def stage_seconds(
+    job: Job, cluster: Cluster, choice: Choice, layers: Sequence[int]
+) -> tuple[dict[tuple[int, str], float], float]:
+    """Of each stage's actions, and of a message. Backward's part for weights is one of a product's two products."""
+    machine, rates = cluster.machine, cluster.machine.rates
+    assert job.blueprint.spec.operations is not None
+    share = Share(choice.microbatch, job.seq_len, choice.tp, choice.cp)
+    work = job.blueprint.spec.operations(job.blueprint.shape, share)
+    layout = Layout(tp=choice.tp, cp=choice.cp, recompute=choice.recompute, compiled=job.compiled, float8=job.float8)
+    seconds: dict[tuple[int, str], float] = {}
+    forward, backward = (float(part) + rates.layer for part in machine.block(work.layer, layout))
+    end_forward, end_backward = (float(part) for part in machine.block(work.ends, replace(layout, recompute="none")))
+    weights, end_weights = (
+        sum(float(machine.backward(one, layout)) / 2 for one in block.operations if isinstance(one, Product))
+        for block in (work.layer, work.ends)
+    )
+    for stage, count in enumerate(layers):
+        is_last = stage == len(layers) - 1
+        seconds[stage, "F"] = count * forward + is_last * end_forward
+        seconds[stage, "B"] = count * backward + is_last * end_backward
+        seconds[stage, "W"] = count * weights + is_last * end_weights
+        seconds[stage, "I"] = seconds[stage, "B"] - seconds[stage, "W"]
+    near = choice.dp * choice.replicas * choice.cp * choice.tp < machine.device.per_node
+    link = machine.device.inside * rates.inside if near else machine.device.between * rates.between
+    return seconds, float(work.sent) / link + (rates.latency if near else rates.hop)
+
+
+def to_svg(title: str, timeline: Timeline) -> str:
+    """Ranks from top to bottom, time from left to right; the paler a stage, the later it comes on its rank."""
+    scale = (_WIDTH - _LEFT) / timeline.seconds
+    height = _TOP + _ROW * len(timeline.spans) + 40
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + 10}" height="{height}" font-family="sans-serif" '
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="5" y="18">{title}</text>'
+    ]
+    for rank, spans in enumerate(timeline.spans):
+        top = _TOP + _ROW * rank
+        stages = sorted({span.action.stage for span in spans})
+        lines.append(f'<text x="5" y="{top + 15}">rank {rank}</text>')
+        for span in spans:
+            left, width = _LEFT + span.begin * scale, max(0.3, (span.end - span.begin) * scale - 0.4)
+            pale = 1 - 0.6 * stages.index(span.action.stage) / len(stages)
+            said = f"{_KINDS[span.action.kind]} of stage {span.action.stage}, microbatch {span.action.microbatch}"
+            said += f": {span.begin:.3f} to {span.end:.3f} s"
+            place = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW - 3}"'
+            color = f'fill="{_COLORS[span.action.kind]}" fill-opacity="{pale:.2f}"'
+            lines.append(f"<rect {place} {color}><title>{said}</title></rect>")
+    lines.append(f'<text x="{_LEFT}" y="{height - 15}">0 s</text>')
+    lines.append(f'<text x="{_WIDTH}" y="{height - 15}" text-anchor="end">{timeline.seconds:.2f} s</text></svg>')
+    return "\n".join(lines) + "\n"
