@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import shutil
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -130,3 +132,25 @@ def test_pipelines_are_simulated_and_drawn(tmp_path: Path, capsys: pytest.Captur
     assert len(rects) > 100
     with pytest.raises(SystemExit, match="no listed layout has a pipeline"):
         main([*command, "--", "--parallelism.pipeline_parallel_degree", "1"])
+
+
+def test_a_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    plan, run = tmp_path / "plan.json", tmp_path / "run"
+    file, cluster = str(ROOT / "train_configs/debug_model.toml"), str(CLUSTERS / "cpu_1x2.toml")
+    command = ["--out", str(plan.with_suffix(".toml")), "--", "--training.global_batch_size", "16"]
+    main(["plan", file, "--cluster", cluster, *command])
+    said = json.loads(plan.read_text())
+    assert sum(said["parts"].values()) == pytest.approx(said["seconds"])
+    run.mkdir()
+    shutil.copy(plan.with_suffix(".toml"), run / "config.toml")
+    step = {"forward_backward_seconds": 1.0, "update_seconds": 0.5, "data_seconds": 0.0, "memory_gib": 2.0}
+    times = [9.0, 9.0, 9.0, said["seconds"] / 2, said["seconds"] / 2]
+    records = [json.dumps({"step": i + 1, "step_seconds": seconds, **step}) for i, seconds in enumerate(times)]
+    (run / "metrics.jsonl").write_text("\n".join(records) + "\n")
+    main(["plan", "measured", str(run), "--plan", str(plan)])
+    assert "+100.0%" in capsys.readouterr().out
+    assert json.loads((run / "plan.json").read_text())["memory_gib"]["measured"] == 2.0
+
+    (run / "config.toml").write_text("[parallelism]\ndata_parallel_shard_degree = 7\n")
+    with pytest.raises(SystemExit, match="is not a run of"):
+        main(["plan", "measured", str(run), "--plan", str(plan)])

@@ -25,6 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--out", type=Path, metavar="PLAN.toml", help="write the best as a configuration to train with")
     layout.epilog = "After --: options of train.py; keys of the layout that are given there stay as they are."
 
+    measured = verbs.add_parser("measured", help="what a plan predicted beside what its run measured")
+    measured.add_argument("run", type=Path, help="the run folder")
+    measured.add_argument("--plan", type=Path, required=True, metavar="PLAN.json", help="what --out wrote")
+
     rows = verbs.add_parser("rows", help="predict the runs of a file, and compare with what was measured")
     rows.add_argument("file", type=Path, metavar="FILE.toml")
     rows.add_argument("--fit", default="", metavar="ID,ID", help="rows on which rates are fitted (default: none)")
@@ -44,6 +48,10 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
         from torchtitan.verbs import plan_layout
 
         plan_layout.run(args, options)
+    elif args.what == "measured":
+        from torchtitan.planner.measured import report
+
+        print(report(args.run, args.plan))
     elif args.what == "rows":
         _rows(args)
     elif args.file.suffix == ".json":

@@ -1,6 +1,7 @@
 """`python -m torchtitan plan CONFIG.toml --cluster FILE.toml`: the fastest layouts of a run, before it is paid for."""
 
 import argparse
+import json
 import shlex
 import sys
 import time
@@ -209,6 +210,8 @@ def _write(path: Path, config: Config, job: Job, cluster: Cluster, answer: Answe
             f"# From: python -m torchtitan plan {shlex.join(command)} --cluster ...\n\n{text}",
             encoding="utf-8",
         )
-        print(f"{path}: {_named(choice)}")
+        said = {"seconds": seconds, "memory_gib": peak, "parts": _parts(answer, place), "rests_on": cluster.rests_on}
+        path.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        print(f"{path}, {path.with_suffix('.json')}: {_named(choice)}")
         return
     raise Refusal(f"--out {path}: none of the {len(answer.best)} best layouts passes check; use a larger --show")
