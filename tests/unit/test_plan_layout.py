@@ -154,3 +154,27 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureF
     (run / "config.toml").write_text("[parallelism]\ndata_parallel_shard_degree = 7\n")
     with pytest.raises(SystemExit, match="is not a run of"):
         main(["plan", "measured", str(run), "--plan", str(plan)])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--parallelism.pipeline_parallel_first_stage_less_layers", "1"], "cannot be fixed"),
+        (["--parallelism.pipeline_parallel_schedule", "GPipe"], "is not searched; use one of 1F1B"),
+        (["--parallelism.fsdp_reshard_after_forward", "always"], "is not searched; use one of default"),
+        (["--activation_checkpoint.mode", "memory_budget"], "is not searched"),
+        (["--activation_checkpoint.selective_ac_option", "2"], "use .op."),
+    ],
+)
+def test_what_is_not_searched_cannot_be_fixed(options: list[str], reason: str) -> None:
+    file, cluster = str(ROOT / "train_configs/llama3_8b.toml"), str(CLUSTERS / "a100_16x8.toml")
+    options = ["--training.global_batch_size", "128", *options]
+    with pytest.raises(SystemExit, match=reason):
+        main(["plan", file, "--cluster", cluster, "--", *options])
+
+
+def test_what_a_plan_does_not_know_is_said(capsys: pytest.CaptureFixture) -> None:
+    file, cluster = str(ROOT / "train_configs/llama3_8b.toml"), str(CLUSTERS / "h100_1x8.toml")
+    options = ["--optimizer.moments_dtype", "bfloat16", "--training.global_batch_size", "8"]
+    main(["plan", file, "--cluster", cluster, "--", *options])
+    assert "not known: optimizer AdamW with moments in bfloat16" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """A layout as the trainer's keys: what the user fixed, what a model can be split into, and the TOML of a choice."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tomli_w
@@ -10,6 +10,7 @@ from torchtitan.config.schema import Config
 from torchtitan.models.families import plan_model
 from torchtitan.models.spec import Blueprint
 from torchtitan.planner.search import Choice, Job
+from torchtitan.refusal import Refusal
 
 # Key of the configuration -> name in a Choice.
 _KEYS = {
@@ -24,23 +25,51 @@ _KEYS = {
     "training.local_batch_size": "local_batch",
     "activation_checkpoint.mode": "recompute",
 }
-_RESHARDS = {"default": 1, "always": 1, "never": 0}
-_MODES = {"selective": "selective op"}
+_READINGS: Mapping[str, Mapping[Any, Any]] = {  # of keys with few values: the value in a Choice
+    "regathers": {"default": 1, "never": 0},
+    "recompute": {"none": "none", "selective": "selective op", "full": "full"},
+    "schedule": {"1F1B": "1F1B", "Interleaved1F1B": "Interleaved1F1B"},
+}
 
 
 def fixed_keys(config: Config, options: Sequence[str]) -> dict[str, Any]:
-    """The keys of the layout that the command line gives, as names of a Choice."""
+    """The keys of the layout that the command line gives, as names of a Choice. Refuses what is not searched."""
     given = {option.partition("=")[0].lstrip("-").replace("-", "_") for option in options if option.startswith("--")}
+    decided = [f"parallelism.{key}" for key in _PLAIN if f"parallelism.{key}" not in _KEYS]
+    if unknown := sorted(given & set(decided)):
+        raise Refusal(f"{unknown[0]} cannot be fixed, because the plan decides it; leave it out")
+    if config.activation_checkpoint.mode == "selective" and not config.activation_checkpoint.by_operation:
+        if given & {"activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"}:
+            raise Refusal(
+                "activation_checkpoint.selective_ac_option = "
+                f'"{config.activation_checkpoint.selective_ac_option}" is not searched; use "op"'
+            )
     found: dict[str, Any] = {}
     for key, name in _KEYS.items():
         section, _, leaf = key.partition(".")
         value = getattr(getattr(config, section), leaf)
         if key not in given or value == -1:
             continue
-        found[name] = (
-            _RESHARDS[value] if name == "regathers" else _MODES.get(value, value) if name == "recompute" else value
-        )
+        known = _READINGS.get(name, {value: value})
+        if value not in known:
+            raise Refusal(f'{key} = "{value}" is not searched; use one of {", ".join(known)}, or leave it out')
+        found[name] = known[value]
     return found
+
+
+def left_out(config: Config) -> Iterator[str]:
+    """What a plan's memory and time do not know of this run."""
+    training, optimizer = config.training, config.optimizer
+    if training.mixed_precision_param == "float32":
+        yield "training.mixed_precision_param = float32: activations and messages are counted in 16 bits"
+    if training.enable_cpu_offload:
+        yield "training.enable_cpu_offload = true: what lies on the host is counted as on the device"
+    if optimizer.name != "AdamW" or optimizer.moments_dtype != "float32":
+        yield f"optimizer {optimizer.name} with moments in {optimizer.moments_dtype}: counted as AdamW's in float32"
+    if optimizer.early_step_in_backward:
+        yield "optimizer.early_step_in_backward = true: gradients are counted as kept"
+    if config.model.attn_mask_type != "causal":
+        yield f"model.attn_mask_type = {config.model.attn_mask_type}: attention is counted as causal"
 
 
 def is_possible(config: Config, blueprint: Blueprint, tp: int, cp: int) -> bool:

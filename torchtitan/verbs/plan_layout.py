@@ -16,7 +16,7 @@ from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Config
 from torchtitan.models.families import load_run_or_exit, plan_model
 from torchtitan.models.spec import Blueprint
-from torchtitan.planner.choice import changed, fixed_keys, is_possible, to_text
+from torchtitan.planner.choice import changed, fixed_keys, is_possible, left_out, to_text
 from torchtitan.planner.cluster import Cluster, read_cluster
 from torchtitan.planner.search import FILLED, Answer, Choice, Job, Table, search
 from torchtitan.refusal import Refusal
@@ -28,6 +28,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     began = time.perf_counter()
     cluster = read_cluster(args.cluster)
     config, blueprint = load_run_or_exit(["--job.config_file", args.file, *options], None, 0, prog="plan")
+    if args.show < 1:
+        raise Refusal(f"--show {args.show}: use 1 or more")
     job = _job(config, blueprint, cluster, options)
     answer = search(job, cluster, args.show)
     print(
@@ -35,6 +37,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
         f"{answer.num_layouts:,} layouts, {answer.num_fitting:,} of them in {FILLED:.0%} of the memory, "
         f"{time.perf_counter() - began:.1f} s; rests on {cluster.rests_on}"
     )
+    for line in left_out(config):
+        print(f"not known: {line}")
     if not answer.best:
         least = min(float(table.peak.min()) for table in answer.tables) / 2**30 if answer.tables else 0
         raise Refusal(
