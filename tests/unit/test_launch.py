@@ -76,6 +76,12 @@ def test_nothing_set_is_one_node_with_its_gpus_or_one_process() -> None:
     assert here | {"--local_ranks_filter=0,1"} <= set(command)
 
 
+def test_on_a_terminal_the_one_shown_rank_writes_to_the_terminal_itself() -> None:
+    node = read_node({"NGPU": "3"}, gpus=0)
+    assert "--redirects=0:3,1:0,2:3" in node.torchrun("1", on_terminal=True)
+    assert all("--tee=3" in command for command in (node.torchrun("1"), node.torchrun("0,1", on_terminal=True)))
+
+
 def test_a_run_that_may_be_brought_back_meets_dynamically_with_the_head_as_host() -> None:
     for rank in (0, 1):
         env = PLATFORMS["by hand"] | {"NODE_RANK": str(rank), "MAX_RESTARTS": "3", "RDZV_TIMEOUT": "60"}

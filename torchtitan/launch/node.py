@@ -47,7 +47,7 @@ class Node:
     def world_size(self) -> int:
         return self.num_nodes * self.num_processes
 
-    def torchrun(self, shown_ranks: str, own_address: str | None = None) -> list[str]:
+    def torchrun(self, shown_ranks: str, own_address: str | None = None, on_terminal: bool = False) -> list[str]:
         """Arguments of Python that start this node's ranks, up to train.py.
 
         These arguments win over the PET_* variables, which torchrun also reads. Several nodes meet by torchrun's
@@ -55,6 +55,9 @@ class Node:
         are on the head node, and torchrun names a missing node by its number. A static rendezvous happens only once.
         A run with restarts therefore needs the dynamic rendezvous (c10d), which drops dead nodes, waits until all
         nodes are back and numbers them anew, sorted by host name, or by own address where the host name means loopback.
+
+        torchrun copies what it shows through a pipe, with the rank before each line. On a terminal one shown rank gets
+        the terminal itself, so that its live line works; the output of the others goes to files alone.
         """
         rendezvous = _meeting_here()
         if self.num_nodes > 1:
@@ -67,9 +70,12 @@ class Node:
                 host = "" if self.rank is None else f"is_host={int(self.rank == 0)},"
                 rendezvous = ["--rdzv_backend=c10d", *common, f"--rdzv_conf={host}{wait}"]
                 rendezvous += [f"--local_addr={own_address}"] if own_address else []
+        shown = "--tee=3"
+        if on_terminal and shown_ranks.isdecimal():
+            shown = "--redirects=" + ",".join(f"{r}:{3 * (str(r) != shown_ranks)}" for r in range(self.num_processes))
         return [
             *("-m", "torchtitan.launch.ranks", f"--nnodes={self.num_nodes}", f"--nproc_per_node={self.num_processes}"),
             *(f"--max_restarts={self.restarts}", *rendezvous),
             "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # Slurm sends USR1 to torchrun and ranks
-            *(f"--local_ranks_filter={shown_ranks}", "--role=rank", "--tee=3"),
+            *(f"--local_ranks_filter={shown_ranks}", "--role=rank", shown),
         ]

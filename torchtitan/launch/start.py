@@ -42,10 +42,16 @@ class Start:
     config: Config | None = None
 
 
-def plan_start(env: Mapping[str, str], options: list[str], gpus: int, complete: Complete = lambda *_: []) -> Start:
+def plan_start(
+    env: Mapping[str, str],
+    options: list[str],
+    gpus: int,
+    complete: Complete = lambda *_: [],
+    on_terminal: bool = False,
+) -> Start:
     """Check the configuration, then plan torchrun, or train.py itself where one process is enough.
 
-    `complete` gives options for what the configuration leaves to be found.
+    `complete` gives options for what the configuration leaves to be found. `on_terminal`: a person is watching.
     """
     config = env.get("CONFIG_FILE") or "train_configs/debug_model.toml"
     if mode := env.get("COMM_MODE"):
@@ -73,7 +79,7 @@ def plan_start(env: Mapping[str, str], options: list[str], gpus: int, complete: 
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
         return Start(understood, settings, train, None if fake else node, checked)
     meeting, own_address = _settings_to_meet(env, node)
-    arguments = [*node.torchrun(shown_ranks, own_address), *train]
+    arguments = [*node.torchrun(shown_ranks, own_address, on_terminal), *train]
     return Start(understood, settings | meeting, arguments, node, checked)
 
 
@@ -153,7 +159,7 @@ def main(
     """Print the command and become it, if `check` (a preflight, given the start and the number of GPUs) passes."""
     try:
         gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        start = plan_start(os.environ, options, gpus, complete)
+        start = plan_start(os.environ, options, gpus, complete, sys.stderr.isatty())
         python = os.path.relpath(sys.executable)
         python = sys.executable if python.startswith("..") else python
         if start.understood:
