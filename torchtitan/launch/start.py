@@ -20,7 +20,7 @@ from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import way_to_head
 from torchtitan.launch.node import Node, loopback_settings
 from torchtitan.launch.variables import read_node
-from torchtitan.models.families import load_run_or_exit
+from torchtitan.models.families import load_config_or_exit, load_run_or_exit
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
@@ -69,12 +69,16 @@ def plan_start(
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
     # Checked without torch and before any rank exists, so that each node shows a mistake once and at once.
-    checked, blueprint = load_run_or_exit(train[1:], node.world_size, rank=0)
-    train += complete(checked, blueprint, node.world_size)
+    is_alone = node.world_size == 1 and node.restarts == 0
+    if is_alone and not only_prints(env):  # train.py checks the model: a file of the user's own would load torch twice
+        checked = load_config_or_exit(train[1:], 1)
+    else:
+        checked, blueprint = load_run_or_exit(train[1:], node.world_size, rank=0)
+        train += complete(checked, blueprint, node.world_size)
 
     settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
     understood = _understood(node, config, gpus)
-    if fake or (node.world_size == 1 and node.restarts == 0):
+    if fake or is_alone:
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # some platforms number their containers with these names
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
         return Start(understood, settings, train, None if fake else node, checked)

@@ -4,7 +4,8 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,20 @@ def load_run_or_exit(
     argv: Sequence[str], world_size: int | None, rank: int, prog: str = "train.py"
 ) -> tuple[Config, Blueprint]:
     """Like load_run, for a program: on mistakes, rank 0 prints them and every rank exits with code 2."""
-    try:
+    with _exits_on_mistakes(rank):
         return load_run(argv, world_size, prog, rank)
+
+
+def load_config_or_exit(argv: Sequence[str], world_size: int) -> Config:
+    """The configuration alone, for a program that leaves the model to another."""
+    with _exits_on_mistakes(rank=0):
+        return load_config(argv, world_size)
+
+
+@contextmanager
+def _exits_on_mistakes(rank: int) -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         if rank == 0:
             print(error, file=sys.stderr)
