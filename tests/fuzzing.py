@@ -22,7 +22,7 @@ from torchtitan.data.prepared import PreparedTokens
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.models.downloads import find_download
-from torchtitan.models.families import load_run_or_exit
+from torchtitan.models.families import find_specs, load_run_or_exit
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
 from torchtitan.refusal import Refusal
@@ -125,7 +125,7 @@ def make_targets(folder: Path) -> dict[str, Target]:
         (folder / family).mkdir()
         config = spec.hugging_face.to_config(spec.flavors[flavor], "float32", 1, 2)
         (folder / family / "config.json").write_text(json.dumps(config))
-        add(family, "config.json", lambda folder: find_download(folder))
+        add(family, "config.json", lambda folder: find_download(folder, find_specs()))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copytree(ASSETS, folder / name)
         add(name, name, lambda folder: build_tokenizer(folder).encode("A text, 12\n", bos=True, eos=True))

@@ -115,11 +115,6 @@ def loopback() -> str:
     return "127.0.0.1"
 
 
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def keep_to_own_cores(place: Place, device: "torch.device") -> None:
     """Pin each rank to its own cores if ranks share a CPU. A process that somebody else has pinned stays as it is."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -261,13 +256,6 @@ def peak_memory_gib(device: "torch.device") -> float:
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS gives ru_maxrss in bytes, other systems in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def gpu_memory_bytes() -> int | None:
-    """Return the memory of this machine's first GPU, or None without one."""
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def use_deterministic_kernels(warn_only: bool) -> None:

@@ -16,6 +16,7 @@ from tests.stored_models import SHAPES, random_weights, store_run
 from tests.tiny_runs import TINY, tiny_config
 from torchtitan.hardware import Place
 from torchtitan.parallel import collectives
+from torchtitan.training.model import give_memory
 from torchtitan.training.start import start_run
 from torchtitan.verbs import generate as generating
 from torchtitan.verbs.convert import run as convert
@@ -31,7 +32,9 @@ def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str,
     """This rank's parameters, filled: name, where its part begins, and the part."""
     config = tiny_config("unused", world_size, model__flavor=flavor, **keys)
     store = open_model(source)
-    model = start_run(config, store.blueprint, Place(rank, rank, world_size)).build_empty_model()
+    run = start_run(config, store.blueprint, Place(rank, rank, world_size))
+    model = run.lay_out_model()
+    give_memory(model, config, run.device)
     load_weights(store, model)
     pieces: list[tuple[str, tuple[int, ...], Tensor]] = []
     for name, parameter in model.named_parameters():

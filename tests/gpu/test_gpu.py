@@ -14,7 +14,7 @@ from torchtitan import hardware
 from torchtitan.models.families import plan_model
 from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.collectives import start_process_group, stop_process_group
-from torchtitan.planner.dry_run import estimate
+from torchtitan.planner.estimate import estimate
 from torchtitan.preflight.facts import check_gpus
 
 pytestmark = [

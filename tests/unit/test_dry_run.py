@@ -25,7 +25,8 @@ from torchtitan.models.llama.args import LlamaArgs, parts
 from torchtitan.models.llama.model import TransformerBlock
 from torchtitan.planner import dry_run as planner
 from torchtitan.planner import fit
-from torchtitan.planner.dry_run import Estimate, bars, derived, estimate, verdict, with_counts
+from torchtitan.planner.dry_run import bars, verdict
+from torchtitan.planner.estimate import Estimate, derived, estimate, with_counts
 from torchtitan.planner.fit import what_is_cut
 from torchtitan.planner.footprint import Footprint
 from torchtitan.planner.replay import Replay

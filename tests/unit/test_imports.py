@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,16 @@ CODE = [path for path in SOURCES if path.name != "__init__.py"]
 @pytest.mark.parametrize("path", CODE, ids=module_of)
 def test_a_file_imports_only_what_lies_below_it(path):
     assert not broken_rules(module_of(path), path.read_text(encoding="utf-8"))
+
+
+def test_no_file_imports_another_that_imports_it() -> None:
+    """Imports inside functions count, too: only TYPE_CHECKING would hide that two files are one."""
+    names = {module_of(path): path for path in CODE}
+    needed = {
+        name: {found.module for found in imports_of(path.read_text(encoding="utf-8"), set(names))} & set(names)
+        for name, path in names.items()
+    }
+    list(TopologicalSorter(needed).static_order())  # a circle is an error that names it
 
 
 INITS = [path for path in SOURCES if path.name == "__init__.py" and path.parent.name != "torchtitan"]

@@ -9,7 +9,7 @@ import pytest
 from torchtitan.models.families import load_run
 from torchtitan.planner.choice import changed, to_text
 from torchtitan.planner.cluster import read_cluster
-from torchtitan.planner.dry_run import estimable, estimate
+from torchtitan.planner.estimate import estimable, estimate
 from torchtitan.planner.search import Choice, Job, evaluate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.core import url_to_fs
 
+from torchtitan.data.file_kinds import one_kind
 from torchtitan.data.location import Location
-from torchtitan.data.paths import one_kind
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 

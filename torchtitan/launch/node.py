@@ -27,7 +27,12 @@ def environment_here(num_processes: int) -> dict[str, str]:
     """The environment of such a run: ranks share the cores, and a platform's variables about its own run are gone."""
     place = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rest = {name: value for name, value in os.environ.items() if name not in place and not name.startswith("PET_")}
-    return {"OMP_NUM_THREADS": str(max(1, hardware.num_cores() // num_processes)), **loopback_settings(), **rest}
+    return {"OMP_NUM_THREADS": str(max(1, num_cores() // num_processes)), **loopback_settings(), **rest}
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan import hardware
+from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import way_to_head
-from torchtitan.launch.node import Node, loopback_settings
+from torchtitan.launch.node import Node, loopback_settings, num_cores
 from torchtitan.launch.variables import read_node
-from torchtitan.models.families import load_config_or_exit, load_run_or_exit
+from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
@@ -71,7 +71,11 @@ def plan_start(
     # Checked without torch and before any rank exists, so that each node shows a mistake once and at once.
     is_alone = node.world_size == 1 and node.restarts == 0
     if is_alone and not only_prints(env):  # train.py checks the model: a file of the user's own would load torch twice
-        checked = load_config_or_exit(train[1:], 1)
+        try:
+            checked = load_config(train[1:], 1)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(2) from None
     else:
         checked, blueprint = load_run_or_exit(train[1:], node.world_size, rank=0)
         train += complete(checked, blueprint, node.world_size)
@@ -111,7 +115,7 @@ def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]
     """On a CPU, malloc keeps freed memory, for fresh pages cost a tenth of a step (docs/performance.md)."""
     kept = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**30, "MALLOC_TOP_PAD_": 2**26}
     if node.num_processes > 1:  # otherwise every rank would take every core
-        kept["OMP_NUM_THREADS"] = max(1, hardware.num_cores() // node.num_processes)
+        kept["OMP_NUM_THREADS"] = max(1, num_cores() // node.num_processes)
     return {name: str(value) for name, value in kept.items() if not env.get(name)}
 
 

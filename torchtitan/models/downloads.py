@@ -1,20 +1,23 @@
 """The model that a downloaded folder's config.json describes. No torch."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from torchtitan.models.families import FAMILIES, FROM_DOWNLOAD, find_spec
-from torchtitan.models.spec import Blueprint, HuggingFace
+from torchtitan.models.spec import Blueprint, HuggingFace, ModelSpec
 from torchtitan.refusal import Refusal
 
 _OWNERS = {"llama-": "meta-llama", "qwen": "Qwen", "smollm": "HuggingFaceTB", "gpt2": "openai-community"}
 
 
-def find_download(folder: Path, family: str | None = None) -> tuple[str, Blueprint]:
-    """Read family and shape from config.json of a Hugging Face folder; refuse a model that no family reads."""
-    path = folder / FROM_DOWNLOAD
+def find_download(folder: Path, specs: Mapping[str, ModelSpec], family: str | None = None) -> tuple[str, Blueprint]:
+    """Read family and shape from config.json of a Hugging Face folder; refuse a model that no family reads.
+
+    `specs`: the families that may read the folder, by name. `family`: the one that the user says it is.
+    """
+    path = folder / "config.json"
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -24,10 +27,10 @@ def find_download(folder: Path, family: str | None = None) -> tuple[str, Bluepri
     if not isinstance(content, dict):
         raise Refusal(f"{path} holds no JSON object; the file is damaged, get it again")
     model_type = content.get("model_type")
-    for name in [family] if family else FAMILIES:
-        hugging_face = find_spec(name).hugging_face
+    for name, spec in specs.items():
+        hugging_face = spec.hugging_face
         if hugging_face is not None and (family or hugging_face.model_type == model_type):
-            return name, Blueprint(str(folder), find_spec(name), _read_shape(path, hugging_face, content))
+            return name, Blueprint(str(folder), spec, _read_shape(path, hugging_face, content))
     if family:
         raise Refusal(f"{family} does not read Hugging Face's files; give its ModelSpec `hugging_face`")
     raise Refusal(

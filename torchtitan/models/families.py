@@ -4,8 +4,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,20 +36,8 @@ def load_run_or_exit(
     argv: Sequence[str], world_size: int | None, rank: int, prog: str = "train.py"
 ) -> tuple[Config, Blueprint]:
     """Like load_run, for a program: on mistakes, rank 0 prints them and every rank exits with code 2."""
-    with _exits_on_mistakes(rank):
-        return load_run(argv, world_size, prog, rank)
-
-
-def load_config_or_exit(argv: Sequence[str], world_size: int) -> Config:
-    """The configuration alone, for a program that leaves the model to another."""
-    with _exits_on_mistakes(rank=0):
-        return load_config(argv, world_size)
-
-
-@contextmanager
-def _exits_on_mistakes(rank: int) -> Iterator[None]:
     try:
-        yield
+        return load_run(argv, world_size, prog, rank)
     except ConfigError as error:
         if rank == 0:
             print(error, file=sys.stderr)
@@ -86,7 +73,7 @@ def find_model(model: Model) -> Blueprint:
     if model.flavor == FROM_DOWNLOAD:
         from torchtitan.models.downloads import find_download
 
-        shape = replace(find_download(Path(model.hf_assets_path), model.name)[1].shape, **said)
+        shape = replace(find_download(Path(model.hf_assets_path), {model.name: spec}, model.name)[1].shape, **said)
     elif needed and all(name in said for name in needed):
         return Blueprint(f"{model.name} with the shape in [model]", spec, spec.shape(**said))
     elif model.flavor in spec.flavors:
@@ -104,6 +91,11 @@ SHAPE_KEYS = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps"),
     *("rope_theta", "rope_scaling", "tied_embeddings", "max_seq_len"),
 )
+
+
+def find_specs(family: str | None = None) -> dict[str, ModelSpec]:
+    """One family, or by default all of the table."""
+    return {name: find_spec(name) for name in ([family] if family else FAMILIES)}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from torchtitan.models.balance import balance
 from torchtitan.models.spec import Blueprint, Part
 from torchtitan.models.stages import plan_stages
 from torchtitan.observe.log import logger
-from torchtitan.planner.dry_run import Estimate, derived, estimable, estimate, with_counts
+from torchtitan.planner.estimate import Estimate, derived, estimable, estimate, with_counts
 from torchtitan.refusal import Refusal
 
 _ROUNDS = 10  # of cutting and estimating; two or three are usual

@@ -17,6 +17,7 @@ from torchtitan import hardware
 from torchtitan.config.names import flat
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import gloo_address, nccl_interfaces, own_addresses
+from torchtitan.launch.node import num_cores
 from torchtitan.root import ROOT
 
 _GPU_FIELDS = ("uuid", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "driver_version")
@@ -48,7 +49,7 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
         "address": gloo,
         "toward_head": toward,
         "devices": devices,
-        "cores": hardware.num_cores(),
+        "cores": num_cores(),
         "shm_gib": shutil.disk_usage(shm).total / 2**30 if shm.is_dir() else None,
         "problems": problems,
     }

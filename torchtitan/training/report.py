@@ -19,7 +19,7 @@ from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
 from torchtitan.observe.phases import Phases
 from torchtitan.parallel.collectives import max_over, sum_over
 from torchtitan.refusal import Refusal
-from torchtitan.training.start import Run
+from torchtitan.training.run import Run
 from torchtitan.training.step import StepLoss
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.parallel.fsdp import free_gathered
-from torchtitan.training.start import Run
+from torchtitan.training.run import Run
 from torchtitan.training.step import ForwardBackward
 
 _WINDOW, _NEW_TOKENS, _TEMPERATURE = 128, 48, 0.8

@@ -1,164 +1,27 @@
-"""The one place where a run is put together: the ranks and their mesh, and the builders of data, model and step.
+"""The one place where a run is put together: its refusals, then its ranks and their mesh.
 
 Training, evaluation, generation and the dry run all begin here.
 """
 
 import os
-import secrets
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from torchtitan import hardware
-from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
+from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
-from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.hardware import Peak, Place
+from torchtitan.hardware import Place
 from torchtitan.models.spec import Blueprint
-from torchtitan.observe.log import logger
 from torchtitan.observe.run_folder import claim, open_run_folder
 from torchtitan.parallel import collectives
-from torchtitan.parallel.mesh import Mesh, build_mesh
-from torchtitan.parallel.parts import ModelParts
+from torchtitan.parallel.mesh import build_mesh
 from torchtitan.refusal import Refusal
-from torchtitan.training import data, model
-from torchtitan.training.loss import LossFunction, build_loss
+from torchtitan.training import data
 from torchtitan.training.machine import check_machine
-from torchtitan.training.step import ForwardBackward
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run whose ranks have met: each knows its place, its device and its share of the batch. It has no model yet."""
-
-    config: Config
-    blueprint: Blueprint  # with the vocabulary fixed
-    place: Place
-    device: torch.device
-    tokenizer: Tokenizer | None  # None in a dry run and for a model that reads no text
-    batch: BatchPlan
-    mesh: Mesh
-    folder: Path
-    lock: IO[str] | None = None  # keeps other runs out of the folder while it is open
-
-    @property
-    def dims(self) -> ParallelDims:
-        return self.mesh.dims
-
-    @property
-    def unit(self) -> str:
-        """What a model reads."""
-        return "tokens" if self.blueprint.reads_text else "samples"
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch.global_batch_size * self.config.training.seq_len
-
-    @property
-    def flops_per_token(self) -> int:
-        return self.blueprint.flops_per_token(self.config.training.seq_len)
-
-    def describe_model(self) -> str:
-        name, parameters = self.blueprint.name, self.blueprint.num_parameters
-        batch = f"global batch {self.batch.global_batch_size} x {self.config.training.seq_len} tokens"
-        return f"{name}: {parameters:,} parameters, {batch}, local batches a rank: {self.batch.num_local_batches}"
-
-    def agree_on_seed(self, saved: int | None) -> int:
-        """The configuration's seed, or else the resumed run's, or else one that rank 0 draws."""
-        seed = saved if self.config.debug.seed is None else self.config.debug.seed
-        return collectives.from_rank_0(secrets.randbits(31) if seed is None else seed)
-
-    def find_peak(self) -> Peak:
-        """The FLOP/s that MFU is counted against; rank 0 logs it with the machine."""
-        used = self.config.training.mixed_precision_param
-        peak = hardware.find_peak(self.device, getattr(torch, used))
-        machine = f"{self.place.world_size} x {hardware.describe_device(self.device)}"
-        logger.info(f"{self.config.job.description}: {machine}, mesh {self.dims}")
-        logger.info(f"peak {peak.flops / 1e12:.2f} TFLOP/s a device ({peak.origin})")
-        if peak.spread > 0.1:
-            logger.info(
-                f"this machine is busy: its best measurements differ by {peak.spread:.0%}, and MFU is as uncertain"
-            )
-        if advice := hardware.advise_type(self.device, used):
-            logger.info(advice)
-        return peak
-
-    def pick_attention(self) -> AbstractContextManager:
-        """A context in which a GPU computes attention by the fastest kernel that supports this model."""
-        shape, dims, training = self.blueprint.shape, self.dims, self.config.training
-        kernel, attention = hardware.pick_attention(
-            self.device,
-            getattr(torch, training.mixed_precision_param),
-            shape.n_heads // dims.tp,
-            shape.n_kv_heads // dims.tp,
-            shape.head_size,
-            training.seq_len // (2 * dims.cp if dims.cp > 1 else 1),
-            is_masked=self.config.model.attn_mask_type == "block_causal",
-        )
-        if kernel and dims.cp == 1:  # context parallelism has torch pick one for each piece
-            logger.info(f"attention by {kernel}")
-        return attention
-
-    def build_model(self, seed: int) -> ModelParts:
-        """This rank's part of the model, with its first weights."""
-        return model.build_model(self.config, self.blueprint, self.mesh, self.device, seed)
-
-    def lay_out_model(self) -> ModelParts:
-        """This rank's part of the model, on the meta device."""
-        return model.lay_out_model(self.config, self.blueprint, self.mesh)
-
-    def build_empty_model(self) -> ModelParts:
-        """This rank's part of the model, its parameters without values."""
-        parts = self.lay_out_model()
-        model.give_memory(parts, self.config, self.device)
-        return parts
-
-    def build_forward_backward(self, parts: ModelParts, loss: LossFunction | None = None) -> ForwardBackward:
-        loss = loss or build_loss(self.config.compile)
-        return ForwardBackward(parts, loss, self.mesh, self.config.training, self.config.parallelism, self.device)
-
-    def build_training_loader(self, seed: int) -> Loader:
-        assert self.tokenizer is not None
-        if self.is_between_stages:
-            return self._no_data(self.config.training.seq_len)
-        return data.build_training_loader(self.config, self.batch, self.tokenizer, self.mesh, seed, self.device)
-
-    def build_validation_loader(self) -> Loader | None:
-        """The held-out data, if validation is on."""
-        if not self.config.validation.enable:
-            return None
-        assert self.tokenizer is not None
-        if self.is_between_stages:
-            return self._no_data(self.config.validation.seq_len, collectives.any_says_so)
-        return data.build_validation_loader(self.config, self.batch, self.tokenizer, self.mesh, self.device)
-
-    @property
-    def is_between_stages(self) -> bool:
-        """Whether this rank needs no data."""
-        return not data.needs_data(self.config, self.place)
-
-    def _no_data(self, seq_len: int, any_says_so: Callable[[bool], bool] | None = None) -> Any:
-        from torchtitan.data.no_data import NoData, no_text
-
-        rows = self.batch.global_batch_size // self.dims.dp
-        return NoData(lambda: no_text(rows, seq_len), any_says_so)
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Leave the process group and release the run folder."""
-        collectives.stop_process_group()
-        if self.lock is not None:
-            self.lock.close()
+from torchtitan.training.run import Run
 
 
 def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bool = False) -> Run:

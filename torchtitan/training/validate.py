@@ -6,7 +6,7 @@ from torchtitan.data.loader import Loader
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.parallel.collectives import any_says_so, sum_over
 from torchtitan.parallel.fsdp import free_gathered
-from torchtitan.training.start import Run
+from torchtitan.training.run import Run
 from torchtitan.training.step import ForwardBackward
 
 

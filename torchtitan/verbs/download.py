@@ -31,7 +31,7 @@ NOTES = ".cache/huggingface/download"  # huggingface_hub notes the commit of eac
 
 def choose(kind: str, repo: str, names: list[str], include: list[str] | None = None) -> list[str]:
     """Which of a repository's files to fetch."""
-    from torchtitan.data.paths import READABLE, kind_by_name
+    from torchtitan.data.file_kinds import READABLE, kind_by_name
 
     def matching(*patterns: str) -> list[str]:
         return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -185,9 +185,10 @@ def run(args: argparse.Namespace) -> None:
         signal.signal(signal.SIGINT, lambda *_: _stop(folder))
         if kind == "model" and "config.json" in names:  # refuse an unusable model before fetching 100 GB of it
             from torchtitan.models.downloads import find_download
+            from torchtitan.models.families import find_specs
 
             fetch(kind, repo, info.sha, {"config.json": sizes["config.json"]}, folder)
-            find_download(folder, args.model)
+            find_download(folder, find_specs(args.model), args.model)
         fetch(kind, repo, info.sha, {name: sizes[name] for name in names}, folder)
     except errors.HFValidationError as error:
         raise Refusal(f"{repo} is not the name of a repository ({error}); give owner/name") from error

@@ -19,6 +19,7 @@ from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import start_logging
 from torchtitan.training.data import holds_out
+from torchtitan.training.model import give_memory
 from torchtitan.training.start import start_run
 from torchtitan.training.validate import Validator
 from torchtitan.weights.stored import StoredModel, check_shape, load_weights, open_model
@@ -71,7 +72,8 @@ def evaluate(source: StoredModel, config: Config, blueprint: Blueprint, place: P
     """Mean loss and number of tokens, on any layout."""
     with start_run(config, blueprint, place) as run:
         check_shape(source, run.blueprint)
-        model = run.build_empty_model()
+        model = run.lay_out_model()
+        give_memory(model, config, run.device)
         with source.reading():
             load_weights(source, model)
         loader = run.build_validation_loader()

@@ -17,7 +17,7 @@ from torchtitan.config.schema import Config, Job, Model, Parallelism
 from torchtitan.data.prompts import follow_training
 from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.downloads import find_download
-from torchtitan.models.families import FAMILIES, SHAPE_KEYS, find_model, find_spec
+from torchtitan.models.families import SHAPE_KEYS, find_model, find_spec, find_specs
 from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
@@ -61,8 +61,8 @@ def open_model(path: str, family: str | None = None) -> StoredModel:
     folder = Path(path)
     if (folder / "config.json").is_file():
         return _open_hf(folder, family)
-    for name in [family] if family else FAMILIES:
-        for mark, open_folder in find_spec(name).other_formats.items():
+    for name, spec in find_specs(family).items():
+        for mark, open_folder in spec.other_formats.items():
             if (folder / mark).is_file():
                 return _open_other(folder, name, open_folder)
     storage, step = find_checkpoints(path)
@@ -166,7 +166,7 @@ def _rows_of_embedding(blueprint: Blueprint, weights: Weights) -> int:
 
 
 def _open_hf(folder: Path, family: str | None) -> StoredModel:
-    family, blueprint = find_download(folder, family)
+    family, blueprint = find_download(folder, find_specs(family), family)
     assert blueprint.spec.hugging_face is not None
     to_name = blueprint.spec.hugging_face.to_name
     weights, outline = open_hf(folder), outline_of(blueprint)

@@ -5,7 +5,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
-from torchtitan.training.start import Run
+from torchtitan.training.run import Run
 
 
 def check(model: nn.Module, run: Run) -> None:

@@ -20,7 +20,7 @@ from torchtitan.refusal import Refusal
 from torchtitan.training.any.build import AnyParts, build, lay_out
 from torchtitan.training.any.checks import check
 from torchtitan.training.any.step import AnyForwardBackward
-from torchtitan.training.start import Run
+from torchtitan.training.run import Run
 
 
 @dataclass(frozen=True)
