@@ -111,7 +111,8 @@ class Run:
 
     def told(self, name: str) -> list[dict[str, Any]]:
         file = self.folder / name
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""  # the last line may still be being written
+        return [json.loads(line) for line in whole.splitlines()]
 
     def files(self) -> set[str]:
         """Names of all files but the lock, and but those of a save that was broken off, which every start removes."""
