@@ -64,6 +64,7 @@ class Layout:
     last_layers: Number = 0
     sequence_split: bool = True  # tensor parallelism splits the sequence between layers
     overlaps: bool = True  # the exchange of weights and gradients runs beside products
+    splits_optimizer: bool = False  # over dp, where the weights are whole
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,8 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     ends = sum(machine.block(work.ends, replace(layout, recompute="none")))  # the output layer is not recomputed
     group = layout.dp * layout.cp
     gather, scatter = machine.exchange(work.layer.parameters, layout) if layout.shards else (0.0, 0.0)
+    # Whole weights: gradients are exchanged after the last backward; a split optimizer's weights are gathered.
+    after = 0.0 if layout.shards or layout.overlaps else sum(machine.exchange(work.num_parameters / layout.pp, layout))
     piped = np.asarray(layout.pp) > 1
     even = work.num_layers / layout.pp
     per_rank = np.where(layout.most_layers, layout.most_layers, even)
@@ -181,7 +184,7 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     link = np.where(near, device.inside * rates.inside, device.between * rates.between)
     hop = work.sent / link + np.where(near, rates.latency, rates.hop)
     runs = np.where(piped, layout.passes, 1)
-    held = work.num_parameters / layout.pp / (group if layout.shards else 1)
+    held = work.num_parameters / layout.pp / (group if layout.shards or layout.splits_optimizer else 1)
     return Seconds(
         {
             "layers": each * layout.microbatches * runs,
@@ -190,7 +193,7 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
             * runs,
             "messages between stages": np.where(piped, 4 * layout.stages_per_rank * hop * layout.microbatches, 0.0)
             * runs,
-            "weights and gradients, not hidden": np.where(piped, per_rank * (gather + scatter), 0.0) * runs,
+            "weights and gradients, not hidden": np.where(piped, per_rank * (gather + scatter), 0.0) * runs + after,
             "optimizer": machine.moving(held * rates.optimizer),
         }
     )

@@ -1,67 +1,36 @@
-"""Published rows of Megatron-LM: a GPT as it computes it, kernel by kernel, without fused attention."""
+"""Bytes that a rank of Megatron-LM holds: weights in 16 bits, gradients in 32, AdamW's three tensors in 32."""
 
-from collections.abc import Mapping
-from typing import Any
+import numpy as np
 
-from torchtitan.models.operations import Block, Exchange, Pass, Product, Share, Work
-from torchtitan.planner.cost import Device, Layout
-
-_ATTENTION = {"attention": 1.0}
+from torchtitan.models.operations import Number, Work
+from torchtitan.planner.cost import Layout
+from torchtitan.planner.memory import Held
 
 
-def work(row: Mapping[str, Any], seq_len: int, vocabulary: int) -> Work:
-    hidden, inner, heads, tp = row["hidden"], row["feedforward"], row["heads"], row["tensor_parallel"]
-    share = Share(row["microbatch"], seq_len, tp)
-    tokens, is_split = share.tokens, row["sequence_parallel"]
-    stream = 2 * tokens * hidden
-    own = tokens * hidden / (tp if is_split else 1)  # elements of what lies between the layers
-    scores = share.sequences * heads / tp * seq_len * seq_len
-    kinds: tuple[Exchange, ...] = (Exchange("all-reduce", stream, count=2),)
-    if is_split:
-        again = 2 if row["gathers_again_in_backward"] else 0
-        kinds = Exchange("gather", stream, count=2, backward_count=2 + again), Exchange("scatter", stream, count=2)
-    width, count = hidden // heads, share.sequences * heads / tp
-    layer = Block(
-        (
-            Pass(2 * 4 * own, 2 * 8 * own),  # norms
-            Product(tokens, 3 * hidden / tp, hidden),
-            Product(seq_len, seq_len, width, count, again=_ATTENTION),
-            Pass(4 * scores, 6 * scores, again=_ATTENTION),  # softmax
-            Pass(5 * scores, 5 * scores, again=_ATTENTION),  # dropout with its mask
-            Product(seq_len, width, seq_len, count, again=_ATTENTION),
-            Product(tokens, hidden, hidden / tp),
-            Product(tokens, inner / tp, hidden),
-            Pass(4 * tokens * inner / tp, 6 * tokens * inner / tp),  # GELU
-            Product(tokens, hidden, inner / tp),
-            Pass(2 * 7 * own, 2 * 5 * own),  # bias, dropout with its mask, residual addition
-            *kinds,
-        ),
-        (4 * hidden * hidden + 2 * hidden * inner) / tp,
-    )
-    logits = tokens * vocabulary / tp
-    ends = Block((Product(tokens, vocabulary / tp, hidden), Pass(10 * logits, 8 * logits)), 0)
-    return Work(layer, row["layers"], ends, stream / tp, row["layers"] * layer.parameters)
+def held(work: Work, layout: Layout) -> Held:
+    """The first rank of a pipeline, and the last one. Of interleaved stages, Megatron begins with twice as many."""
+    pp, layers = layout.pp, work.num_layers / layout.pp
+    kept = work.layer.kept.get(layout.recompute, work.layer.kept["none"])
+    shares = layout.dp * layout.cp if layout.splits_optimizer else 1
+    first, last = waiting_layers(work, layout, 0), waiting_layers(work, layout, pp - 1)
+    again = work.layer.kept["none"] - kept + work.layer.working
 
+    def at(parameters: Number, activations: Number) -> dict[str, Number]:
+        sizes = 2 * parameters, 4 * parameters, 12 * parameters / shares, activations
+        return dict(zip(("parameters", "gradients", "optimizer", "activations"), sizes, strict=True))
 
-def layout(row: Mapping[str, Any]) -> Layout:
-    return Layout(
-        dp=row["data_parallel"],
-        tp=row["tensor_parallel"],
-        pp=row["pipeline_parallel"],
-        microbatches=row["global_batch"] / row["microbatch"] / row["data_parallel"],
-        stages_per_rank=row["stages_per_rank"],
-        recompute=row["recompute"],
-        shards=False,
-        sequence_split=row["sequence_parallel"],
+    of_layers = layers * work.layer.parameters
+    whole = work.lookup if pp == 1 else 0  # an only rank has both tables
+    return Held(
+        {
+            "the loss": at(of_layers + work.ends.parameters + whole, last * kept + work.ends.kept["none"]),
+            "a layer's backward": at(of_layers + work.lookup + whole, first * kept + again),
+        }
     )
 
 
-def device(tables: Mapping[str, Any]) -> Device:
-    sheet, (inside, between, *_) = tables["device"], tables["network"]
-    return Device(
-        sheet["matrix_tflops"] * 1e12,
-        sheet["memory_gbps"] * 1e9,
-        inside["gbytes_per_second"] * 1e9,
-        between["gbytes_per_second"] * 1e9,
-        inside["devices"],
-    )
+def waiting_layers(work: Work, layout: Layout, rank: Number) -> Number:
+    """Layers that wait for their backward, each counted once for every microbatch."""
+    pp, stages = layout.pp, layout.stages_per_rank
+    ahead = (pp - 1 - rank) * np.where(stages > 1, 2, 1) + (stages - 1) * pp + 1
+    return np.minimum(ahead, layout.microbatches * stages) * work.num_layers / (pp * stages)

@@ -2,14 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan.refusal import Refusal
-
-if TYPE_CHECKING:
-    from torchtitan.planner.rows import Row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +48,9 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
 
         print(report(args.run, args.plan))
     elif args.what == "rows":
-        _rows(args)
+        from torchtitan.verbs import plan_rows
+
+        plan_rows.run(args)
     elif args.file.suffix == ".json":
         _clusters(args)
     else:
@@ -93,50 +90,3 @@ def _clusters(args: argparse.Namespace) -> None:
     for number, cluster in enumerate(clusters):
         memory = sum(provider.megabytes for provider in cluster) / 1024
         print(f"  cluster {number}: {memory:.0f} GB, nodes {', '.join(sorted((p.name for p in cluster), key=str))}")
-
-
-def _rows(args: argparse.Namespace) -> None:
-    from torchtitan.planner.rows import read_rows
-
-    rows, named = read_rows(args.file), [part.strip() for part in args.fit.split(",") if part.strip()]
-    left_out = [part.strip() for part in args.leave_out.split(",") if part.strip()]
-    for name in (*named, *left_out):
-        if name not in (known := [row.name for row in rows]):
-            raise Refusal(f"{args.file} has no row {name}; use some of {', '.join(known)}")
-    rows = [row for row in rows if row.name not in left_out]
-    for device in dict.fromkeys(row.device for row in rows):
-        here = [row for row in rows if row.device == device]
-        _show(here, [row for row in here if row.name in named], args)
-
-
-def _show(rows: Sequence["Row"], fitted_on: Sequence["Row"], args: argparse.Namespace) -> None:
-    from torchtitan.planner.cost import Rates
-    from torchtitan.planner.rows import fit
-
-    rates, names = fit(fitted_on, min(args.rates, 9)) if fitted_on else (Rates(), ())
-    device = rows[0].device
-    print(f"{device.flops / 1e12:.0f} TFLOP/s, {device.memory_bandwidth / 1e9:.0f} GB/s of memory")
-    for name in names:
-        print(f"  {name} = {getattr(rates, name):.4g}, fitted (default {getattr(Rates(), name):.4g})")
-    print(f"{'row':>16}  {'measured':>9} {'predicted':>9}  error")
-    for row in rows:
-        note = "  fitted on" if row in fitted_on else ""
-        print(
-            f"{row.name:>16}  {row.seconds:9.3f} {float(row.predict(rates).total):9.3f}  {row.error(rates):+6.1%}{note}"
-        )
-        if args.explain:
-            for part, seconds in row.predict(rates).parts.items():
-                print(f"{'':>16}  {'':>9} {float(seconds):9.3f}  {part}")
-    tested = [row for row in rows if row not in fitted_on]
-    if not tested:
-        return
-    errors = [abs(row.error(rates)) for row in tested]
-    mean = sum(errors) / len(errors)
-    print(f"{len(tested)} rows that nothing was fitted on: mean {mean:.1%}, largest {max(errors):.1%}")
-    moved = {}
-    for field in fields(Rates):
-        for sign in (0.9, 1.1):
-            other = replace(rates, **{field.name: getattr(rates, field.name) * sign})
-            moved[field.name, sign] = sum(abs(row.error(other)) for row in tested) / len(tested)
-    largest = sorted(moved.items(), key=lambda item: -abs(item[1] - mean))[:6]
-    print("mean error with a rate 10 % off: " + ", ".join(f"{n} {s - 1:+.0%}: {e:.1%}" for (n, s), e in largest))
