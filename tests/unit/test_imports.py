@@ -27,6 +27,8 @@ SHAPES = (
     T + "models.balance",
     T + "models.operations",
     T + "models.decoder",
+    T + "models.megatron",
+    T + "models.published",
     T + "models.rules",
     T + "models.families",
     T + "models.schedule_file",

@@ -33,7 +33,7 @@ class Kernels:
     dropout: bool = True
 
 
-def work(shape: Shape, share: Share, kernels: Kernels) -> Work:
+def work(shape: Shape, kernels: Kernels, share: Share) -> Work:
     hidden, tp, tokens = shape.hidden, share.tp, share.tokens
     heads, kv_heads, inner = (
         n / tp for n in (shape.heads * shape.head_size, shape.kv_heads * shape.head_size, shape.inner)

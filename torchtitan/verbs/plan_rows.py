@@ -1,12 +1,14 @@
 """`python -m torchtitan plan rows`: published runs, predicted beside measured."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
+from torchtitan.planner import megatron
 from torchtitan.planner.calibrate import fit, fit_bytes
 from torchtitan.planner.cost import Rates
-from torchtitan.planner.rows import Row, name_of, read_rows, read_tables, stated
+from torchtitan.planner.rows import Row, name_of, read_rows, read_tables
 from torchtitan.refusal import Refusal
 
 _MOST_RATES = 9
@@ -26,10 +28,14 @@ def run(args: argparse.Namespace) -> None:
     for device in dict.fromkeys(row.device for row in rows):
         here = [row for row in rows if row.device == device]
         _show(here, [row for row in here if row.name in named], args)
-    if formulas := stated(tables, rows):
+    if formulas := _stated(tables, rows):
         print("what [[memory]] states, GiB")
         for name, size, said in formulas:
             print(f"{name:>70}  {size / _GIB:9.3f} {said / _GIB:9.3f}  {said / size - 1:+6.1%}")
+
+
+def _names(said: str) -> list[str]:
+    return [part.strip() for part in said.split(",") if part.strip()]
 
 
 def _show(rows: Sequence[Row], fitted_on: Sequence[Row], args: argparse.Namespace) -> None:
@@ -99,3 +105,24 @@ def _size(errors: Iterable[float]) -> float:
 
 def _mean(errors: Sequence[float]) -> float:
     return sum(errors) / len(errors)
+
+
+def _stated(tables: Mapping[str, Any], rows: Iterable[Row]) -> list[tuple[str, float, float]]:
+    """What a file's [[memory]] states of its models, in bytes, and what the rows' own lists say of it."""
+    found = []
+    for table in tables.get("memory", []):
+        for row in rows:
+            if row.name.split()[0] != table.get("name"):
+                continue
+            work, layout = row.work, row.layout
+            of_blocks = 18 * work.num_layers * work.layer.parameters / layout.pp
+            waiting = float(megatron.waiting_layers(work, layout, 0))
+            kinds = {"parameters_and_optimizer_gib": of_blocks}
+            if layout.sequence_split:
+                kinds["activations_selective_and_sequence_parallel_gib"] = waiting * work.layer.kept["attention"]
+            else:
+                kinds["activations_no_recompute_gib"] = waiting * work.layer.kept["none"]
+            found += [
+                (f"{row.name}, {kind[:-4]}", table[kind] * 2**30, said) for kind, said in kinds.items() if kind in table
+            ]
+    return found
