@@ -34,8 +34,6 @@ def read_work(keys: Keys, share: Share, by_megatron: bool) -> Work:
         raise keys.refusal(f"has {found} = {keys.find(found)}", "a mixture of experts is not predicted: leave it out")
     family, flavor = keys.find("model"), str(keys.find("flavor", ""))
     if not isinstance(family, str):
-        if not by_megatron:
-            raise keys.refusal("lacks model", "name a family, such as llama3")
         return work(*_shape(keys, share, None), share)
     try:
         spec = find_spec(family)

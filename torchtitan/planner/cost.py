@@ -65,6 +65,7 @@ class Layout:
     sequence_split: bool = True  # tensor parallelism splits the sequence between layers
     overlaps: bool = True  # the exchange of weights and gradients runs beside products
     splits_optimizer: bool = False  # over dp, where the weights are whole
+    sends_beside: bool = False  # messages between stages run beside products
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,9 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
             "output layer and loss": beyond * layout.microbatches * runs,
             "pipeline filling and draining": np.where(piped, (layout.pp - 1) / layout.stages_per_rank * each, 0.0)
             * runs,
-            "messages between stages": np.where(piped, 4 * layout.stages_per_rank * hop * layout.microbatches, 0.0)
+            "messages between stages": np.where(
+                piped, 4 * layout.stages_per_rank * hop * layout.microbatches * (not layout.sends_beside), 0.0
+            )
             * runs,
             "weights and gradients, not hidden": np.where(piped, per_rank * (gather + scatter), 0.0) * runs + after,
             "optimizer": machine.moving(held * rates.optimizer),

@@ -12,7 +12,7 @@ from typing import Any
 import tomli
 
 from torchtitan.config.keys import Keys
-from torchtitan.models.operations import Share, Work
+from torchtitan.models.operations import Attention, Share, Work
 from torchtitan.models.published import NAMES, read_work
 from torchtitan.planner import megatron
 from torchtitan.planner.calibrate import fit as fit
@@ -115,6 +115,9 @@ def _row(path: Path, tables: Mapping[str, Any], name: str, row: Mapping[str, Any
     device = _device(path, tables, row, assumed)
     layout, share = _layout(keys, by_megatron)
     work = read_work(keys, share, by_megatron)
+    # Since it has fused attention, Megatron's interleaved stages send while they compute.
+    is_recent = any(isinstance(operation, Attention) for operation in work.layer.operations)
+    beside = keys.flag("overlaps_messages", by_megatron and is_recent and layout.stages_per_rank > 1)
     sequences = share.sequences * layout.microbatches * layout.passes * layout.dp * layout.replicas
     if (seconds := keys.find("step_seconds")) is None:
         seconds = sequences * share.seq_len / keys.number("gpus") / keys.number("tokens_per_second")
@@ -124,7 +127,7 @@ def _row(path: Path, tables: Mapping[str, Any], name: str, row: Mapping[str, Any
         f"{alike}" if is_torchtitan else name.split()[0],
         device,
         work,
-        layout,
+        replace(layout, sends_beside=beside),
         seconds,
         None if keys.find("memory") is None else keys.number("memory") * 2**30,
         # Float32 copies of the logits in Megatron's loss; in torch's; and in torch's over tensor parallelism.
@@ -140,6 +143,7 @@ def _layout(keys: Keys, by_megatron: bool) -> tuple[Layout, Share]:
     if (product := dp * tp * pp * cp * replicas) != gpus:
         raise keys.refusal(f"has gpus = {gpus}, but its degrees multiply to {product:g}", "correct one of them")
     schedule = keys.word("schedule", _SCHEDULES, "")
+    stages = keys.number("stages_per_rank", 2 if "interleaved" in schedule else 1)
     ranks = dp * replicas
     if keys.find("microbatch") is not None:
         micro, passes = keys.number("microbatch"), 1
@@ -161,7 +165,7 @@ def _layout(keys: Keys, by_megatron: bool) -> tuple[Layout, Share]:
         cp=cp,
         microbatches=microbatches,
         passes=passes,
-        stages_per_rank=keys.number("stages_per_rank", 2 if "interleaved" in schedule else 1),
+        stages_per_rank=stages,
         recompute=mode or ("attention" if by_megatron else "selective op"),
         compiled=keys.flag("compile", by_megatron),
         float8=str(keys.find("float8", "none")).lower() not in ("none", "false"),
