@@ -151,13 +151,10 @@ class Machine:
     def again(self, operations: Iterable[Operation], layout: Layout) -> Number:
         if layout.recompute == "none":
             return 0.0
-        if layout.recompute == "every second layer":
-            return 0.5 * sum(self.forward(operation, layout) for operation in operations)
-        return sum(
-            self.forward(operation, layout) * (1.0 if layout.recompute == "full" else part)
-            for operation in operations
-            if (part := operation.again.get(layout.recompute, 0.0)) or layout.recompute == "full"
-        )
+        mode = layout.recompute
+        whole = {"full": 1.0, "every second layer": 1.0}.get(mode, 0.0)
+        once = sum(self.forward(operation, layout) * operation.again.get(mode, whole) for operation in operations)
+        return once * (0.5 if mode == "every second layer" else 1.0)
 
 
 def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
