@@ -5,8 +5,7 @@ from typing import Any
 from torchtitan.models.operations import Attention, Block, Exchange, Pass, Product, Share, Work
 
 _HALF, _BY_OPERATION = {"selective op": 0.5}, {"selective op": 1.0}  # every second product is kept, and attention
-# torch stops a recompute when backward has all that it needs: before the last product, whose output nothing keeps.
-_LAST = {"full": 0.0, "every second layer": 0.0, "selective op": 0.0}
+_LAST = {"stopped": 0.0}  # a recompute that stops early ends before the last product, whose output nothing keeps
 
 
 def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
@@ -35,7 +34,7 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
             Exchange("scatter", stream),
             Product(tokens, hidden, args.dim, count=2, again=_HALF),
             Pass(6 * tokens * hidden, 10 * tokens * hidden, again=_BY_OPERATION),  # SwiGLU
-            Product(tokens, args.dim, hidden, again=_LAST),
+            Product(tokens, args.dim, hidden, again=_HALF | _LAST),
             Exchange("scatter", stream, again=_LAST),
         ),
         2 * args.dim * (heads + kv_heads) / tp

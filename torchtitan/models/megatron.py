@@ -31,7 +31,6 @@ class Kernels:
     splits_sequence: bool = False  # tensor parallelism splits the sequence between layers
     gathers_again: bool = False  # backward gathers what forward gathered and did not keep
     dropout: bool = True
-    stops_early: bool = False  # a recompute ends before the last product, whose output nothing keeps
 
 
 def work(shape: Shape, kernels: Kernels, share: Share) -> Work:
@@ -57,7 +56,7 @@ def work(shape: Shape, kernels: Kernels, share: Share) -> Work:
             Product(tokens, hidden, heads),
             Product(tokens, up * inner, hidden),
             acts,
-            Product(tokens, hidden, inner, again={"full": 0.0} if kernels.stops_early else {}),
+            Product(tokens, hidden, inner, again={"stopped": 0.0}),
             Pass(2 * 7 * own, 2 * 5 * own) if kernels.dropout else Pass(2 * 6 * own, 2 * 2 * own),  # and the residual
             *kinds,
         ),

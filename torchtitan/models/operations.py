@@ -26,7 +26,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Operation:
-    """`again`: which part of it backward computes once more, by the mode of recompute; all of it under "full"."""
+    """`again`: which part of it backward computes once more, by the mode of recompute; all of it under "full".
+
+    "stopped": the part of that where a recompute stops once backward has all that it needs.
+    """
 
     again: Mapping[str, float] = field(default_factory=dict, kw_only=True)
 

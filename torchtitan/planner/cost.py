@@ -65,6 +65,7 @@ class Layout:
     sequence_split: bool = True  # tensor parallelism splits the sequence between layers
     overlaps: bool = True  # the exchange of weights and gradients runs beside products
     splits_optimizer: bool = False  # over dp, where the weights are whole
+    stops_early: bool = False  # a recompute stops once backward has all that it needs
     sends_beside: bool = False  # messages between stages run beside products
 
 
@@ -153,7 +154,12 @@ class Machine:
             return 0.0
         mode = layout.recompute
         whole = {"full": 1.0, "every second layer": 1.0}.get(mode, 0.0)
-        once = sum(self.forward(operation, layout) * operation.again.get(mode, whole) for operation in operations)
+        once = sum(
+            self.forward(operation, layout)
+            * operation.again.get(mode, whole)
+            * (operation.again.get("stopped", 1.0) if layout.stops_early else 1.0)
+            for operation in operations
+        )
         return once * (0.5 if mode == "every second layer" else 1.0)
 
 

@@ -170,6 +170,7 @@ def _layout(keys: Keys, by_megatron: bool) -> tuple[Layout, Share]:
         compiled=keys.flag("compile", by_megatron),
         float8=str(keys.find("float8", "none")).lower() not in ("none", "false"),
         async_tp=keys.flag("async_tp", False),
+        stops_early=keys.flag("early_stop", not by_megatron),  # torch's default; Megatron recomputes all
         shards=keys.flag("fully_sharded", not by_megatron),
         sequence_split=keys.flag("sequence_parallel", tp > 1),
         overlaps=keys.flag("overlaps_gradients", not by_megatron),
