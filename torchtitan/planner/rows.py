@@ -34,10 +34,12 @@ _NAMES = NAMES | {
     "local_batch": "local_batch local_batch_size",
     "global_batch": "global_batch global_batch_size",
     "flops": "peak_bf16_tflops matrix_tflops peak_tflops bf16_tflops peak_fp16_tflops",
+    "float8": "float8 fp8 precision",
     "memory": "memory_gib peak_memory_gib reserved_gib allocated_gib",
 }
 _RECOMPUTES = {"none": "none", "false": "none", "full": "full", "true": "full", "block": "full", "selective": ""}
 _RECOMPUTES |= {each: each for each in ("selective op", "every second layer", "attention")}
+_NOT_FLOAT8 = ("none", "false", "bf16", "bfloat16", "fp16", "float16")
 _SCHEDULES = ("", "none", "1f1b", "interleaved1f1b", "gpipe")
 _FIX = ", or name the row in --leave_out; docs/planner.md has the formats"
 
@@ -71,7 +73,10 @@ class Row:
     def held(self, logits: float = 1.0) -> Held:
         work, layout, ends = self.work, self.layout, self.work.ends
         more = (self.logit_bytes * logits / 2 - 1) * ends.kept["output"]  # the model's own list has two bytes of each
-        work = replace(work, ends=replace(ends, kept={**ends.kept, "none": ends.kept["none"] + more}))
+        kept = work.layer.kept
+        half = (kept["none"] + kept["full"]) / 2 if layout.recompute == "every second layer" else kept["none"]
+        layer = replace(work.layer, kept={layout.recompute: half, **kept})
+        work = replace(work, layer=layer, ends=replace(ends, kept={**ends.kept, "none": ends.kept["none"] + more}))
         if not layout.shards:
             return megatron.held(work, layout)
         if layout.pp == 1:
@@ -119,7 +124,9 @@ def _row(path: Path, tables: Mapping[str, Any], name: str, row: Mapping[str, Any
     is_recent = any(isinstance(operation, Attention) for operation in work.layer.operations)
     beside = keys.flag("overlaps_messages", by_megatron and is_recent and layout.stages_per_rank > 1)
     sequences = share.sequences * layout.microbatches * layout.passes * layout.dp * layout.replicas
-    if (seconds := keys.find("step_seconds")) is None:
+    if keys.find("step_seconds") is not None:
+        seconds = keys.number("step_seconds")
+    else:
         seconds = sequences * share.seq_len / keys.number("gpus") / keys.number("tokens_per_second")
     alike = (*(row.get(key) for key in ("model", "flavor", "gpus", "source")), share.seq_len)
     return Row(
@@ -140,7 +147,7 @@ def _layout(keys: Keys, by_megatron: bool) -> tuple[Layout, Share]:
     tp, pp, cp, replicas = (keys.number(key, 1) for key in ("tp", "pp", "cp", "replicas"))
     gpus = keys.number("gpus")
     dp = keys.number("dp", gpus / (tp * pp * cp * replicas))
-    if (product := dp * tp * pp * cp * replicas) != gpus:
+    if (product := dp * tp * pp * cp * replicas) != gpus or dp % 1:
         raise keys.refusal(f"has gpus = {gpus}, but its degrees multiply to {product:g}", "correct one of them")
     schedule = keys.word("schedule", _SCHEDULES, "")
     stages = keys.number("stages_per_rank", 2 if "interleaved" in schedule else 1)
@@ -168,7 +175,7 @@ def _layout(keys: Keys, by_megatron: bool) -> tuple[Layout, Share]:
         stages_per_rank=stages,
         recompute=mode or ("attention" if by_megatron else "selective op"),
         compiled=keys.flag("compile", by_megatron),
-        float8=str(keys.find("float8", "none")).lower() not in ("none", "false"),
+        float8=str(keys.find("float8", "none")).lower() not in _NOT_FLOAT8,
         async_tp=keys.flag("async_tp", False),
         stops_early=keys.flag("early_stop", not by_megatron),  # torch's default; Megatron recomputes all
         shards=keys.flag("fully_sharded", not by_megatron),
