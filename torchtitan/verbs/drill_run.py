@@ -111,7 +111,7 @@ class Run:
 
     def told(self, name: str) -> list[dict[str, Any]]:
         file = self.folder / name
-        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""  # the last line may still be being written
+        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""  # the run may be writing one
         return [json.loads(line) for line in whole.splitlines()]
 
     def files(self) -> set[str]:
