@@ -15,6 +15,8 @@
 #              It resumes from the newest checkpoint, or starts at step 0 without --checkpoint.enable.
 # RDZV_TIMEOUT seconds a node waits for the others  default: 900
 # PREFLIGHT    1: first check that all nodes reach each other and are alike
+# PROBE        1: measure devices and links on all nodes, write a cluster file for the planner, and train nothing
+#              Options are then those of `python -m torchtitan probe`, such as --out clusters/here.toml.
 # PREFLIGHT_SECRET  a word that only this run's nodes know (default: the run id)
 # LOG_RANK     local ranks whose output each node shows, such as 0,1  default: 0
 # DRY_RUN      1: check the configuration, print the command and start nothing
@@ -37,6 +39,7 @@ cd "$here"
 if [[ "${DOWNLOAD:-0}" != 0 && "${DRY_RUN:-0}" == 0 ]]; then
   "$py" -m torchtitan.verbs.fetch "$DOWNLOAD" "${CONFIG_FILE:-train_configs/debug_model.toml}" "$@"
 fi
+if [[ "${PROBE:-0}" != 0 ]]; then exec "$py" -m torchtitan probe "$@"; fi
 room=verbs
 if [[ "${PREFLIGHT:-0}" != 0 ]]; then room=preflight; fi
 exec "$py" -m "torchtitan.$room.start" "$@"

@@ -126,6 +126,10 @@ def main(argv: list[str]) -> None:
         "Run this on each node, with the variables of ./run_llama_train.sh. Everything after -- goes to train.py."
     )
 
+    from torchtitan.verbs import probe
+
+    probe.add_arguments(verbs.add_parser("probe", help="measure devices and links, and write a cluster file"))
+
     from torchtitan.data import prepare
 
     prepare.add_arguments(verbs.add_parser("prepare", help="tokenise text once, to train from at memory speed"))
@@ -162,7 +166,7 @@ def main(argv: list[str]) -> None:
 
 
 def _run(args: argparse.Namespace, options: list[str]) -> None:
-    if args.verb in ("check", "dry_run", "plan", "seed_checkpoint"):
+    if args.verb in ("check", "dry_run", "plan", "probe", "seed_checkpoint"):
         importlib.import_module(f"torchtitan.verbs.{args.verb}").run(args, options)
     elif args.verb == "schema":
         from torchtitan.config import export

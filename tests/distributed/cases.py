@@ -285,3 +285,14 @@ def train_blind_between_ends(
     finally:
         for (module, name), value in zip(hidden, before, strict=True):
             setattr(module, name, value)
+
+
+def probe(rank: int, world_size: int, per_node: int) -> list[dict[str, Any]]:
+    """A probe of tiny sizes, as if so many of the ranks shared a node."""
+    from torchtitan.verbs.probe_rank import Sizes, measure
+
+    device = torch.device("cpu")
+    collectives.start_process_group(device, rank, world_size, 60)
+    shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 128}
+    sizes = Sizes((16, 64), 2**16, (2, 32, 16), (2**10, 2**16), shape, 1, (16, 32), 0.001, 0.0)
+    return measure(Place(rank, rank % per_node, world_size), per_node, device, sizes, "float32")

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan.config.load import ConfigError, load_config
@@ -62,9 +62,7 @@ def plan_start(
         return Start("", {}, train)
     if second := next((option for option in options if re.match("--job.config[_-]file", option)), None):
         raise Refusal(f"{second} is given, but this script reads the file from CONFIG_FILE; use CONFIG_FILE=FILE.toml")
-    shown_ranks = env.get("LOG_RANK") or "0"
-    if not re.fullmatch("[0-9]+(,[0-9]+)*", shown_ranks):
-        raise Refusal(f"LOG_RANK = {shown_ranks} is not a list of ranks; use numbers separated by commas, such as 0,1")
+    shown_ranks = _shown_ranks(env)
     fake = "fake_backend" in options or "--comm.mode=fake_backend" in options  # one process plays all ranks
     node = read_node(env, None if fake or only_prints(env) else gpus, alone=fake)
 
@@ -81,7 +79,7 @@ def plan_start(
         train += complete(checked, blueprint, node.world_size)
 
     settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
-    understood = _understood(node, config, gpus)
+    understood = _understood(node, f"training {config}", gpus)
     if fake or is_alone:
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # some platforms number their containers with these names
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
@@ -89,6 +87,23 @@ def plan_start(
     meeting, own_address = _settings_to_meet(env, node)
     arguments = [*node.torchrun(shown_ranks, own_address, on_terminal), *train]
     return Start(understood, settings | meeting, arguments, node, checked)
+
+
+def plan_program(env: Mapping[str, str], what: str, program: list[str], gpus: int) -> Start:
+    """Plan the ranks of a program other than train.py, on the nodes of a training run."""
+    node = replace(read_node(env, gpus), restarts=0)
+    settings = _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
+    if node.world_size > 1:
+        meeting, own_address = _settings_to_meet(env, node)
+        settings, program = settings | meeting, [*node.torchrun(_shown_ranks(env), own_address), *program]
+    return Start(_understood(node, what, gpus), settings, program, node)
+
+
+def _shown_ranks(env: Mapping[str, str]) -> str:
+    ranks = env.get("LOG_RANK") or "0"
+    if not re.fullmatch("[0-9]+(,[0-9]+)*", ranks):
+        raise Refusal(f"LOG_RANK = {ranks} is not a list of ranks; use numbers separated by commas, such as 0,1")
+    return ranks
 
 
 def _settings_to_meet(env: Mapping[str, str], node: Node) -> tuple[dict[str, str], str | None]:
@@ -126,13 +141,13 @@ def _gpu_allocator(env: Mapping[str, str]) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def _understood(node: Node, config: str, gpus: int) -> str:
+def _understood(node: Node, what: str, gpus: int) -> str:
     nodes = ""
     if node.num_nodes > 1:
         rank = "" if node.rank is None else f"NODE_RANK={node.rank}, "
         nodes = f"NNODES={node.num_nodes}, {rank}" + (f"head {node.head}, " if node.head else "")
     read = f"; read {', '.join(node.read)}" if node.read else ""
-    return f"training {config}, {nodes}NGPU={node.num_processes} (NVIDIA GPUs here: {gpus}){read}"
+    return f"{what}, {nodes}NGPU={node.num_processes} (NVIDIA GPUs here: {gpus}){read}"
 
 
 def only_prints(env: Mapping[str, str]) -> bool:
@@ -165,9 +180,14 @@ def main(
     complete: Complete = lambda *_: [],
 ) -> None:
     """Print the command and become it, if `check` (a preflight, given the start and the number of GPUs) passes."""
+    become(lambda gpus: plan_start(os.environ, options, gpus, complete, sys.stderr.isatty()), check)
+
+
+def become(plan: Callable[[int], Start], check: Callable[[Start, int], bool] = lambda start, gpus: True) -> None:
+    """Print the command that is planned for so many GPUs, and become it."""
     try:
         gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        start = plan_start(os.environ, options, gpus, complete, sys.stderr.isatty())
+        start = plan(gpus)
         python = os.path.relpath(sys.executable)
         python = sys.executable if python.startswith("..") else python
         if start.understood:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # How far a rate may lie from its default: the width of a bell in its logarithm. A fit weighs this against the rows.
 _WIDTH = {"product": 0.5, "size": 0.7, "float8": 0.3, "attention": 0.6, "memory": 0.2, "unfused": 0.3, "inside": 0.2}
-_WIDTH |= {"between": 0.2, "overlap": 0.5, "latency": 0.7, "hop": 0.7, "layer": 1.0, "optimizer": 0.3}
+_WIDTH |= {"between": 0.2, "overlap": 0.5, "latency": 0.7, "hop": 0.7, "layer": 1.0, "optimizer": 0.3, "fsdp": 0.3}
 _NOISE = 0.06  # what two publications of one layout differ by
 _BYTES_WIDTH, _BYTES_NOISE = {"logits": 0.7, "reserved": 0.05, "pieces": 0.5}, 0.02
 Residuals = Callable[[Mapping[str, float]], np.ndarray]  # of rates that moved by so much in their logarithms

@@ -37,7 +37,7 @@ def read_cluster(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
         raise Refusal(f"--cluster {path} cannot be read as TOML: {error}") from None
     values = {name: _table(path, tables, name, keys) for name, keys in _TABLES.items()}
-    if unknown := set(tables) - set(_TABLES) - {"name", "rests_on"}:
+    if unknown := set(tables) - set(_TABLES) - {"name", "rests_on", "probe", "case"}:
         raise Refusal(f"--cluster {path} has an unknown {sorted(unknown)[0]}; use {', '.join(_TABLES)}")
     device, nodes, links, rates = values["device"], values["nodes"], values["links"], values["rates"]
     sheet = Device(

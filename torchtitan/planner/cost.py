@@ -40,6 +40,7 @@ class Rates:
     hop: float = 20e-6  # of a message between nodes
     layer: float = 2e-4  # of a layer and microbatch, whatever it computes
     optimizer: float = 28.0  # bytes a parameter that an update moves: AdamW's in float32
+    fsdp: float = 1.0  # FSDP's seconds inside a node, of a plain collective's: a CPU's ranks exchange by memory
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,9 @@ class Machine:
     def exchange(self, parameters: Number, layout: Layout) -> tuple[Number, Number]:
         """Gather weights in 16 bits over the ranks that shard them; scatter gradients in 32, and sum over replicas."""
         group = layout.dp * layout.cp
-        gather = self.collective(2 * parameters, group, layout.tp)
-        scatter = self.collective(4 * parameters, group, layout.tp)
+        near = np.where(group * layout.tp <= self.device.per_node, self.rates.fsdp, 1.0)
+        gather = near * self.collective(2 * parameters, group, layout.tp)
+        scatter = near * self.collective(4 * parameters, group, layout.tp)
         return gather, scatter + 2 * self.collective(4 * parameters / group, layout.replicas, group * layout.tp)
 
     def again(self, operations: Iterable[Operation], layout: Layout) -> Number:
