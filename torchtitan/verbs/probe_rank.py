@@ -30,7 +30,7 @@ from torchtitan.observe.failure import leave
 from torchtitan.observe.log import start_logging
 from torchtitan.observe.watch import PeerError, Watch
 from torchtitan.parallel import collectives
-from torchtitan.planner.dry_run import blank_batch
+from torchtitan.planner.estimate import blank_batch
 from torchtitan.preflight.leader import plan_rounds
 from torchtitan.refusal import Refusal
 from torchtitan.training.optimizer import build_optimizer
