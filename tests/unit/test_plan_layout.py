@@ -1,10 +1,11 @@
 """`plan CONFIG --cluster FILE`: the search against brute force, and its TOML against check."""
 
-import dataclasses
 import itertools
 import json
 import shutil
 import xml.etree.ElementTree
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torchtitan.__main__ import main
 from torchtitan.models.families import load_run
 from torchtitan.planner.cluster import read_cluster
 from torchtitan.planner.schedules import compare
-from torchtitan.planner.search import FILLED, Job, evaluate, search
+from torchtitan.planner.search import FILLED, RECOMPUTES, Choice, Job, evaluate, search
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "clusters"
@@ -30,25 +31,50 @@ def test_ready_files_are_read(path: Path) -> None:
     assert read_cluster(path).num_devices >= 1
 
 
+def every_layout(world: int, batch: int, per_node: int, layers: int) -> Iterator[Choice]:
+    """All that the trainer can run, from the rules alone: every number is tried, and a layout kept if all divide."""
+    numbers = range(1, max(world, batch) + 1)
+    for tp, cp, pp in itertools.product([n for n in numbers if world % n == 0], repeat=3):
+        if tp > min(8, per_node) or pp > layers or world % (tp * cp * pp):
+            continue
+        for replicas, microbatch, passes in itertools.product(numbers, numbers, numbers):
+            ranks = world // (tp * cp * pp)
+            if ranks % replicas or batch % (ranks * microbatch * passes):
+                continue
+            count = batch // (ranks * microbatch * passes)
+            if (pp == 1 and passes > 1) or count < pp:
+                continue
+            rounds = max(1, count // pp)
+            many = [n for n in range(2, 9) if pp > 1 and n * pp <= layers and count % rounds == 0]
+            for stages, regathers, recompute in itertools.product([1, *many], (0, 1), RECOMPUTES):
+                if pp == 1 or regathers == 0:
+                    yield Choice(
+                        *(pp, stages, tp, cp, replicas, ranks // replicas, microbatch, count, passes, regathers),
+                        recompute,
+                    )
+
+
 @pytest.mark.parametrize(
     "given",
-    [("h100_1x8", "llama3_8b.toml", 16), ("a100_16x8", "llama3_8b.toml", 128), ("b200_16x8", "llama3_70b.toml", 64)],
+    [("h100_1x8", "llama3_8b.toml", 16), ("b200_16x8", "llama3_70b.toml", 8), ("a100_16x8", "llama3_8b.toml", 4)],
 )
-def test_the_search_finds_what_one_layout_at_a_time_finds(given: tuple[str, str, int]) -> None:
-    cluster, wanted = read_cluster(CLUSTERS / f"{given[0]}.toml"), job(given[1], given[2])
-    answer = search(wanted, cluster, 3)
-    alone = []
-    for table in answer.tables:
-        for index in range(0, len(table.columns["pp"]), 1 if len(table.columns["pp"]) < 2000 else 97):
-            columns = {name: column[index : index + 1] for name, column in table.columns.items()}
-            one = evaluate(wanted, cluster, columns, table.recompute)
-            assert float(one.total[0]) == pytest.approx(float(table.total[index]), rel=1e-12)
-            if one.peak[0] <= FILLED * cluster.memory_bytes:
-                alone.append(float(one.total[0]))
+def test_the_search_finds_what_brute_force_finds(given: tuple[str, str, int]) -> None:
+    """Each layout alone, as plain numbers."""
+    cluster = replace(read_cluster(CLUSTERS / f"{given[0]}.toml"), num_devices=8 if given[2] > 4 else 16)
+    wanted = job(given[1], given[2])
+    answer, counts, alone = search(wanted, cluster, 3), {}, []
+    for choice in every_layout(cluster.num_devices, given[2], 8, len(wanted.blueprint.layers)):
+        columns = {name: np.array([value]) for name, value in asdict(choice).items() if name != "recompute"}
+        one = evaluate(wanted, cluster, columns, choice.recompute, counts)
+        alone.append((float(one.total[0]), float(one.peak[0]), choice))
+    assert len(alone) == answer.num_layouts
+    fitting = [entry for entry in alone if entry[1] <= FILLED * cluster.memory_bytes]
+    assert len(fitting) == answer.num_fitting
     table, index = answer.tables[answer.best[0][0]], answer.best[0][1]
-    assert float(table.total[index]) <= min(alone)
-    everything = np.concatenate([t.total[t.peak <= FILLED * cluster.memory_bytes] for t in answer.tables])
-    assert float(table.total[index]) == everything.min()
+    best = min(fitting, key=lambda entry: entry[:2])
+    assert float(table.total[index]) == pytest.approx(best[0], rel=1e-12)
+    same = [choice for total, _, choice in fitting if total == pytest.approx(best[0], rel=1e-12)]
+    assert table.choice(index) in same
 
 
 def test_every_layout_is_one_that_divides_the_ranks_and_the_batch() -> None:
@@ -70,7 +96,7 @@ def test_what_is_fixed_stays_fixed() -> None:
     choices = [table.choice(i) for table in answer.tables for i in range(len(table.columns["pp"]))]
     assert choices
     for choice in choices:
-        found = dataclasses.asdict(choice) | {"schedule": choice.schedule or "1F1B"}
+        found = asdict(choice) | {"schedule": choice.schedule or "1F1B"}
         assert all(found[name] == value for name, value in fixed.items())
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from torchtitan.planner.actions import SCHEDULES, list_actions
 from torchtitan.planner.timeline import Action, Orders, Stuck, simulate
+from torchtitan.planner.waiting import COUNTED, moments, one_f_one_b
 
 STAGES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 3, "Interleaved1F1B": 3, "InterleavedZeroBubble": 2}
 
@@ -63,18 +64,19 @@ def test_equal_stages_take_what_the_closed_form_says(ranks: int, per_rank: int, 
 
 
 def test_what_waits_is_what_the_search_counts() -> None:
-    import numpy as np
-
-    from torchtitan.planner.search import _waiting
-
-    for ranks, per_rank, microbatches in itertools.product((2, 4), (1, 2, 3), (4, 8, 16)):
+    for ranks, per_rank, microbatches in itertools.product((2, 4), (1, 2, 3), (4, 6, 8, 16)):
+        if microbatches % max(1, microbatches // ranks):
+            continue
         orders = list_actions("1F1B" if per_rank == 1 else "Interleaved1F1B", ranks, per_rank, microbatches)
-        found = simulate(orders, {(s, k): 1.0 for s in range(ranks * per_rank) for k in "FB"}, 0.0)
-        for rank in (0, ranks - 1):
-            columns = {"pp": ranks, "stages_per_rank": per_rank, "microbatches": microbatches}
-            arrays = {name: np.array([value]) for name, value in columns.items()}
-            counted = _waiting(arrays, np.ones((1, per_rank), dtype=int), rank)[0]
-            assert counted == found.waiting(rank, dict.fromkeys(range(ranks * per_rank), 1.0))
+        layers = {stage: 1 + stage % 3 for stage in range(ranks * per_rank)}
+        found = simulate(orders, {(s, k): 1.0 for s in layers for k in "FB"}, 0.0)
+        for rank in range(ranks):
+            listed = [(action.kind, action.stage // ranks) for action in orders[rank]]
+            assert one_f_one_b(ranks, per_rank, microbatches, rank) == listed
+            own = tuple(layers[stage] for stage in range(rank, ranks * per_rank, ranks))
+            names, counts = moments(ranks, per_rank, microbatches, rank, own)
+            counted = counts[[name == "a layer's backward" for name in names], COUNTED.index("waits")].max()
+            assert counted == found.waiting(rank, layers)
 
 
 def test_lists_that_wait_for_each_other_are_found() -> None:

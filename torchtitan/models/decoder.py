@@ -29,7 +29,8 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
             *norms,
             Pass(2 * inner, 2 * inner, again=_BY_OPERATION),  # rotation
             Attention(2 * tokens * share.seq_len * heads / tp),
-            Exchange("gather", 2 * tokens * share.cp * 2 * kv_heads / tp, axis="cp"),  # keys and values of all ranks
+            # keys and values of all ranks
+            Exchange("gather", 2 * tokens * share.cp * 2 * kv_heads / tp, axis="cp", again=_BY_OPERATION),
             Product(tokens, args.dim, heads / tp, again=_HALF),
             Exchange("scatter", stream),
             Product(tokens, hidden, args.dim, count=2, again=_HALF),
@@ -42,7 +43,8 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
         + 2 * args.dim
         + (2 * args.head_size if head_norms else 0),
         _kept(args, share, head_norms),
-        4 * tokens * hidden + stream + (stream + stream / tp) * (tp > 1),  # gradients of hidden units, and of streams
+        2 * args.dim + (2 * args.head_size if head_norms else 0),
+        _working(args, share, head_norms),
     )
     ends = Block(
         (
@@ -50,10 +52,14 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
             Exchange("gather", stream),
             Product(tokens, vocabulary, args.dim, in_float8=False),
             Pass(10 * tokens * vocabulary, 8 * tokens * vocabulary, fuses=False),  # the loss is in float32
+            Exchange("all-reduce", 12 * tokens, backward_count=0),  # largest logits; sums, and the labels' logits
         ),
         args.dim * vocabulary + args.dim,
         {"none": 2 * tokens * vocabulary + 2 * stream + stream / tp, "output": 2 * tokens * vocabulary},
+        args.dim,
     )
+    # A table is split by columns. torch on a CPU, and so the dry run, gathers all columns and cuts its part out.
+    columns = Exchange("gather", stream, backward_count=0), Exchange("scatter", stream, count=0, backward_count=1)
     tables = (1 if args.tied_embeddings else 2) * args.dim * vocabulary
     return Work(
         layer,
@@ -62,6 +68,9 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
         stream / tp,
         args.n_layers * layer.parameters + tables + args.dim,
         args.dim * vocabulary,
+        (Exchange("scatter", stream),) if args.tied_embeddings else columns,
+        # The part of a single sequence is a view, so all columns wait.
+        (stream - stream / tp) * (share.sequences == 1) * (not args.tied_embeddings),
     )
 
 
@@ -80,3 +89,14 @@ def _kept(args: Any, share: Share, head_norms: bool) -> dict[str, Any]:
     half = stream / tp + 2 * tokens * (2 * heads + kv_heads + hidden) + stream + row
     scattered = 2 * stream / tp * (tp > 1)
     return {"none": many, "selective op": half + scattered, "full": stream / tp}
+
+
+def _working(args: Any, share: Share, head_norms: bool) -> dict[str, list[tuple[Any, Any]]]:
+    """Before the first gradient of a weight, with that of w2, and with all of a layer's."""
+    tokens, tp = share.tokens, share.tp
+    stream, hidden = 2 * tokens * args.dim, 4 * tokens * args.hidden_dim / tp
+    part, of_w2 = stream / tp, args.dim * args.hidden_dim / tp
+    heads = 2 * args.dim * (args.n_heads + args.n_kv_heads) * args.head_size / tp
+    with_w2 = (hidden + part, of_w2), (hidden / 2 + stream + part, of_w2)
+    third = 3 * stream + 3 * part - _kept(args, share, head_norms)["none"], heads + 3 * of_w2 + 2 * args.dim
+    return {"none": [(2 * stream + part, 0), *with_w2, third], "again": [(3 * stream + 4 * part, 0), *with_w2, third]}

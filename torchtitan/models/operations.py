@@ -3,7 +3,7 @@
 A number may be an array over many layouts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -77,7 +77,10 @@ class Block:
     operations: tuple[Operation, ...]
     parameters: Number  # of one tensor-parallel rank
     kept: Mapping[str, Number] = field(default_factory=dict)  # bytes that wait for backward, by the mode of recompute
-    working: Number = 0  # bytes that backward holds for a moment
+    replicated: Number = 0  # parameters that all tensor-parallel ranks hold, each with its own part of the gradient
+    # Moments of backward, without and with recompute ("none", "again"): bytes beyond those that wait under "none" (or
+    # fewer), and parameters that have a gradient by then.
+    working: Mapping[str, Sequence[tuple[Number, Number]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,3 +93,5 @@ class Work:
     sent: Number  # bytes of what one stage sends the next
     num_parameters: Number  # of one tensor-parallel rank, with both ends
     lookup: Number = 0  # parameters of the table before the first layer, likewise
+    start: tuple[Exchange, ...] = ()  # what follows that table
+    entering: Number = 0  # bytes of a microbatch that wait for backward before the first layer, beside its input

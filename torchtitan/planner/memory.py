@@ -4,33 +4,24 @@ The peak is one of a few moments of a step. Each is a sum of what is held throug
 gradients and activations, so the dry run's kinds of bytes are the same. `tests/unit/test_plan_memory.py` compares both.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from torchtitan.models.operations import Number, Work
 from torchtitan.planner.cost import Layout
+from torchtitan.planner.waiting import COUNTED, UNITS, moments
+
+Sizes = tuple[np.ndarray, list[str]]  # of each thing in COUNTED: bytes by layout, and the kind
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes at each moment, by kind; the moment with most is the peak."""
+    """Bytes of each layout at its fullest moment, and of one layout by kind, with the moment's name."""
 
-    moments: dict[str, dict[str, Any]]
-
-    @property
-    def peak(self) -> Number:
-        return np.max([sum(kinds.values()) for kinds in self.moments.values()], axis=0)
-
-    def at(self, index: int) -> tuple[str, dict[str, float]]:
-        """The name of the fullest moment of one layout, and its bytes by kind."""
-        one = {
-            name: {kind: float(np.broadcast_to(size, np.shape(self.peak))[index]) for kind, size in kinds.items()}
-            for name, kinds in self.moments.items()
-        }
-        name = max(one, key=lambda name: sum(one[name].values()))
-        return name, one[name]
+    peak: np.ndarray
+    at: Callable[[int], tuple[str, dict[str, float]]]
 
 
 def whole(work: Work, layout: Layout) -> Held:
@@ -38,16 +29,20 @@ def whole(work: Work, layout: Layout) -> Held:
     shards, layer, out = layout.dp * layout.cp, work.layer.parameters, work.ends.parameters
     own, more_shards = 4 * work.num_parameters / shards, 4 * out / shards
     # Weights that stay gathered, or cast: of all units that backward has not reached.
-    every, stays = 2 * work.num_parameters, (shards == 1) | (layout.regathers == 0)
-    table = np.where(stays, 2 * work.lookup, 0)
-    kept, more, working = _activations(work, layout)
+    stays, table = (shards == 1) | (layout.regathers == 0), np.where(layout.regathers == 0, 2 * work.lookup, 0)
+    every = 2 * (work.num_parameters - work.lookup) + table  # backward of a lookup needs no weights
+    kept, working, of_layer = _backward(work, layout)
     waiting = work.num_layers * kept
     earlier = np.where(layout.microbatches > 1, own, 0)  # gradients of the local batches before
     reads = np.where(shards > 1, 4.0, 0.0)  # bytes a parameter that a scatter reads; one rank has nothing to scatter
-    scattered = np.maximum(earlier, more_shards) + np.where(layout.replicas > 1, more_shards, 0)
+    many, replicated = layout.microbatches > 1, layout.replicas > 1
+    scattered = np.where(many, own, more_shards)
+    adds, sums = np.where(many, more_shards, 0), np.where(many & replicated, more_shards, 0)
+    summed = np.where(many & replicated, own, 0)  # over the replicas; torch keeps it until backward ends
     of_layers = own + np.where(stays, every - 2 * out, 4 * layer)
-    almost = own - np.where(layout.microbatches > 1, 0, 4 * (layer + work.lookup) / shards)
-    return Held(
+    before = own - 4 * (layer + work.lookup) / shards  # of all units that the first layer's backward follows
+    almost = np.where(many, own, before) + np.where(many & replicated, before, 0)
+    return _fullest(
         {
             "the loss": _kinds(
                 own + np.where(stays, every, 2 * (out + layer)),
@@ -57,69 +52,110 @@ def whole(work: Work, layout: Layout) -> Held:
             ),
             "the exchange of the output layer": _kinds(
                 own + np.where(stays, every - 2 * out, 2 * layer),
-                scattered + (2 + reads) * out,
+                scattered + adds + (2 + reads) * out,
                 2 * own,
                 waiting + work.sent,
             ),
-            "the last layer's feed-forward": _kinds(
-                of_layers, scattered + reads * out + 0.5 * layer, 2 * own, waiting + more + working
-            ),
-            "the last layer's attention": _kinds(
-                of_layers, scattered + reads * out + 2 * layer, 2 * own, waiting + 0.5 * work.layer.kept["none"]
+            "the last layer's backward": _kinds(
+                of_layers, scattered + sums + reads * out + of_layer, 2 * own, waiting + working
             ),
             "the first layer's backward": _kinds(
-                own + table + 2 * layer, almost + (reads + 2) * layer, 2 * own, kept + more + working
+                own + table + 2 * layer, almost + (reads + 2) * layer, 2 * own, kept + working
             ),
-            "the table's backward": _kinds(own + table, own + (reads + 2) * work.lookup, 2 * own, 0.0),
-        }
+            "the table's backward": _kinds(own + table, own + summed + (reads + 2) * work.lookup, 2 * own, 0.0),
+        },
+        own,
+        shards,
     )
 
 
-def staged(work: Work, layout: Layout, layers: Number, waiting: Number, first: Any, last: Any) -> Held:
-    """A rank of a pipeline. `waiting`: layers, each counted once for every microbatch that waits for its backward."""
-    shards, layer, stages = layout.dp * layout.cp, work.layer.parameters, layout.stages_per_rank
-    every = layers * layer + first * work.lookup + last * work.ends.parameters
-    largest = np.maximum(layer, np.maximum(first * work.lookup, last * work.ends.parameters))
-    own = 4 * every / shards
-    kept, more, working = _activations(work, layout)
+def _fullest(moments: dict[str, dict[str, Number]], own: np.ndarray, shards: np.ndarray) -> Held:
+    def at(index: int) -> tuple[str, dict[str, float]]:
+        one = {
+            name: {kind: float(np.broadcast_to(size, own.shape)[index]) for kind, size in kinds.items()}
+            for name, kinds in moments.items()
+        }
+        name = max(one, key=lambda name: sum(one[name].values()))
+        cast = one[name]["parameters"] - float(own[index])
+        one[name]["parameters"] -= cast
+        one[name][_seen("parameters", shards[index])] += cast
+        return name, one[name]
+
+    return Held(np.max([sum(kinds.values()) for kinds in moments.values()], axis=0), at)
+
+
+def staged(
+    work: Work, layout: Layout, sized: Sizes, layers: Sequence[tuple[int, ...]], which: np.ndarray, first: bool
+) -> Held:
+    """The first or the last rank of a pipeline. `layers`: of each stage of the rank, by `which`.
+
+    Every moment is counts times sizes, so layouts with the same pipeline are one product of matrices.
+    """
+    shards, rank = layout.dp * layout.cp, 0 if first else layout.pp - 1
+    sizes, kinds = sized
+    sums = np.array([sum(own) for own in layers])[which]
+    every = sums * work.layer.parameters + (work.lookup if first else work.ends.parameters)
+    own, passed = 4 * every / shards, layout.passes > 1
     # torch's stages allocate a buffer for each message of a pass that they receive.
-    buffers = work.sent * layout.microbatches * (2 * stages - first - last)
-    outputs = first * work.sent * layout.microbatches * stages
-    weights, earlier = own + 2 * every, np.where(layout.passes > 1, own, 0)
-    gradients = earlier + 4 * every
-    # With fewer than two rounds of an interleaved schedule, most waits before any but the last stage has gradients.
-    is_short = (stages > 1) & (layout.microbatches < 2 * layout.pp)
-    is_all = waiting >= layers * layout.microbatches  # no backward before the last forward
-    begun = gradients - np.where(is_short, 4 * ((stages - 1) / stages * layers * layer + first * work.lookup), 0)
-    logits = last * (work.ends.kept["none"] + work.ends.kept["output"])  # torch holds the last output until the next
-    held = waiting * kept + buffers
-    ending = np.where(is_short, layout.microbatches * layers / stages, waiting) * kept + buffers
-    return Held(
-        {
-            "the first backward": _kinds(
-                weights, np.where(is_all, earlier, begun), 2 * own, held + more + working + outputs
-            ),
-            "a layer's backward": _kinds(
-                weights, begun, 2 * own, held - np.where(is_all, layers * kept, 0) + more + working + outputs
-            ),
-            "the loss": _kinds(weights, begun, 2 * own, held + logits),
-            "the output layer's backward": _kinds(
-                weights, begun, 2 * own, held + last * (work.ends.kept["none"] + 2 * work.ends.parameters)
-            ),
-            "the table's backward": _kinds(
-                weights, gradients, 2 * own, ending - layers / stages * kept + first * 2 * work.lookup
-            ),
-            "the exchange of gradients": _kinds(
-                own + 2 * layer, gradients + np.where(shards > 1, 4 * (1 + 1 / shards) * largest, 0), 2 * own, buffers
-            ),
-        }
+    always = _kinds(
+        own, np.where(passed, own, 0), 2 * own, work.sent * layout.microbatches * (2 * layout.stages_per_rank - 1)
     )
 
+    def counted(index: int) -> tuple[list[str], np.ndarray]:
+        pipeline = (layout.pp, layout.stages_per_rank, layout.microbatches, np.broadcast_to(rank, own.shape))
+        return moments(*(int(number[index]) for number in pipeline), layers[which[index]])
 
-def _activations(work: Work, layout: Layout) -> tuple[Number, Number, Number]:
-    """Bytes of a layer that wait for backward; what its recompute adds while it runs; what backward works with."""
-    kept = work.layer.kept[layout.recompute]
-    return kept, work.layer.kept["none"] - kept, work.layer.working
+    key = which * (layout.microbatches.max() + 1) + layout.microbatches
+    order, peak = np.argsort(key, kind="stable"), np.sum(list(always.values()), axis=0)
+    for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
+        peak[rows] += (counted(rows[0])[1] @ sizes[:, rows]).max(axis=0)
+
+    def at(index: int) -> tuple[str, dict[str, float]]:
+        names, counts = counted(index)
+        fullest = int((counts @ sizes[:, index]).argmax())
+        held = {kind: float(size[index]) for kind, size in always.items()}
+        for size, count, kind in zip(sizes[:, index], counts[fullest], kinds, strict=True):
+            held[_seen(kind, shards[index])] += float(size * count)
+        return names[fullest], held
+
+    return Held(peak, at)
+
+
+def sizes_of(work: Work, layout: Layout) -> Sizes:
+    """Bytes of each thing in COUNTED for each layout, and their kinds."""
+    shards, units = layout.dp * layout.cp, (work.layer.parameters, work.lookup, work.ends.parameters)
+    alone, once = shards == 1, layout.passes == 1
+    kept, waits, gradient = _backward(work, layout)
+    sizes = {f"gathered {name}": 2 * size for name, size in zip(UNITS, units, strict=True)}
+    sizes |= {f"gradient {name}": 4 * size for name, size in zip(UNITS, units, strict=True)}
+    sizes |= {f"scattered {name}": 4 * size / shards * once for name, size in zip(UNITS, units, strict=True)}
+    sizes |= {f"new {name}": 4 * size / shards * ~alone for name, size in zip(UNITS, units, strict=True)}
+    summed = ~once & (layout.replicas > 1)  # over the replicas; torch keeps it until the stage's exchange ends
+    sizes |= {f"summed {name}": 4 * size / shards * summed for name, size in zip(UNITS, units, strict=True)}
+    sizes |= {"of layer": gradient, "cast": 2 * work.layer.working["none"][1][1]}
+    sizes |= {"waits": kept, "backward": waits, "message": work.sent, "entering": work.entering}
+    sizes |= {"loss": work.ends.kept["none"], "logits": work.ends.kept["output"]}
+    sizes |= {"of output": 2 * work.ends.parameters, "of table": 2 * work.lookup}
+    kinds = ["parameters"] * 3 + ["gradients"] * 14 + ["activations"] * 8
+    found = np.empty((len(COUNTED), *shards.shape))
+    for row, name in zip(found, COUNTED, strict=True):
+        row[:] = sizes[name]
+    return found, kinds
+
+
+def _backward(work: Work, layout: Layout) -> tuple[Number, Number, Number]:
+    """Bytes of a layer that wait; what its backward adds at its fullest moment, and the gradients among that."""
+    kept, all_kept = work.layer.kept[layout.recompute], work.layer.kept["none"]
+    waits, gradient = np.asarray(-np.inf), np.asarray(0)
+    for size, parameters in work.layer.working["none" if layout.recompute == "none" else "again"]:
+        more = size + 2 * parameters > waits + gradient
+        waits, gradient = np.where(more, size, waits), np.where(more, 2 * parameters, gradient)
+    return kept, all_kept - kept + waits, gradient
+
+
+def _seen(kind: str, shards: Number) -> str:
+    """Weights of a rank that shares none are cast, not gathered; the dry run counts these among the activations."""
+    return "activations" if kind == "parameters" and shards == 1 else kind
 
 
 def _kinds(parameters: Number, gradients: Number, optimizer: Number, activations: Number) -> dict[str, Number]:

@@ -5,10 +5,11 @@ table of [hardware], models by family and flavor). A row of either may say more 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tomli
 
 from torchtitan.config.keys import Keys
@@ -17,7 +18,7 @@ from torchtitan.models.published import NAMES, read_work
 from torchtitan.planner import megatron
 from torchtitan.planner.calibrate import fit as fit
 from torchtitan.planner.cost import Device, Layout, Machine, Rates, Seconds, step
-from torchtitan.planner.memory import Held, staged, whole
+from torchtitan.planner.memory import sizes_of, staged, whole
 from torchtitan.refusal import Refusal
 
 _INSIDE = {"A100": 300, "A800": 200, "H100": 450, "H200": 450, "H800": 200, "H20": 450, "GH200": 450}  # NVLink, GB/s
@@ -68,9 +69,10 @@ class Row:
         """At the peak. Where weights are sharded, the pieces of freed gradients stay with the allocator."""
         layout = self.layout
         own = 4 * self.work.num_parameters / layout.pp / (layout.dp * layout.cp) if layout.shards else 0
-        return reserved * (float(self.held(logits).peak) + pieces * own)
+        return reserved * (sum(self.held(logits).values()) + pieces * own)
 
-    def held(self, logits: float = 1.0) -> Held:
+    def held(self, logits: float = 1.0) -> Mapping[str, float]:
+        """Bytes by kind on the fullest rank at its fullest moment."""
         work, layout, ends = self.work, self.layout, self.work.ends
         more = (self.logit_bytes * logits / 2 - 1) * ends.kept["output"]  # the model's own list has two bytes of each
         kept = work.layer.kept
@@ -79,12 +81,18 @@ class Row:
         work = replace(work, layer=layer, ends=replace(ends, kept={**ends.kept, "none": ends.kept["none"] + more}))
         if not layout.shards:
             return megatron.held(work, layout)
-        if layout.pp == 1:
-            return whole(work, layout)
-        layers = work.num_layers / layout.pp
-        waiting = [megatron.waiting_layers(work, layout, rank) for rank in (0, layout.pp - 1)]
-        ranks = staged(work, layout, layers, waiting[0], 1, 0), staged(work, layout, layers, waiting[1], 0, 1)
-        return max(ranks, key=lambda each: float(each.peak))
+        pp, stages = int(layout.pp), int(layout.pp) * int(layout.stages_per_rank)
+        given = {field.name: getattr(layout, field.name) for field in fields(layout)}
+        numbers: dict[str, Any] = {k: np.array([n]) for k, n in given.items() if type(n) in (int, float)}
+        layout = replace(layout, **numbers)
+        if pp == 1:
+            return whole(work, layout).at(0)[1]
+        each, rest = divmod(int(work.num_layers), stages)
+        counts = [each + (stage < rest) for stage in range(stages)]
+        sized, one = sizes_of(work, layout), np.zeros(1, int)
+        first, last = tuple(counts[::pp]), tuple(counts[pp - 1 :: pp])
+        ranks = staged(work, layout, sized, [first], one, True), staged(work, layout, sized, [last], one, False)
+        return max(ranks, key=lambda held: float(held.peak[0])).at(0)[1]
 
 
 def read_tables(path: Path) -> dict[str, Any]:

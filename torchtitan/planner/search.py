@@ -3,16 +3,18 @@
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from torchtitan.models.operations import Number, Share, Work
+from torchtitan.models.operations import Share, Work
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import balanced_counts
 from torchtitan.planner.cluster import Cluster
 from torchtitan.planner.cost import Layout, Seconds, step
-from torchtitan.planner.memory import Held, staged, whole
+from torchtitan.planner.memory import Held, sizes_of, staged, whole
+from torchtitan.planner.traffic import traffic
 
 FILLED = 0.9  # of a device's memory: the rest is for the context, NCCL, fragments, and for what is predicted too low
 _MOST_STAGES = 8  # on a rank; more gain little, and cost a message each
@@ -142,9 +144,10 @@ def evaluate(
     for ranks, stages in cuts:
         if ranks * stages not in counts:
             counts[ranks * stages] = _counts(job, ranks * stages)
-    cut = np.array([_of_ranks(counts[ranks * stages], ranks) for ranks, stages in cuts])[which.ravel()]
-    most = cut.sum(axis=2).max(axis=1)
-    first, last = cut[:, 0], cut[:, 1]
+    which = which.ravel()
+    of_ranks = [[counts[ranks * stages][rank::ranks] for rank in range(ranks)] for ranks, stages in cuts]
+    most = np.array([max(map(sum, each)) for each in of_ranks])[which]
+    of_last = np.array([sum(each[-1]) for each in of_ranks])[which]
     degrees: dict[str, Any] = {name: c[name] for name in _NAMES if name != "microbatch"}
     layout = Layout(
         **degrees,
@@ -153,31 +156,26 @@ def evaluate(
         float8=job.float8,
         async_tp=job.async_tp,
         most_layers=most,
-        last_layers=last.sum(axis=1),
+        last_layers=of_last,
     )
     seconds = step(cluster.machine, work, layout)
     if (pp == 1).all():
         return Table(c, recompute, seconds, (whole(work, layout),), counts)
-    held = tuple(
-        staged(work, layout, layers.sum(axis=1), _waiting(c, layers, rank), first=is_first, last=not is_first)
-        for layers, rank, is_first in ((first, 0, True), (last, pp - 1, False))
-    )
+    sized = sizes_of(work, layout)
+    held = tuple(staged(work, layout, sized, [each[end] for each in of_ranks], which, end == 0) for end in (0, -1))
     return Table(c, recompute, seconds, held, counts)
 
 
-def _waiting(columns: Mapping[str, np.ndarray], layers: np.ndarray, rank: Number) -> np.ndarray:
-    """Layers times microbatches that wait for backward at most, in 1F1B and its interleaved form.
-
-    `layers`: of each stage of the rank. Forward takes the stages in turn, each for so many microbatches at once.
-    """
-    pp, stages, microbatches = columns["pp"], columns["stages_per_rank"], columns["microbatches"]
-    at_once = microbatches // np.maximum(1, microbatches // pp)
-    ahead = (stages - 1) * at_once + np.where(stages > 1, 2, 1) * (pp - 1 - rank)
-    live = np.minimum(microbatches * stages, ahead + 1)
-    turns, rest = np.divmod(live, at_once * stages)
-    of_stage = np.arange(layers.shape[1])
-    begun = np.clip(rest[:, None] - of_stage * at_once[:, None], 0, at_once[:, None])
-    return ((turns * at_once)[:, None] * layers + begun * layers).sum(axis=1)
+def moved(job: Job, table: Table, index: int) -> list[dict[str, int]]:
+    """Bytes in a step by collective, of the first rank, and of the last one of a pipeline."""
+    choice = table.choice(index)
+    work = _work(job, Share(choice.microbatch, job.seq_len, choice.tp, choice.cp))
+    layout = Layout(
+        **{name: getattr(choice, name) for name in _NAMES if name != "microbatch"}, recompute=choice.recompute
+    )
+    layers, tied = table.counts[choice.pp * choice.stages_per_rank], job.blueprint.tied is not None
+    ranks = (0,) if choice.pp == 1 else (0, choice.pp - 1)
+    return [traffic(work, layout, layers[rank :: choice.pp], rank, tied) for rank in ranks]
 
 
 def _work(job: Job, share: Share) -> Work:
@@ -190,15 +188,6 @@ def _counts(job: Job, num_stages: int) -> tuple[int, ...]:
     if num_stages == 1:
         return (len(job.blueprint.layers),)
     return tuple(balanced_counts(job.blueprint.parts(job.seq_len), num_stages))
-
-
-def _of_ranks(counts: tuple[int, ...], pp: int) -> np.ndarray:
-    """Layers of each stage of the first rank, of the last one, and of the one with most; as many columns always."""
-    each = [counts[rank::pp] for rank in range(pp)]
-    found = np.zeros((3, _MOST_STAGES), dtype=np.int64)
-    for row, stages in zip(found, (each[0], each[-1], max(each, key=sum)), strict=True):
-        row[: len(stages)] = stages
-    return found
 
 
 def _spaces(job: Job, cluster: Cluster) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
@@ -259,5 +248,6 @@ def _allowed(job: Job, name: str, values: Any) -> Any:
     return [value for value in values if value == job.fixed[name]] if name in job.fixed else values
 
 
+@cache
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -18,7 +18,7 @@ from torchtitan.models.families import load_run_or_exit, plan_model
 from torchtitan.models.spec import Blueprint
 from torchtitan.planner.choice import changed, fixed_keys, is_possible, left_out, to_text
 from torchtitan.planner.cluster import Cluster, read_cluster
-from torchtitan.planner.search import FILLED, Answer, Choice, Job, Table, search
+from torchtitan.planner.search import FILLED, Answer, Choice, Job, Table, moved, search
 from torchtitan.refusal import Refusal
 
 _BAR = 30
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
         )
     print(_listing(job, cluster, answer))
     if args.explain:
-        print(_explained(answer))
+        print(_explained(job, answer))
     if args.what_if:
         print(_what_if(job, cluster, answer))
     if args.schedules or args.drawing:
@@ -135,7 +135,7 @@ def _parts(answer: Answer, place: tuple[int, int]) -> dict[str, float]:
     return {name: float(np.broadcast_to(part, shape)[index]) for name, part in table.seconds.parts.items()}
 
 
-def _explained(answer: Answer) -> str:
+def _explained(job: Job, answer: Answer) -> str:
     table, index, _ = _entry(answer, answer.best[0])
     parts = _parts(answer, answer.best[0])
     total = sum(parts.values())
@@ -143,12 +143,14 @@ def _explained(answer: Answer) -> str:
     for name, seconds in parts.items():
         lines.append(f"  {seconds:9.3f}  {name:<36} {'█' * round(_BAR * seconds / total)}")
     ranks = ("every rank",) if len(table.held) == 1 else ("the first rank", "the last rank")
-    for held, rank in zip(table.held, ranks, strict=True):
+    for held, traffic, rank in zip(table.held, moved(job, table, index), ranks, strict=True):
         moment, kinds = held.at(index)
         whole = sum(kinds.values())
         lines.append(f"{rank} holds most during {moment}, in GiB:")
         for name, size in kinds.items():
             lines.append(f"  {size / 2**30:9.3f}  {name:<36} {'█' * round(_BAR * size / whole)}")
+        lines.append(f"{rank} moves in a step, in GiB:")
+        lines += [f"  {size / 2**30:9.3f}  {name}" for name, size in traffic.items()]
     return "\n".join(lines)
 
 
@@ -215,6 +217,7 @@ def _write(path: Path, config: Config, job: Job, cluster: Cluster, answer: Answe
             encoding="utf-8",
         )
         said = {"seconds": seconds, "memory_gib": peak, "parts": _parts(answer, place), "rests_on": cluster.rests_on}
+        said["moved_bytes"] = dict(zip(("first rank", "last rank"), moved(job, table, index), strict=False))
         path.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         print(f"{path}, {path.with_suffix('.json')}: {_named(choice)}")
         return

@@ -89,7 +89,7 @@ def _memory(rows: Sequence[Row], fitted_on: Sequence[Row], args: argparse.Namesp
         note = "  fitted on" if row in fitted_on else ""
         print(f"{row.name:>16}  {row.memory_bytes / _GIB:9.2f} {held / _GIB:9.2f}  {errors[row.name]:+6.1%}{note}")
         if args.explain:
-            for kind, size in max(row.held().moments.values(), key=lambda kinds: float(sum(kinds.values()))).items():
+            for kind, size in row.held().items():
                 print(f"{'':>16}  {'':>9} {float(size) / _GIB:9.2f}  {kind}, live")
     if tested := [errors[row.name] for row in rows if row not in fitted_on]:
         print(f"{len(tested)} rows' memory that nothing was fitted on: {_summary(tested)}")
