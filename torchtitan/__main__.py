@@ -117,6 +117,10 @@ def main(argv: list[str]) -> None:
 
     plan.add_arguments(verbs.add_parser("plan", help="find the fastest layout of a run, or predict published ones"))
 
+    from torchtitan.verbs import netem
+
+    netem.add_arguments(verbs.add_parser("netem", help="run a command at each site of an emulated network"))
+
     from torchtitan.launch import submit
 
     submit.add_arguments(verbs.add_parser("launch", help="submit a run to Slurm, Run:ai, Kubernetes or SkyPilot"))
@@ -147,6 +151,7 @@ def main(argv: list[str]) -> None:
             ["dry_run"],
             ["eval"],
             ["launch"],
+            ["netem"],
             ["plan"],
             ["preflight"],
             ["seed_checkpoint"],
@@ -192,6 +197,10 @@ def _run(args: argparse.Namespace, options: list[str]) -> None:
         from torchtitan.launch import submit
 
         raise SystemExit(submit.run(args, options))
+    elif args.verb == "netem":
+        from torchtitan.verbs import netem
+
+        raise SystemExit(netem.run(args, options))
     elif args.verb in ("runs", "tokenizer"):
         from torchtitan.verbs import runs, tokenizer
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from torchtitan.launch.node import Node, environment_here, torchrun_here
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
+from torchtitan.verbs.namespaces import entered, unshared
 
 _START_SECONDS = 30
 Launcher = tuple[Sequence[str], Sequence[str], Mapping[str, str]]  # words before Python, torchrun, environment
@@ -93,26 +93,14 @@ class TwoNodes(Place):
     """Two network namespaces of this machine, joined by a cable that can be pulled."""
 
     def __init__(self) -> None:
-        if not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
-            raise Refusal("two nodes need the programs unshare, nsenter and ip (util-linux, iproute2)")
-        command = ["unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c", _TWO_NODES]
+        command = [*unshared(), "sh", "-c", _TWO_NODES]
         self.holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self.holder.stdout is not None
         if (said := self.holder.stdout.readline()) != "ready\n":
             raise Refusal(f"this kernel gives a user no network namespaces ({said.strip()}); leave the two nodes out")
 
     def _enter(self, *command: str) -> list[str]:
-        pid = self.holder.pid
-        return [
-            "nsenter",
-            f"--target={pid}",
-            "--user",
-            "--mount",
-            "--net",
-            "--preserve-credentials",
-            f"--wd={ROOT}",
-            *command,
-        ]
+        return [*entered(self.holder.pid), f"--wd={ROOT}", *command]
 
     def launchers(self, ranks: int) -> list[Launcher]:
         nodes = [Node(2, i, ranks // 2, "10.9.0.10:29500", "drill", 0, 60, ()) for i in (0, 1)]

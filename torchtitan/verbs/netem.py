@@ -1,0 +1,103 @@
+"""`python -m torchtitan netem FILE -- COMMAND`: run COMMAND once for each site of a network, with its delays and rates.
+
+The sites are network namespaces of this machine. With --interface, what this machine sends is slowed down instead.
+"""
+
+import argparse
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.refusal import Refusal
+from torchtitan.verbs.namespaces import needs_programs, unshared
+from torchtitan.verbs.netem_sites import Sites
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", type=Path, nargs="?", metavar="FILE", help="a network as TOML, as `plan place` reads it"
+    )
+    parser.add_argument("--case", help="name or number of the network, where the file has several")
+    parser.add_argument(
+        "--order", default="", help="sites in the order of NODE_RANK, such as 3,1,0,2, or a file of them (or of names)"
+    )
+    parser.add_argument("--rate_factor", type=float, default=1.0, help="multiplies every rate (default: %(default)s)")
+    parser.add_argument("--measure", type=int, default=24, metavar="N", help="links to measure first, at most; 0: all")
+    parser.add_argument("--anyway", action="store_true", help="go on even if a measured link is more than 10 %% off")
+    parser.add_argument("--port", type=int, default=29500, help="MASTER_PORT (default: %(default)s)")
+    parser.add_argument("--interface", help="instead of sites: slow down what this interface sends, while COMMAND runs")
+    parser.add_argument("--gbit", type=float, help="rate of --interface in Gbit/s")
+    parser.add_argument("--delay_ms", type=float, default=0.0, help="delay of --interface (default: %(default)s)")
+    parser.epilog = "After --: the command. It gets NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NGPU=1 and SITE."
+
+
+def run(args: argparse.Namespace, command: Sequence[str]) -> int:
+    if not command:
+        raise Refusal("no command is given; write it after --, such as -- ./run_llama_train.sh")
+    if (args.file is None) == (args.interface is None):
+        raise Refusal("give either a FILE with a network, or --interface with --gbit and --delay_ms")
+    needs_programs("ip", "tc")
+    if args.interface:
+        from torchtitan.verbs import netem_interface
+
+        return netem_interface.run(args.interface, args.gbit, args.delay_ms, command)
+    sites = _sites(args, command)
+    words = unshared("--pid", "--fork", "--kill-child", "--mount-proc")
+    process = subprocess.Popen(
+        [*words, sys.executable, "-m", "torchtitan.verbs.netem_sites"],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    told = process.stdin
+
+    def pass_on(number: int, _: object) -> None:
+        told.write(f"{number}\n")
+        told.flush()
+
+    told.write(sites.to_json() + "\n")
+    told.flush()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    return process.wait()
+
+
+def _sites(args: argparse.Namespace, command: Sequence[str]) -> Sites:
+    from torchtitan.planner.placement import read_networks
+
+    _, networks = read_networks(args.file)
+    names = [name for name, _, _ in networks]
+    chosen = [n for i, n in enumerate(networks, 1) if args.case in (None, n[0], str(n[2].get("number", i)))]
+    if len(chosen) != 1:
+        raise Refusal(f"--case {args.case} names {len(chosen)} networks of {args.file}; use one of: {'; '.join(names)}")
+    network = chosen[0][1]
+    bits = network.bandwidth * 1e9 * args.rate_factor
+    regions = ["".join(c if c.isalnum() else "-" for c in region) for region in network.regions]
+    count = len(regions)
+    if args.rate_factor <= 0 or any(bits[a, b] <= 0 for a in range(count) for b in range(count) if a != b):
+        raise Refusal("a rate is not above 0; give every link a rate, and a --rate_factor above 0")
+    sites = [f"{region}-{regions[:i].count(region)}" for i, region in enumerate(regions)]
+    return Sites(
+        sites,
+        network.delay.tolist(),
+        bits.tolist(),
+        _order(args.order, sites),
+        args.measure,
+        args.anyway,
+        args.port,
+        command,
+    )
+
+
+def _order(given: str, sites: Sequence[str]) -> list[int]:
+    text = Path(given).read_text() if given and Path(given).is_file() else given
+    words = text.replace("[", " ").replace("]", " ").replace(",", " ").split() or sites
+    order = [sites.index(word) if word in sites else int(word) if word.isdecimal() else -1 for word in words]
+    if sorted(order) != list(range(len(sites))):
+        raise Refusal(
+            f"--order {given} is not each of the {len(sites)} sites once; write 0,1,2 or {','.join(sites[:3])}"
+        )
+    return order
