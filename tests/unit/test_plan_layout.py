@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shutil
 import xml.etree.ElementTree
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from torchtitan.__main__ import main
+from torchtitan.config.load import to_toml
 from torchtitan.models.families import load_run
 from torchtitan.planner.cluster import read_cluster
 from torchtitan.planner.schedules import compare
@@ -168,17 +168,19 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureF
     said = json.loads(plan.read_text())
     assert sum(said["parts"].values()) == pytest.approx(said["seconds"])
     run.mkdir()
-    shutil.copy(plan.with_suffix(".toml"), run / "config.toml")
+    ran = to_toml(load_run(["--job.config_file", str(plan.with_suffix(".toml"))], 2)[0])
+    (run / "config.toml").write_text(ran)
     step = {"forward_backward_seconds": 1.0, "update_seconds": 0.5, "data_seconds": 0.0, "memory_gib": 2.0}
     times = [9.0, 9.0, 9.0, said["seconds"] / 2, said["seconds"] / 2]
     records = [json.dumps({"step": i + 1, "step_seconds": seconds, **step}) for i, seconds in enumerate(times)]
     (run / "metrics.jsonl").write_text("\n".join(records) + "\n")
     main(["plan", "measured", str(run), "--plan", str(plan)])
     assert "+100.0%" in capsys.readouterr().out
-    assert json.loads((run / "plan.json").read_text())["memory_gib"]["measured"] == 2.0
+    kept = json.loads((run / "plan_measured.json").read_text())
+    assert kept["measured"]["memory_gib"]["measured"] == 2.0 and kept["parts"] == said["parts"]
 
-    (run / "config.toml").write_text("[parallelism]\ndata_parallel_shard_degree = 7\n")
-    with pytest.raises(SystemExit, match="is not a run of"):
+    (run / "config.toml").write_text(ran.replace("data_parallel_shard_degree = 2", "data_parallel_shard_degree = 7"))
+    with pytest.raises(SystemExit, match="is not a run of .*data_parallel_shard_degree is 7, the plan.s"):
         main(["plan", "measured", str(run), "--plan", str(plan)])
 
 

@@ -30,6 +30,9 @@ class Job(Section):
     description: str = "default job"
     """One line about the run, which the log shows at the start."""
 
+    plan: Annotated[str, Field(min_length=1)] | None = None
+    """The JSON of `plan --out`, beside this file, with which the run compares itself at its end. Not in torchtitan."""
+
     print_config: bool = False
     """Prints the resolved configuration at the start. The run folder's config.toml holds the same."""
 

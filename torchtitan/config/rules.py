@@ -10,7 +10,8 @@ from torchtitan.config.layout_rules import Finding, find_layout_conflicts
 from torchtitan.config.schema import Checkpoint, Config
 
 RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
-RUN_FILES = [*RECORDS, "wandb", "loss.png", "hang", "hf", "load_only"]  # what a run writes by itself
+# What a run writes by itself.
+RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", "load_only"]
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:

@@ -5,6 +5,13 @@ from dataclasses import dataclass
 
 from torchtitan import hardware
 
+# On a CPU, malloc keeps freed memory, for fresh pages cost a tenth of a step (docs/performance.md).
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+
 
 def torchrun_here(num_processes: int) -> list[str]:
     """Arguments of Python that start a tool's own run of `num_processes` ranks on this machine alone."""

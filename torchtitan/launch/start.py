@@ -18,7 +18,7 @@ from pathlib import Path
 from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import way_to_head
-from torchtitan.launch.node import Node, loopback_settings, num_cores
+from torchtitan.launch.node import KEEP_FREED_MEMORY, Node, loopback_settings, num_cores
 from torchtitan.launch.variables import read_node
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint
@@ -127,11 +127,10 @@ def _settings_to_meet(env: Mapping[str, str], node: Node) -> tuple[dict[str, str
 
 
 def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
-    """On a CPU, malloc keeps freed memory, for fresh pages cost a tenth of a step (docs/performance.md)."""
-    kept = {"MALLOC_MMAP_THRESHOLD_": 2**30, "MALLOC_TRIM_THRESHOLD_": 2**30, "MALLOC_TOP_PAD_": 2**26}
+    kept = dict(KEEP_FREED_MEMORY)
     if node.num_processes > 1:  # otherwise every rank would take every core
-        kept["OMP_NUM_THREADS"] = max(1, num_cores() // node.num_processes)
-    return {name: str(value) for name, value in kept.items() if not env.get(name)}
+        kept["OMP_NUM_THREADS"] = str(max(1, num_cores() // node.num_processes))
+    return {name: value for name, value in kept.items() if not env.get(name)}
 
 
 def _gpu_allocator(env: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +28,7 @@ def fit(rows: Sequence["Row"], most: int, given: Rates | None = None) -> tuple[R
         rates = _moved(start, moved)
         return np.array([math.log(1 + row.error(rates)) / _NOISE for row in rows])
 
-    moved = _most_likely(residuals, {field.name: _WIDTH[field.name] for field in fields(Rates)}, most)
+    moved = _most_likely(residuals, _WIDTH, most)
     return _moved(start, moved), tuple(moved)
 
 

@@ -61,7 +61,7 @@ def left_out(config: Config) -> Iterator[str]:
     """What a plan's memory and time do not know of this run."""
     training, optimizer = config.training, config.optimizer
     if training.mixed_precision_param == "float32":
-        yield "training.mixed_precision_param = float32: activations and messages are counted in 16 bits"
+        yield "training.mixed_precision_param = float32: its memory counts activations in 16 bits"
     if training.enable_cpu_offload:
         yield "training.enable_cpu_offload = true: what lies on the host is counted as on the device"
     if optimizer.name != "AdamW" or optimizer.moments_dtype != "float32":
@@ -100,8 +100,10 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-def changed(config: Config, choice: Choice, job: Job, counts: Mapping[int, tuple[int, ...]]) -> Config:
-    """The run with this layout."""
+def changed(
+    config: Config, choice: Choice, job: Job, counts: Mapping[int, tuple[int, ...]], plan: str | None = None
+) -> Config:
+    """The run with this layout, which compares itself with its plan at its end."""
     parallelism = _PLAIN | {
         "pipeline_parallel_degree": choice.pp,
         "data_parallel_replicate_degree": choice.replicas,
@@ -126,6 +128,7 @@ def changed(config: Config, choice: Choice, job: Job, counts: Mapping[int, tuple
         training={"local_batch_size": choice.local_batch, "global_batch_size": job.global_batch},
         validation={"local_batch_size": choice.local_batch} if config.validation.enable else {},
         activation_checkpoint=mode,
+        job={"plan": plan},
     )
 
 

@@ -41,6 +41,10 @@ class Rates:
     layer: float = 2e-4  # of a layer and microbatch, whatever it computes
     optimizer: float = 28.0  # bytes a parameter that an update moves: AdamW's in float32
     fsdp: float = 1.0  # FSDP's seconds inside a node, of a plain collective's: a CPU's ranks exchange by memory
+    # What holds for GPUs is the default; a CPU's cores differ in all three (docs/planner.md).
+    hidden: float = 1.0  # part of FSDP's exchange that runs beside products, where both could
+    tensor: float = 0.0  # seconds around each of tensor parallelism's collectives, for which a GPU's host has time
+    alone: float = 1.0  # speed of a device while its pipeline's others wait: cores share caches and memory
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Layout:
     splits_optimizer: bool = False  # over dp, where the weights are whole
     stops_early: bool = False  # a recompute stops once backward has all that it needs
     sends_beside: bool = False  # messages between stages run beside products
+    wide: float = 1.0  # bytes of an activation or gathered weight, of those of 16 bits
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,14 @@ class Machine:
             seconds = operation.flops / (device.flops * rates.attention)
             return seconds, 2.5 * seconds  # five products in backward, two in forward
         if isinstance(operation, Pass):
-            more = 1.0 if layout.compiled or not operation.fuses else rates.unfused
+            more = layout.wide * (1.0 if layout.compiled else rates.unfused) if operation.fuses else 1.0
             return self.moving(operation.forward * more), self.moving(operation.backward * more)
         assert isinstance(operation, Exchange)
         size = layout.tp if operation.axis == "tp" else layout.cp
-        one = self.collective(operation.bytes, size, layout.tp if operation.axis == "cp" else 1)
+        one = self.collective(layout.wide * operation.bytes, size, layout.tp if operation.axis == "cp" else 1)
         one = one * (2 if operation.kind == "all-reduce" else 1)
+        if operation.axis == "tp":
+            one = one + np.where(np.asarray(size) > 1, rates.tensor, 0.0)
         if operation.axis == "tp" and layout.async_tp:
             one = one * (1 - rates.overlap)
         back = operation.count if operation.backward_count is None else operation.backward_count
@@ -147,9 +154,13 @@ class Machine:
         """Gather weights in 16 bits over the ranks that shard them; scatter gradients in 32, and sum over replicas."""
         group = layout.dp * layout.cp
         near = np.where(group * layout.tp <= self.device.per_node, self.rates.fsdp, 1.0)
-        gather = near * self.collective(2 * parameters, group, layout.tp)
+        gather = near * self.collective(2 * layout.wide * parameters, group, layout.tp)
         scatter = near * self.collective(4 * parameters, group, layout.tp)
         return gather, scatter + 2 * self.collective(4 * parameters / group, layout.replicas, group * layout.tp)
+
+    def beside(self, computed: Number, exchanged: Number) -> Number:
+        """Seconds of both together."""
+        return np.maximum(computed, exchanged) + (1 - self.rates.hidden) * np.minimum(computed, exchanged)
 
     def again(self, operations: Iterable[Operation], layout: Layout) -> Number:
         if layout.recompute == "none":
@@ -183,19 +194,20 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     even = work.num_layers / layout.pp
     per_rank = np.where(layout.most_layers, layout.most_layers, even)
     of_last = np.where(layout.most_layers, layout.last_layers, even)
-    alone = np.maximum(forward, gather) + np.maximum(backward, layout.regathers * gather + scatter)
+    alone = machine.beside(forward, gather) + machine.beside(backward, layout.regathers * gather + scatter)
     of_layer = np.where(piped, forward + backward, alone)
     each, beyond = per_rank * of_layer, np.maximum(0, ends - (per_rank - of_last) * of_layer)
     near = group * layout.replicas * layout.tp < device.per_node  # the next stage is in the same node
     link = np.where(near, device.inside * rates.inside, device.between * rates.between)
-    hop = work.sent / link + np.where(near, rates.latency, rates.hop)
+    hop = layout.wide * work.sent / link + np.where(near, rates.latency, rates.hop)
     runs = np.where(piped, layout.passes, 1)
     held = work.num_parameters / layout.pp / (group if layout.shards or layout.splits_optimizer else 1)
     return Seconds(
         {
             "layers": each * layout.microbatches * runs,
-            "output layer and loss": beyond * layout.microbatches * runs,
+            "output layer and loss": beyond / np.where(piped, rates.alone, 1.0) * layout.microbatches * runs,
             "pipeline filling and draining": np.where(piped, (layout.pp - 1) / layout.stages_per_rank * each, 0.0)
+            / rates.alone
             * runs,
             "messages between stages": np.where(
                 piped, 4 * layout.stages_per_rank * hop * layout.microbatches * (not layout.sends_beside), 0.0

@@ -1,6 +1,6 @@
 """A layout's pipeline under each of torch's schedules, and its picture over time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +14,8 @@ from torchtitan.planner.search import Choice, Job
 from torchtitan.planner.timeline import Timeline, simulate
 
 _ONE_STAGE = ("GPipe", "1F1B")
-_COLORS = {"F": "#6aa9e9", "B": "#f0a860", "I": "#f0a860", "W": "#8cc98c"}
-_KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+COLORS = {"F": "#6aa9e9", "B": "#f0a860", "I": "#f0a860", "W": "#8cc98c"}
+KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 22, 70, 30
 
 
@@ -27,6 +27,7 @@ class Run:
     stages_per_rank: int
     timeline: Timeline
     waiting: float  # layers times microbatches that wait for backward on the fullest rank
+    hop: float  # seconds of a message
 
     @property
     def idle(self) -> float:
@@ -46,7 +47,7 @@ def compare(job: Job, cluster: Cluster, choice: Choice, cuts: Mapping[int, Seque
         timeline = simulate(orders, seconds, hop)
         layers = {stage: float(count) for stage, count in enumerate(cuts[number])}
         waiting = max(timeline.waiting(rank, layers) for rank in range(choice.pp))
-        runs.append(Run(schedule, stages, timeline, waiting))
+        runs.append(Run(schedule, stages, timeline, waiting, hop))
     return sorted(runs, key=lambda run: run.timeline.seconds)
 
 
@@ -58,7 +59,8 @@ def stage_seconds(
     assert job.blueprint.spec.operations is not None
     share = Share(choice.microbatch, job.seq_len, choice.tp, choice.cp)
     work = job.blueprint.spec.operations(job.blueprint.shape, share)
-    layout = Layout(tp=choice.tp, cp=choice.cp, recompute=choice.recompute, compiled=job.compiled, float8=job.float8)
+    layout = Layout(tp=choice.tp, cp=choice.cp, recompute=choice.recompute)
+    layout = replace(layout, compiled=job.compiled, float8=job.float8, wide=job.wide)
     seconds: dict[tuple[int, str], float] = {}
     forward, backward = (float(part) + rates.layer for part in machine.block(work.layer, layout))
     end_forward, end_backward = (float(part) for part in machine.block(work.ends, replace(layout, recompute="none")))
@@ -74,11 +76,24 @@ def stage_seconds(
         seconds[stage, "I"] = seconds[stage, "B"] - seconds[stage, "W"]
     near = choice.dp * choice.replicas * choice.cp * choice.tp < machine.device.per_node
     link = machine.device.inside * rates.inside if near else machine.device.between * rates.between
-    return seconds, float(work.sent) / link + (rates.latency if near else rates.hop)
+    return seconds, job.wide * float(work.sent) / link + (rates.latency if near else rates.hop)
 
 
-def to_svg(title: str, timeline: Timeline) -> str:
-    """Ranks from top to bottom, time from left to right; the paler a stage, the later it comes on its rank."""
+def messages(timeline: Timeline) -> Iterator[tuple[int, int, float]]:
+    """From rank, to rank, and when it leaves: outputs to the next stage, and their gradients back."""
+    holder = {span.action.stage: rank for rank, spans in enumerate(timeline.spans) for span in spans}
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            to = holder.get(span.action.stage + {"F": 1, "B": -1, "I": -1, "W": 0}[span.action.kind], rank)
+            if to != rank:
+                yield rank, to, span.end
+
+
+def to_svg(title: str, timeline: Timeline, hop: float) -> str:
+    """Ranks from top to bottom, time from left to right; the paler a stage, the later it comes on its rank.
+
+    White is idle time, and a line is a message.
+    """
     scale = (_WIDTH - _LEFT) / timeline.seconds
     height = _TOP + _ROW * len(timeline.spans) + 40
     lines = [
@@ -92,11 +107,15 @@ def to_svg(title: str, timeline: Timeline) -> str:
         for span in spans:
             left, width = _LEFT + span.begin * scale, max(0.3, (span.end - span.begin) * scale - 0.4)
             pale = 1 - 0.6 * stages.index(span.action.stage) / len(stages)
-            said = f"{_KINDS[span.action.kind]} of stage {span.action.stage}, microbatch {span.action.microbatch}"
+            said = f"{KINDS[span.action.kind]} of stage {span.action.stage}, microbatch {span.action.microbatch}"
             said += f": {span.begin:.3f} to {span.end:.3f} s"
             place = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW - 3}"'
-            color = f'fill="{_COLORS[span.action.kind]}" fill-opacity="{pale:.2f}"'
+            color = f'fill="{COLORS[span.action.kind]}" fill-opacity="{pale:.2f}"'
             lines.append(f"<rect {place} {color}><title>{said}</title></rect>")
+    for rank, to, leaves in messages(timeline):
+        ends = [(_LEFT + at * scale, _TOP + _ROW * row + _ROW / 2) for at, row in ((leaves, rank), (leaves + hop, to))]
+        (x, y), (x2, y2) = ends
+        lines.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x2:.1f}" y2="{y2}" stroke="#555" stroke-width="0.4"/>')
     lines.append(f'<text x="{_LEFT}" y="{height - 15}">0 s</text>')
     lines.append(f'<text x="{_WIDTH}" y="{height - 15}" text-anchor="end">{timeline.seconds:.2f} s</text></svg>')
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.models.operations import Share, Work
+from torchtitan.models.operations import Number, Share, Work
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import balanced_counts
 from torchtitan.planner.cluster import Cluster
@@ -34,6 +34,7 @@ class Job:
     async_tp: bool
     possible: Callable[[int, int], bool]  # tp, cp: whether the model can be split so
     fixed: Mapping[str, Any]  # values that the user gave, by the names of Choice
+    wide: float = 1.0  # bytes of an activation, of those of 16 bits; its memory is counted in 16 bits
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Table:
     seconds: Seconds
     held: tuple[Held, ...]  # of the first rank, and of the last one of a pipeline
     counts: Mapping[int, tuple[int, ...]]  # layers of each stage, by the number of stages
+    kept: Number = 0  # bytes of a layer and microbatch that wait for backward
 
     @property
     def total(self) -> np.ndarray:
@@ -78,6 +80,9 @@ class Table:
     @property
     def peak(self) -> np.ndarray:
         return np.broadcast_to(np.max([held.peak for held in self.held], axis=0), self.columns["pp"].shape)
+
+    def kept_of_a_layer(self, index: int) -> float:
+        return float(np.broadcast_to(self.kept, self.columns["pp"].shape)[index])
 
     def choice(self, index: int) -> Choice:
         return Choice(**{name: int(self.columns[name][index]) for name in _NAMES}, recompute=self.recompute)
@@ -155,15 +160,20 @@ def evaluate(
         compiled=job.compiled,
         float8=job.float8,
         async_tp=job.async_tp,
+        wide=job.wide,
         most_layers=most,
         last_layers=of_last,
     )
     seconds = step(cluster.machine, work, layout)
     if (pp == 1).all():
-        return Table(c, recompute, seconds, (whole(work, layout),), counts)
+        return Table(c, recompute, seconds, (whole(work, layout),), counts, _kept(work, recompute))
     sized = sizes_of(work, layout)
     held = tuple(staged(work, layout, sized, [each[end] for each in of_ranks], which, end == 0) for end in (0, -1))
-    return Table(c, recompute, seconds, held, counts)
+    return Table(c, recompute, seconds, held, counts, _kept(work, recompute))
+
+
+def _kept(work: Work, recompute: str) -> Number:
+    return work.layer.kept.get(recompute, 0)
 
 
 def moved(job: Job, table: Table, index: int) -> list[dict[str, int]]:

@@ -38,8 +38,8 @@ class Reporter:
         self.num_steps = 0  # trained by this process
         self.losses: list[float] = []  # of each logged window, for `summary`
         self.tokens_at, self.phases = tokens_at, Phases(run.device)
-        self.skips_in_a_row, self._peak_was_passed = skips_in_a_row, False
-        self._begin = time.perf_counter()
+        self.skips_in_a_row, self.config = skips_in_a_row, run.config
+        self._begin, self._warns_of_peak = time.perf_counter(), writer is not None and peak.origin == "measured"
         self._start_window()
 
     def _start_window(self) -> None:
@@ -123,8 +123,8 @@ class Reporter:
         if not self.losses:
             return f"nothing left to train after step {step}"
         reached = f", to step {step}," if step != self.num_steps else ""
-        took = f"in {time.perf_counter() - self._begin:.0f} s"
-        return f"trained {self.num_steps} steps{reached} {took}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
+        trained = f"trained {self.num_steps} steps{reached} in {time.perf_counter() - self._begin:.0f} s"
+        return f"{trained}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
 
     def close(self, step: int, run_folder: Path) -> None:
         """End the records, and log what the run came to and where to look at it."""
@@ -132,6 +132,10 @@ class Reporter:
             return
         self.writer.close()
         logger.info(self.summary(step))
+        if self.config.job.plan and self.num_steps:
+            from torchtitan.observe.planned import report_run
+
+            logger.info(report_run(self.config, run_folder, step - self.num_steps))
         logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
         python = f"{min(os.path.relpath(sys.executable), sys.executable, key=len)} -m"
         if self.talks:
@@ -142,10 +146,9 @@ class Reporter:
     def _read(self) -> list[list[float]]:
         """Reduce over ranks and read all numbers from the device at once."""
         shares, own = torch.stack(self._shares).double(), torch.stack(self._own).double()
-        largest = max_over(own.clone(), self.loss_group)
         losses = sum_over(shares, self.loss_group)
         norms = torch.stack(self._norms).double().to(losses.device)  # with CPU offload the norms are on the host
-        return torch.stack([losses, largest, own, norms]).tolist()
+        return torch.stack([losses, max_over(own.clone(), self.loss_group), own, norms]).tolist()
 
     def _record(
         self,
@@ -162,9 +165,8 @@ class Reporter:
         forward_backward, updates = self.phases.read()
         tokens_per_second = self.tokens_per_step / step_seconds / self.world_size
         flops = tokens_per_second * self.flops_per_token
-        is_measured = self.writer is not None and self.peak.origin == "measured"
-        if is_measured and flops > self.peak.flops and not self._peak_was_passed:
-            self._peak_was_passed = True
+        if self._warns_of_peak and flops > self.peak.flops:
+            self._warns_of_peak = False
             logger.warning(
                 f"a step reached {flops / 1e12:.2f} TFLOP/s, above the peak of {self.peak.flops / 1e12:.2f} measured "
                 "at start, so MFU is too high in this run; something slowed the machine down during that measurement"

@@ -21,6 +21,7 @@ _HOW_SECTIONS = {
 }  # fmt: skip
 _HOW_KEYS = {
     "job.description",
+    "job.plan",
     "job.print_config",
     "optimizer.implementation",
     "training.local_batch_size",

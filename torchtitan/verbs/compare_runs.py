@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def plan_runs(args: argparse.Namespace, options: Sequence[str]) -> tuple[Run, Ru
             raise Refusal(f"{option} after -- would be the same for both runs; name two files before it, and use --out")
     seed = load_config([*options, "--job.config_file", args.a]).debug.seed or 0
     a, b = (
-        _plan_run(name, file, options, seed, args.steps, world_size, Path(args.out))
+        plan_run(name, file, options, seed, args.steps, world_size, Path(args.out))
         for name, file, world_size in [("A", args.a, args.world_size_a), ("B", args.b, args.world_size_b)]
     )
     if a.config.training.steps != b.config.training.steps:
@@ -84,7 +84,7 @@ def plan_runs(args: argparse.Namespace, options: Sequence[str]) -> tuple[Run, Ru
     return a, b
 
 
-def _plan_run(
+def plan_run(
     name: str, file: str, options: Sequence[str], seed: int, steps: int | None, world_size: int | None, out: Path
 ) -> Run:
     argv = ["--job.config_file", file, *options, "--debug.seed", str(seed), "--metrics.log_freq", "1"]
@@ -108,21 +108,25 @@ def _plan_run(
     return Run(name, file, argv, config, dims, world_size, plan_batch(config.training, dims.dp).global_batch_size)
 
 
-def train(run: Run) -> list[dict[str, Any]]:
-    """Run train.py in its own processes, with its output in a log; returns its records."""
+def train(run: Run, limit_seconds: float | None = None, more: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Run train.py in its own processes, with its output in a log; returns its records.
+
+    A run that takes longer than the limit is ended. `more`: environment variables.
+    """
     print(f"{run}, {run.config.training.steps} steps, log {run.log}", flush=True)
     begin = time.perf_counter()
     with run.log.open("w", encoding="utf-8") as log:
         print(f"$ {shlex.join(run.command)}", file=log, flush=True)
-        process = subprocess.Popen(
-            run.command, stdout=log, stderr=subprocess.STDOUT, env=environment_here(run.world_size)
-        )
+        env = {**environment_here(run.world_size), **(more or {})}
+        process = subprocess.Popen(run.command, stdout=log, stderr=subprocess.STDOUT, env=env)
         try:
-            code = process.wait()
-        except KeyboardInterrupt:
+            code = process.wait(limit_seconds)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired) as stopped:
             process.terminate()  # on SIGTERM torchrun ends its ranks; Ctrl-C or its own death would not
             process.wait()
-            raise
+            if isinstance(stopped, KeyboardInterrupt):
+                raise
+            raise Refusal(f"run {run.name} took longer than {limit_seconds:.0f} s; its log is {run.log}") from None
     if code:
         tail = run.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         raise Refusal(

@@ -16,8 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--explain", action="store_true", help="what the best step and its memory are made of")
     layout.add_argument("--what_if", action="store_true", help="the answer with other links, memory, or a node fewer")
     layout.add_argument("--schedules", action="store_true", help="simulate the best pipeline under torch's schedules")
-    layout.add_argument("--drawing", type=Path, metavar="FILE.svg", help="draw the best pipeline over time")
+    layout.add_argument("--drawing", type=Path, metavar="FILE", help="SVG or PNG: draw the best pipeline over time")
     layout.add_argument("--out", type=Path, metavar="PLAN.toml", help="write the best as a configuration to train with")
+    layout.add_argument("--verify", type=int, metavar="K", help="run the best K and some others on this machine")
+    layout.add_argument("--others", type=int, default=5, help="that --verify runs, too (default: %(default)s)")
+    layout.add_argument("--repeats", type=int, default=1, help="runs of each (default: %(default)s)")
+    layout.add_argument("--steps", type=int, default=8, help="of such a run (default: %(default)s)")
+    layout.add_argument("--minutes", type=float, default=20, help="that --verify may take (default: %(default)s)")
+    layout.add_argument("--seed", type=int, default=0, help="of the others' draw and of the order (default: 0)")
+    layout.add_argument("--runs", type=Path, default=Path("outputs/verify"), metavar="FOLDER", help="of --verify")
     layout.epilog = "After --: options of train.py; keys of the layout that are given there stay as they are."
 
     measured = verbs.add_parser("measured", help="what a plan predicted beside what its run measured")
@@ -44,9 +51,10 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
 
         plan_layout.run(args, options)
     elif args.what == "measured":
-        from torchtitan.planner.measured import report
+        from torchtitan.observe.planned import report
+        from torchtitan.verbs.runs import read_config
 
-        print(report(args.run, args.plan))
+        print(report(args.run, args.plan, read_config(args.run)))
     elif args.what == "rows":
         from torchtitan.verbs import plan_rows
 

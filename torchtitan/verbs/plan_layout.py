@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +17,12 @@ from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Config
 from torchtitan.models.families import load_run_or_exit, plan_model
 from torchtitan.models.spec import Blueprint
+from torchtitan.observe.planned import described
 from torchtitan.planner.choice import changed, fixed_keys, is_possible, left_out, to_text
 from torchtitan.planner.cluster import Cluster, read_cluster
 from torchtitan.planner.search import FILLED, Answer, Choice, Job, Table, moved, search
 from torchtitan.refusal import Refusal
+from torchtitan.verbs.plan_look import consists_of, operations
 
 _BAR = 30
 
@@ -31,7 +34,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     if args.show < 1:
         raise Refusal(f"--show {args.show}: use 1 or more")
     job = _job(config, blueprint, cluster, options)
-    answer = search(job, cluster, args.show)
+    answer = search(job, cluster, max(args.show, args.verify or 0))
     print(
         f"{config.job.description} on {cluster.name}: {job.global_batch} sequences of {job.seq_len:,} tokens a step\n"
         f"{answer.num_layouts:,} layouts, {answer.num_fitting:,} of them in {FILLED:.0%} of the memory, "
@@ -47,11 +50,17 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
         )
     print(_listing(job, cluster, answer))
     if args.explain:
+        table, index, _ = _entry(answer, answer.best[0])
         print(_explained(job, answer))
+        print(operations(job, cluster, table.choice(index), table.counts))
     if args.what_if:
         print(_what_if(job, cluster, answer))
     if args.schedules or args.drawing:
         _pipelines(job, cluster, answer, args.drawing)
+    if args.verify is not None:
+        from torchtitan.verbs.plan_verify import verify
+
+        verify(args, options, config, job, cluster, answer)
     if args.out:
         _write(args.out, config, job, cluster, answer, [args.file, *options])
 
@@ -82,6 +91,7 @@ def _job(config: Config, blueprint: Blueprint, cluster: Cluster, options: Sequen
         config.parallelism.enable_async_tensor_parallel,
         lambda tp, cp: is_possible(config, blueprint, tp, cp),
         fixed_keys(config, options),
+        2.0 if config.training.mixed_precision_param == "float32" else 1.0,
     )
 
 
@@ -93,7 +103,7 @@ def _entry(answer: Answer, place: tuple[int, int]) -> tuple[Table, int, Choice]:
 def _listing(job: Job, cluster: Cluster, answer: Answer) -> str:
     """The best layouts, then the fastest ones that do not fit, each with what sets it apart from the best."""
     flops = job.blueprint.flops_per_token(job.seq_len) * job.global_batch * job.seq_len
-    width = max(len(_named(_entry(answer, place)[2])) for place in (*answer.best, *answer.too_large[:3]))
+    width = max(len(named(_entry(answer, place)[2])) for place in (*answer.best, *answer.too_large[:3]))
     lines = [f"     {'layout':<{width}}  s a step   tokens/s    MFU    GiB  instead of the first"]
     for number, place in enumerate((*answer.best, *answer.too_large[:3])):
         table, index, choice = _entry(answer, place)
@@ -104,12 +114,12 @@ def _listing(job: Job, cluster: Cluster, answer: Answer) -> str:
         mfu = flops / seconds / cluster.num_devices / cluster.machine.device.flops
         mark = str(number + 1) if fits else "-"
         lines.append(
-            f"{mark:>4} {_named(choice):<{width}} {seconds:9.3f} {speed:10,.0f} {mfu:6.1%} {peak:6.1f}  {reason}"
+            f"{mark:>4} {named(choice):<{width}} {seconds:9.3f} {speed:10,.0f} {mfu:6.1%} {peak:6.1f}  {reason}"
         )
     return "\n".join(lines)
 
 
-def _named(choice: Choice) -> str:
+def named(choice: Choice) -> str:
     axes = {"pp": choice.pp, "dp_replicate": choice.replicas, "dp_shard": choice.dp, "cp": choice.cp, "tp": choice.tp}
     parts = [" x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1 rank"]
     if choice.pp > 1:
@@ -147,8 +157,10 @@ def _explained(job: Job, answer: Answer) -> str:
         moment, kinds = held.at(index)
         whole = sum(kinds.values())
         lines.append(f"{rank} holds most during {moment}, in GiB:")
+        kept = table.kept_of_a_layer(index)
         for name, size in kinds.items():
             lines.append(f"  {size / 2**30:9.3f}  {name:<36} {'█' * round(_BAR * size / whole)}")
+            lines += [f"  {part / 2**30:19.3f}  {what}" for what, part in consists_of(name, kinds, kept) if part > 0]
         lines.append(f"{rank} moves in a step, in GiB:")
         lines += [f"  {size / 2**30:9.3f}  {name}" for name, size in traffic.items()]
     return "\n".join(lines)
@@ -171,20 +183,21 @@ def _what_if(job: Job, cluster: Cluster, answer: Answer) -> str:
             continue
         there, at, choice = _entry(found, found.best[0])
         change = float(there.total[at]) / float(table.total[index]) - 1
-        lines.append(f"  {name}: {float(there.total[at]):.3f} s ({change:+.1%}), {_named(choice)}")
+        lines.append(f"  {name}: {float(there.total[at]):.3f} s ({change:+.1%}), {named(choice)}")
     return "\n".join(lines)
 
 
 def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None) -> None:
     """The first listed layout that has a pipeline, simulated."""
-    from torchtitan.planner.schedules import compare, to_svg
+    from torchtitan.planner.schedules import compare
+    from torchtitan.verbs.plan_look import draw
 
     place = next((place for place in answer.best if _entry(answer, place)[2].pp > 1), None)
     if place is None:
         raise Refusal("no listed layout has a pipeline; use a larger --show, or fix pipeline_parallel_degree after --")
     table, _, choice = _entry(answer, place)
     runs = compare(job, cluster, choice, table.counts)
-    print(f"one pass of {_named(choice)}, simulated over torch's lists:")
+    print(f"one pass of {named(choice)}, simulated over torch's lists:")
     for run in runs:
         own = run.schedule == choice.schedule and run.stages_per_rank == choice.stages_per_rank
         print(
@@ -192,33 +205,53 @@ def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None)
             f"{run.schedule}, {run.stages_per_rank} a rank{', as above' * own}"
         )
         if own and drawing:
-            drawing.parent.mkdir(parents=True, exist_ok=True)
-            drawing.write_text(to_svg(f"{job.blueprint.name}: {_named(choice)}", run.timeline), encoding="utf-8")
+            draw(drawing, f"{job.blueprint.name}: {named(choice)}", run)
             print(f"{drawing}: this pipeline over time")
 
 
 def _write(path: Path, config: Config, job: Job, cluster: Cluster, answer: Answer, command: list[str]) -> None:
     """The best layout that `check` accepts, as a configuration of its own."""
     for place in answer.best:
-        table, index, choice = _entry(answer, place)
-        planned = changed(config, choice, job, table.counts)
         try:
-            text, checked = to_text(planned, cluster.num_devices)
-            plan_model(checked)
+            write_layout(path, config, job, cluster, answer, place, command)
         except ConfigError as error:
-            print(f"{_named(choice)} is passed over: {error}", file=sys.stderr)
+            print(f"{named(_entry(answer, place)[2])} is passed over: {error}", file=sys.stderr)
             continue
-        seconds, peak = float(table.total[index]), float(table.peak[index]) / 2**30
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            f"# {_named(choice)}, on {cluster.name} ({cluster.num_devices} ranks).\n"
-            f"# Predicted: {seconds:.3f} s a step, {peak:.1f} GiB; rests on {cluster.rests_on}.\n"
-            f"# From: python -m torchtitan plan {shlex.join(command)} --cluster ...\n\n{text}",
-            encoding="utf-8",
-        )
-        said = {"seconds": seconds, "memory_gib": peak, "parts": _parts(answer, place), "rests_on": cluster.rests_on}
-        said["moved_bytes"] = dict(zip(("first rank", "last rank"), moved(job, table, index), strict=False))
-        path.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-        print(f"{path}, {path.with_suffix('.json')}: {_named(choice)}")
+        print(f"{path}, {path.with_suffix('.json')}: {named(_entry(answer, place)[2])}")
         return
     raise Refusal(f"--out {path}: none of the {len(answer.best)} best layouts passes check; use a larger --show")
+
+
+def write_layout(
+    path: Path,
+    config: Config,
+    job: Job,
+    cluster: Cluster,
+    answer: Answer,
+    place: tuple[int, int],
+    command: Sequence[str],
+) -> dict[str, Any]:
+    """A layout as a configuration, and its prediction beside it; raises ConfigError if `check` refuses it."""
+    table, index, choice = _entry(answer, place)
+    planned = changed(config, choice, job, table.counts, path.with_suffix(".json").name)
+    text, checked = to_text(planned, cluster.num_devices)
+    plan_model(checked)
+    seconds, peak = float(table.total[index]), float(table.peak[index]) / 2**30
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f"# {named(choice)}, on {cluster.name} ({cluster.num_devices} ranks).\n"
+        f"# Predicted: {seconds:.3f} s a step, {peak:.1f} GiB; rests on {cluster.rests_on}.\n"
+        f"# From: python -m torchtitan plan {shlex.join(command)} --cluster ...\n\n{text}",
+        encoding="utf-8",
+    )
+    said = {
+        "layout": named(choice),
+        "seconds": seconds,
+        "memory_gib": peak,
+        "parts": _parts(answer, place),
+        "moved_bytes": dict(zip(("first rank", "last rank"), moved(job, table, index), strict=False)),
+        "rests_on": cluster.rests_on,
+        "run": described(checked.model_dump()),
+    }
+    path.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    return said

@@ -1,0 +1,115 @@
+"""What a plan's numbers consist of, and its pipeline as a picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchtitan.models.operations import Attention, Exchange, Operation, Pass, Product, Share
+from torchtitan.planner.cluster import Cluster
+from torchtitan.planner.cost import Layout
+from torchtitan.planner.schedules import COLORS, Run, messages, to_svg
+from torchtitan.planner.search import Choice, Job
+from torchtitan.refusal import Refusal
+
+_SIZE, _ROW, _LEFT, _TOP = 1600, 26, 70, 30  # pixels of a PNG
+
+
+def operations(job: Job, cluster: Cluster, choice: Choice, counts: Mapping[int, Sequence[int]]) -> str:
+    """Seconds of each operation of a layer and of the ends, on one microbatch, and how often a rank does them."""
+    machine, rates = cluster.machine, cluster.machine.rates
+    assert job.blueprint.spec.operations is not None
+    work = job.blueprint.spec.operations(
+        job.blueprint.shape, Share(choice.microbatch, job.seq_len, choice.tp, choice.cp)
+    )
+    layout = Layout(
+        tp=choice.tp,
+        cp=choice.cp,
+        dp=choice.dp,
+        replicas=choice.replicas,
+        recompute=choice.recompute,
+        compiled=job.compiled,
+        float8=job.float8,
+        async_tp=job.async_tp,
+        wide=job.wide,
+    )
+    stages = counts[choice.pp * choice.stages_per_rank] if choice.pp > 1 else (work.num_layers,)
+    most = max(sum(stages[rank :: choice.pp]) for rank in range(choice.pp))
+    times = choice.microbatches * choice.passes
+    lines = [
+        f"a microbatch in milliseconds; the fullest rank computes {most} layers {times} times:",
+        f"  {'forward':>9} {'backward':>9} {'again':>9}  in a layer",
+    ]
+    for block, place in ((work.layer, "layer"), (work.ends, "ends")):
+        if place == "ends":
+            lines.append(f"  {'':>29}  after the last layer")
+        for one in block.operations:
+            again = float(machine.again((one,), layout)) if place == "layer" else 0.0
+            seconds = float(machine.forward(one, layout)), float(machine.backward(one, layout)), again
+            if any(seconds):
+                lines.append("  " + " ".join(f"{1000 * part:9.3f}" for part in seconds) + f"  {described(one)}")
+        if place == "layer":
+            lines.append(f"  {1000 * rates.layer:9.3f} {1000 * rates.layer:9.3f} {0:9.3f}  whatever a layer computes")
+            gather, scatter = (1000 * float(part) for part in machine.exchange(block.parameters, layout))
+            lines.append(
+                f"  {gather:9.3f} {choice.regathers * gather + scatter:9.3f} {0:9.3f}  FSDP, "
+                + ("once a pass" if choice.pp > 1 else f"of which {rates.hidden:.0%} can hide behind the layer")
+            )
+    return "\n".join(lines)
+
+
+def described(one: Operation) -> str:
+    if isinstance(one, Product):
+        times = f"{one.count} x " if one.count != 1 else ""
+        return f"{times}product [{one.rows:,.0f}, {one.inner:,.0f}] [{one.inner:,.0f}, {one.columns:,.0f}]"
+    if isinstance(one, Attention):
+        return f"attention, {one.flops / 1e9:,.1f} GFLOP"
+    if isinstance(one, Exchange):
+        return f"{one.count} x {one.kind} of {one.bytes / 2**20:,.1f} MiB over {one.axis}"
+    assert isinstance(one, Pass)
+    return f"passes over memory, {(one.forward + one.backward) / 2**20:,.1f} MiB"
+
+
+def consists_of(kind: str, kinds: Mapping[str, float], kept: float) -> list[tuple[str, float]]:
+    """The parts of a kind of bytes. The optimizer's two moments say how large a rank's own part of the weights is."""
+    size, own = kinds[kind], kinds["optimizer"] / 2
+    if kind == "parameters":
+        return [("own weights, 4 bytes each", min(own, size)), ("gathered or cast for products", size - own)]
+    if kind == "gradients":
+        return [("own, 4 bytes each", min(own, size)), ("whole, before their scatter", size - own)]
+    if kind == "optimizer":
+        return [("first moments", size / 2), ("second moments", size / 2)]
+    number = int(size // kept) if kept else 0
+    return [(f"kept for backward, as of {number} layers", number * kept), ("of this moment", size - number * kept)]
+
+
+def draw(path: Path, title: str, run: Run) -> None:
+    if path.suffix not in (".svg", ".png"):
+        raise Refusal(f"--drawing {path}: a drawing is an .svg or a .png; name one of these")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        path.write_text(to_svg(title, run.timeline, run.hop), encoding="utf-8")
+        return
+    from PIL import Image, ImageDraw
+
+    timeline = run.timeline
+    height = _TOP + _ROW * len(timeline.spans) + 40
+    image = Image.new("RGB", (_SIZE + 20, height), "white")
+    pen = ImageDraw.Draw(image)
+    scale = (_SIZE - _LEFT) / timeline.seconds
+    pen.text((5, 8), title, fill="black")
+    for rank, spans in enumerate(timeline.spans):
+        top = _TOP + _ROW * rank
+        stages = sorted({span.action.stage for span in spans})
+        pen.text((5, top + 6), f"rank {rank}", fill="black")
+        for span in spans:
+            left = _LEFT + span.begin * scale
+            right = max(left + 0.5, _LEFT + span.end * scale - 1)
+            pale = 0.6 * stages.index(span.action.stage) / len(stages)
+            color = [int(COLORS[span.action.kind][at : at + 2], 16) for at in (1, 3, 5)]
+            faded = tuple(round(part + (255 - part) * pale) for part in color)
+            pen.rectangle((left, top, right, top + _ROW - 4), fill=faded)
+    for rank, to, leaves in messages(timeline):
+        ends = [(_LEFT + at * scale, _TOP + _ROW * row + 11) for at, row in ((leaves, rank), (leaves + run.hop, to))]
+        pen.line(ends, fill=(90, 90, 90))
+    pen.text((_LEFT, height - 22), "0 s", fill="black")
+    pen.text((_SIZE - 40, height - 22), f"{timeline.seconds:.2f} s", fill="black")
+    image.save(path)
