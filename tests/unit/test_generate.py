@@ -19,12 +19,11 @@ from tests.tiny_runs import tiny_config, train_here
 from torchtitan.__main__ import main
 from torchtitan.data.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
-from torchtitan.models.rules import check_tensor_parallel
 from torchtitan.refusal import Refusal
 from torchtitan.training import model as models
 from torchtitan.training.data import holds_out
 from torchtitan.verbs.evaluate import resolve
-from torchtitan.verbs.generate import Sampling, build_model, generate, pick, stop_ids
+from torchtitan.verbs.generate import Sampling, build_model, check_tensor_parallel, generate, pick, stop_ids
 from torchtitan.weights.stored import open_model
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
     hidden, vocabulary = args.hidden_dim / tp, (args.vocab_size or 1) / tp
     stream = 2 * tokens * args.dim  # bytes of the residual stream
     inner = 2 * tokens * (heads + 2 * kv_heads) / tp
-    turned = 2 * tokens * (heads + kv_heads) / tp
+    turned, of_norms = 2 * tokens * (heads + kv_heads) / tp, 2 * args.dim + 2 * args.head_size * head_norms
     norms = (Pass(2 * turned, 3 * turned, again=_BY_OPERATION),) if head_norms else ()
     layer = Block(
         (
@@ -38,12 +38,9 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
             Product(tokens, args.dim, hidden, again=_HALF | _LAST),
             Exchange("scatter", stream, again=_LAST),
         ),
-        2 * args.dim * (heads + kv_heads) / tp
-        + 3 * args.dim * hidden
-        + 2 * args.dim
-        + (2 * args.head_size if head_norms else 0),
+        2 * args.dim * (heads + kv_heads) / tp + 3 * args.dim * hidden + of_norms,
         _kept(args, share, head_norms),
-        2 * args.dim + (2 * args.head_size if head_norms else 0),
+        of_norms,
         _working(args, share, head_norms),
     )
     ends = Block(

@@ -94,7 +94,6 @@ SHAPE_KEYS = (
 
 
 def find_specs(family: str | None = None) -> dict[str, ModelSpec]:
-    """One family, or by default all of the table."""
     return {name: find_spec(name) for name in ([family] if family else FAMILIES)}
 
 

@@ -16,19 +16,13 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
 
         yield from refusals(blueprint, config)
         return
-    refused = list(_tensor_parallel(blueprint, config))
+    refused = list(find_tensor_parallel_refusals(blueprint, config))
     yield from refused
     # If the degree is refused, checking lengths against it would only repeat the mistake.
     yield from _lengths(blueprint, config, tp=1 if refused else config.parallelism.tensor_parallel_degree)
     if config.parallelism.pipeline_parallel_degree > 1:
         yield from _pipeline(blueprint, config)
     yield from _float8(blueprint, config)
-
-
-def check_tensor_parallel(blueprint: Blueprint, config: Config) -> None:
-    """Refuse a degree of tensor parallelism that the model cannot take, for a program that does not train."""
-    if refusals := list(_tensor_parallel(blueprint, config)):
-        raise Refusal("; ".join(refusals))
 
 
 def _lengths(blueprint: Blueprint, config: Config, tp: int) -> Iterator[str]:
@@ -90,7 +84,7 @@ def _two_parts(config: Config) -> Iterator[str]:
             )
 
 
-def _tensor_parallel(blueprint: Blueprint, config: Config) -> Iterator[str]:
+def find_tensor_parallel_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
     yield from blueprint.spec.refusals(blueprint.shape, config)
     degree = config.parallelism.tensor_parallel_degree
     if degree > 1 and blueprint.spec.tensor_plan is None:

@@ -73,7 +73,8 @@ def _table(path: Path, tables: Mapping[str, Any], name: str, keys: Mapping[str, 
             raise Refusal(f"{where} lacks {key}; docs/planner.md has an example")
         if key == "name" or key not in table:
             continue
-        value, whole = table[key], name == "nodes"
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not value > 0:
+        value, whole, may_be_0 = table[key], name == "nodes", name == "rates"
+        is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not is_number or not (value > 0 or may_be_0 and value == 0):
             raise Refusal(f"{where} {key} = {value!r}; use a positive {'whole ' * whole}number")
     return table

@@ -5,7 +5,8 @@ gradients and activations, so the dry run's kinds of bytes are the same. `tests/
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -84,21 +85,31 @@ def _fullest(moments: dict[str, dict[str, Number]], own: np.ndarray, shards: np.
     return Held(np.max([sum(kinds.values()) for kinds in moments.values()], axis=0), at)
 
 
+def in_arrays(layout: Layout, length: int = 1) -> Layout:
+    """So many times the same layout, as the functions here take it."""
+    given = {field.name: getattr(layout, field.name) for field in fields(layout)}
+    numbers: dict[str, Any] = {name: np.full(length, n) for name, n in given.items() if type(n) in (int, float)}
+    return replace(layout, **numbers)
+
+
 def staged(
-    work: Work, layout: Layout, sized: Sizes, layers: Sequence[tuple[int, ...]], which: np.ndarray, first: bool
+    work: Work, layout: Layout, sized: Sizes, layers: Sequence[tuple[int, ...]], which: np.ndarray, rank: Number
 ) -> Held:
-    """The first or the last rank of a pipeline. `layers`: of each stage of the rank, by `which`.
+    """A rank of a pipeline. `layers`: of each stage of the rank, by `which`.
 
     Every moment is counts times sizes, so layouts with the same pipeline are one product of matrices.
     """
-    shards, rank = layout.dp * layout.cp, 0 if first else layout.pp - 1
-    sizes, kinds = sized
+    shards, (sizes, kinds) = layout.dp * layout.cp, sized
+    is_first, is_last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     sums = np.array([sum(own) for own in layers])[which]
-    every = sums * work.layer.parameters + (work.lookup if first else work.ends.parameters)
+    every = sums * work.layer.parameters + is_first * work.lookup + is_last * work.ends.parameters
     own, passed = 4 * every / shards, layout.passes > 1
     # torch's stages allocate a buffer for each message of a pass that they receive.
     always = _kinds(
-        own, np.where(passed, own, 0), 2 * own, work.sent * layout.microbatches * (2 * layout.stages_per_rank - 1)
+        own,
+        np.where(passed, own, 0),
+        2 * own,
+        work.sent * layout.microbatches * (2 * layout.stages_per_rank - is_first - is_last),
     )
 
     def counted(index: int) -> tuple[list[str], np.ndarray]:

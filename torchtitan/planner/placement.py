@@ -5,34 +5,19 @@ both directions of the link between them.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli
 
+from torchtitan.planner.network import Network, read_tables, to_network
 from torchtitan.refusal import Refusal
 
 _CANDIDATES = 32  # changes that are weighed at once
+_OPTIONAL = ("layers", "microbatches", "exchange_every", "overlap", "layer_tflop", "layer_gib", "waiting_gib")
 _MEANS, _HEAT = 0.3, 0.01  # of the search's energy
-
-
-@dataclass(frozen=True)
-class Network:
-    """Delay in seconds and bandwidth in Gbit/s, from each device (row) to each, and each device's region."""
-
-    delay: np.ndarray
-    bandwidth: np.ndarray
-    regions: tuple[str, ...]
-
-    def there_and_back(self, gigabytes: float) -> np.ndarray:
-        """Seconds; zero between a device and itself."""
-        one_way = self.delay + 8 * gigabytes / self.bandwidth
-        both = one_way + one_way.T
-        np.fill_diagonal(both, 0.0)
-        return both
 
 
 @dataclass(frozen=True)
@@ -43,6 +28,14 @@ class Job:
     per_stage: int
     gradients: float
     activations: float
+    # What our own objective knows beside; DT-FM's does not.
+    layers: int = 0  # of the model; 0: one a stage
+    microbatches: int = 1
+    exchange_every: float = 1.0  # steps
+    overlap: float = 0.0  # part of the exchange that is hidden
+    layer_tflop: float = 0.0  # of a layer and microbatch, forward and backward
+    layer_gib: float = 0.0  # memory of a layer, with its optimizer
+    waiting_gib: float = 0.0  # of a layer and microbatch that waits for its backward
 
 
 @dataclass(frozen=True)
@@ -210,34 +203,11 @@ def _greedy_path(edges: np.ndarray, start: int) -> tuple[float, list[int]]:
 
 def read_networks(path: Path) -> tuple[Job, list[tuple[str, Network, Mapping[str, Any]]]]:
     """The networks of a file, with what the file says of each: groups of devices and pairs of regions, or matrices."""
-    try:
-        tables = tomli.loads(path.read_text())
-    except (OSError, tomli.TOMLDecodeError) as error:
-        raise Refusal(f"{path} cannot be read as TOML: {error}") from None
+    tables = read_tables(path)
     try:
         said = tables["job"]
-        job = Job(said["stages"], said["devices_per_stage"], said["c_dp"], said["c_pp"])
-        return job, [(case.get("name", "network"), _network(case), case) for case in tables["case"]]
+        more = {key: said[key] for key in _OPTIONAL if key in said}
+        job = Job(said["stages"], said["devices_per_stage"], said["c_dp"], said["c_pp"], **more)
+        return job, [(case.get("name", "network"), to_network(case), case) for case in tables["case"]]
     except KeyError as error:
         raise Refusal(f"{path} has no {error}; docs/planner.md describes the format") from None
-
-
-def _network(case: Mapping[str, Any]) -> Network:
-    if "delay_ms" in case:
-        delay, bandwidth = np.array(case["delay_ms"], float) / 1e3, np.array(case["gbit"], float)
-        return Network(delay, bandwidth, tuple(case.get("regions", map(str, range(len(delay))))))
-    groups = [(number, group) for number, group in enumerate(case["groups"]) for _ in range(group["devices"])]
-    links = [[_link(case, one, other) for other in groups] for one in groups]
-    both = np.array(links, float)
-    return Network(both[..., 0] / 1e3, both[..., 1], tuple(group["region"] for _, group in groups))
-
-
-def _link(case: Mapping[str, Any], one: tuple[int, Mapping], other: tuple[int, Mapping]) -> Sequence[float]:
-    if one[0] == other[0]:
-        return one[1]["inside"]
-    names = one[1]["region"], other[1]["region"]
-    pairs = case.get("pairs", {})
-    found = pairs.get("-".join(names)) or pairs.get("-".join(reversed(names))) or case.get("outside")
-    if found is None:
-        raise Refusal(f"the network says nothing of {names[0]} and {names[1]}; give the pair, or `outside`")
-    return found

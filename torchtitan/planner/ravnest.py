@@ -42,6 +42,14 @@ def unevenness(clusters: Sequence[Sequence[Provider]]) -> int:
     return max(times) - min(times)
 
 
+def rewarded_cost(clusters: Sequence[Sequence[Provider]], model_megabytes: float) -> float:
+    """Seconds of the slowest cluster, over how many train at once: the count is rewarded. Memory that lacks costs as
+    it does Ravnest."""
+    lacking = ravnest_cost(clusters, model_megabytes) - unevenness(clusters)
+    slowest = max(sum(p.megabytes / p.megabits for p in cluster) for cluster in clusters)
+    return lacking + slowest / len(clusters)
+
+
 def form_clusters(providers: Sequence[Provider], model_megabytes: float) -> list[list[Provider]]:
     """As many clusters as can hold the model, up to Ravnest's five, and among those as even as a local search finds.
 
@@ -53,13 +61,13 @@ def form_clusters(providers: Sequence[Provider], model_megabytes: float) -> list
             f"{model_megabytes / 1024:.1f}; add providers"
         )
     for count in range(min(MOST_CLUSTERS, len(providers)), 0, -1):
-        clusters = _spread(providers, count, model_megabytes)
+        clusters = spread(providers, count, model_megabytes)
         if ravnest_cost(clusters, model_megabytes) == unevenness(clusters):  # none lacks memory
             return clusters
     raise AssertionError("one cluster of all holds the model")
 
 
-def _spread(providers: Sequence[Provider], count: int, model_megabytes: float) -> list[list[Provider]]:
+def spread(providers: Sequence[Provider], count: int, model_megabytes: float) -> list[list[Provider]]:
     """The largest first, each to the cluster that has least; then moves and swaps while they lower the cost."""
     clusters: list[list[Provider]] = [[] for _ in range(count)]
     for provider in sorted(providers, key=lambda p: -p.megabytes):

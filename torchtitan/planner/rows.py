@@ -5,7 +5,7 @@ table of [hardware], models by family and flavor). A row of either may say more 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from torchtitan.config.keys import Keys
 from torchtitan.models.operations import Attention, Share, Work
 from torchtitan.models.published import NAMES, read_work
 from torchtitan.planner import megatron
-from torchtitan.planner.calibrate import fit as fit
 from torchtitan.planner.cost import Device, Layout, Machine, Rates, Seconds, step
-from torchtitan.planner.memory import sizes_of, staged, whole
+from torchtitan.planner.memory import in_arrays, sizes_of, staged, whole
 from torchtitan.refusal import Refusal
 
 _INSIDE = {"A100": 300, "A800": 200, "H100": 450, "H200": 450, "H800": 200, "H20": 450, "GH200": 450}  # NVLink, GB/s
@@ -82,16 +81,14 @@ class Row:
         if not layout.shards:
             return megatron.held(work, layout)
         pp, stages = int(layout.pp), int(layout.pp) * int(layout.stages_per_rank)
-        given = {field.name: getattr(layout, field.name) for field in fields(layout)}
-        numbers: dict[str, Any] = {k: np.array([n]) for k, n in given.items() if type(n) in (int, float)}
-        layout = replace(layout, **numbers)
+        layout = in_arrays(layout)
         if pp == 1:
             return whole(work, layout).at(0)[1]
         each, rest = divmod(int(work.num_layers), stages)
         counts = [each + (stage < rest) for stage in range(stages)]
         sized, one = sizes_of(work, layout), np.zeros(1, int)
         first, last = tuple(counts[::pp]), tuple(counts[pp - 1 :: pp])
-        ranks = staged(work, layout, sized, [first], one, True), staged(work, layout, sized, [last], one, False)
+        ranks = staged(work, layout, sized, [first], one, 0), staged(work, layout, sized, [last], one, pp - 1)
         return max(ranks, key=lambda held: float(held.peak[0])).at(0)[1]
 
 

@@ -168,7 +168,7 @@ def evaluate(
     if (pp == 1).all():
         return Table(c, recompute, seconds, (whole(work, layout),), counts, _kept(work, recompute))
     sized = sizes_of(work, layout)
-    held = tuple(staged(work, layout, sized, [each[end] for each in of_ranks], which, end == 0) for end in (0, -1))
+    held = tuple(staged(work, layout, sized, [e[end] for e in of_ranks], which, end * (1 - pp)) for end in (0, -1))
     return Table(c, recompute, seconds, held, counts, _kept(work, recompute))
 
 

@@ -33,7 +33,8 @@ def traffic(work: Work, layout: Layout, layers: Sequence[int], rank: int, is_tie
     stages[-1] += is_last * (work.ends.parameters - (not piped and is_tied) * work.lookup)
     if shards > 1:
         times = _gathers(layout, rank) if piped else [1]
-        again = 0 if piped else layout.regathers * work.layer.parameters * sum(layers)
+        # The last unit stays gathered: the output layer, or where it is tied, the last layer.
+        again = 0 if piped else layout.regathers * work.layer.parameters * (sum(layers) - is_tied)
         gathered = again + sum(size * number for size, number in zip(stages, times, strict=True))
         moved["all-gather"] += 2 * gathered * exchanges
         moved["reduce-scatter"] += 4 * sum(stages) * exchanges

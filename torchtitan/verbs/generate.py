@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.config.schema import Config
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.hardware import read_place
 from torchtitan.models.layers import exchange_attention
-from torchtitan.models.rules import check_tensor_parallel
+from torchtitan.models.rules import find_tensor_parallel_refusals
+from torchtitan.models.spec import Blueprint
 from torchtitan.parallel.parts import tie
 from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import split_tensors
@@ -149,6 +151,12 @@ def stop_ids(assets: Path, tokenizer: Tokenizer) -> set[int]:
     if not all(type(i) is int for i in ids):
         raise Refusal(f"{path}: eos_token_id = {str(named)[:80]} is no id and no list of ids; correct it")
     return {tokenizer.eos_id, *ids}
+
+
+def check_tensor_parallel(blueprint: Blueprint, config: Config) -> None:
+    """Refuse a degree of tensor parallelism that the model cannot take, for a program that does not train."""
+    if refusals := list(find_tensor_parallel_refusals(blueprint, config)):
+        raise Refusal("; ".join(refusals))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layout.add_argument("--repeats", type=int, default=1, help="runs of each (default: %(default)s)")
     layout.add_argument("--steps", type=int, default=8, help="of such a run (default: %(default)s)")
     layout.add_argument("--minutes", type=float, default=20, help="that --verify may take (default: %(default)s)")
-    layout.add_argument("--seed", type=int, default=0, help="of the others' draw and of the order (default: 0)")
+    layout.add_argument("--seed", type=int, default=0, help="of draws and searches (default: %(default)s)")
     layout.add_argument("--runs", type=Path, default=Path("outputs/verify"), metavar="FOLDER", help="of --verify")
     layout.epilog = "After --: options of train.py; keys of the layout that are given there stay as they are."
 
@@ -41,15 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place = verbs.add_parser("place", help="which device serves which pipeline stage, on a network of unlike links")
     place.add_argument("file", type=Path, metavar="FILE", help="networks as TOML, or Ravnest's node_configs.json")
     place.add_argument("--model_gb", type=float, help="memory that the model needs, for Ravnest's clusters")
+    place.add_argument(
+        "--objective",
+        choices=("all", "dtfm", "ours", "ravnest"),
+        default="all",
+        help="what is lowered: DT-FM's cost, our own, or Ravnest's clusters (default: the first two)",
+    )
+    place.add_argument("--drawing", type=Path, metavar="FILE.svg", help="draw the first network's map of stages")
     place.add_argument("--seed", type=int, default=0, help="of the search (default: %(default)s)")
-    place.add_argument("--restarts", type=int, default=2, help="from random placements (default: %(default)s)")
+    place.add_argument("--restarts", type=int, default=6, help="from random placements (default: %(default)s)")
+    place.add_argument("--steps", type=int, default=4000, help="of each search at length (default: %(default)s)")
 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     if args.what == "layout":
-        from torchtitan.verbs import plan_layout
-
-        plan_layout.run(args, options)
+        _layout(args, options)
     elif args.what == "measured":
         from torchtitan.observe.planned import report
         from torchtitan.verbs.runs import read_config
@@ -59,42 +65,26 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
         from torchtitan.verbs import plan_rows
 
         plan_rows.run(args)
-    elif args.file.suffix == ".json":
-        _clusters(args)
     else:
-        _place(args)
+        from torchtitan.verbs import plan_place
+
+        plan_place.run(args)
 
 
-def _place(args: argparse.Namespace) -> None:
-    import numpy as np
+def _layout(args: argparse.Namespace, options: Sequence[str]) -> None:
+    from torchtitan.planner.network import is_unlike
 
-    from torchtitan.planner.placement import Placement, read_networks
+    if is_unlike(args.cluster):
+        from torchtitan.verbs import plan_unlike
 
-    job, networks = read_networks(args.file)
-    for name, network, said in networks:
-        placement, chance = Placement(network, job), np.random.default_rng(args.seed)
-        drawn = [placement.cost(placement.random(chance)) for _ in range(20)]
-        found = placement.search(args.seed, restarts=args.restarts)
-        listed = placement.cost(np.arange(len(network.regions)).reshape(job.num_stages, -1))
-        known = f", best known {said['best_known']:.2f}" if "best_known" in said else ""
-        print(f"{name}: {found.cost:.2f} s a step; as listed {listed:.2f}, random {np.mean(drawn):.2f}{known}")
-        for number, stage in enumerate(found.stages):
-            regions = [network.regions[device] for device in stage]
-            counts = ", ".join(f"{regions.count(region)} {region}" for region in dict.fromkeys(sorted(regions)))
-            print(f"  stage {number}: devices {' '.join(map(str, sorted(stage)))} ({counts})")
+        if unknown := [name for name in ("verify", "explain", "schedules") if getattr(args, name) not in (None, False)]:
+            raise Refusal(f"--{unknown[0]} is for like nodes, but {args.cluster} has unlike ones; leave it out")
+        plan_unlike.run(args, options)
+        return
+    from torchtitan.verbs import plan_layout
 
+    answered = plan_layout.run(args, options)
+    if args.verify is not None:
+        from torchtitan.verbs.plan_verify import verify
 
-def _clusters(args: argparse.Namespace) -> None:
-    from torchtitan.planner.ravnest import form_clusters, ravnest_cost, read_providers
-
-    providers = read_providers(args.file)
-    if args.model_gb is None:
-        raise Refusal(f"{args.file} has providers; say with --model_gb how much memory the model needs")
-    size = args.model_gb * 1024
-    clusters = form_clusters(providers, size)
-    print(
-        f"{len(clusters)} clusters, each of which holds the model; Ravnest's cost {ravnest_cost(clusters, size):,.0f}"
-    )
-    for number, cluster in enumerate(clusters):
-        memory = sum(provider.megabytes for provider in cluster) / 1024
-        print(f"  cluster {number}: {memory:.0f} GB, nodes {', '.join(sorted((p.name for p in cluster), key=str))}")
+        verify(args, options, *answered)

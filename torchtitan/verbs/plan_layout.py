@@ -27,13 +27,13 @@ from torchtitan.verbs.plan_look import consists_of, operations
 _BAR = 30
 
 
-def run(args: argparse.Namespace, options: Sequence[str]) -> None:
+def run(args: argparse.Namespace, options: Sequence[str]) -> tuple[Config, Job, Cluster, Answer]:
     began = time.perf_counter()
     cluster = read_cluster(args.cluster)
     config, blueprint = load_run_or_exit(["--job.config_file", args.file, *options], None, 0, prog="plan")
     if args.show < 1:
         raise Refusal(f"--show {args.show}: use 1 or more")
-    job = _job(config, blueprint, cluster, options)
+    job = job_of(config, blueprint, cluster.num_devices, options)
     answer = search(job, cluster, max(args.show, args.verify or 0))
     print(
         f"{config.job.description} on {cluster.name}: {job.global_batch} sequences of {job.seq_len:,} tokens a step\n"
@@ -57,15 +57,12 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
         print(_what_if(job, cluster, answer))
     if args.schedules or args.drawing:
         _pipelines(job, cluster, answer, args.drawing)
-    if args.verify is not None:
-        from torchtitan.verbs.plan_verify import verify
-
-        verify(args, options, config, job, cluster, answer)
     if args.out:
         _write(args.out, config, job, cluster, answer, [args.file, *options])
+    return config, job, cluster, answer
 
 
-def _job(config: Config, blueprint: Blueprint, cluster: Cluster, options: Sequence[str]) -> Job:
+def job_of(config: Config, blueprint: Blueprint, num_devices: int, options: Sequence[str]) -> Job:
     if blueprint.spec.operations is None:
         raise Refusal(
             f"{config.model.name} does not say what it computes; give its ModelSpec operations (docs/planner.md)"
@@ -77,9 +74,7 @@ def _job(config: Config, blueprint: Blueprint, cluster: Cluster, options: Sequen
     batch = config.training.global_batch_size
     if batch == -1:
         try:
-            batch = plan_batch(
-                config.training, plan_layout(config.parallelism, cluster.num_devices).dp
-            ).global_batch_size
+            batch = plan_batch(config.training, plan_layout(config.parallelism, num_devices).dp).global_batch_size
         except Refusal as error:
             raise Refusal(f"{error}; or say training.global_batch_size, which every layout keeps") from None
     return Job(
