@@ -39,7 +39,7 @@ def test_megatron_from_175b_to_1t_is_predicted_from_two_rows_of_22b(most: int) -
 def test_torchtitan_on_h100_is_predicted_from_nine_rows() -> None:
     """Any nine; also which of two like runs is the faster, and what interleaving gains at 405B."""
     draw, errors, wrong = random.Random(0), [], 0
-    for _ in range(40):
+    for _ in range(16):
         known = draw.sample(H100, 9)
         rates, _ = fit(known, 7)
         errors.append(mean_error([row for row in H100 if row not in known], rates))
@@ -48,7 +48,7 @@ def test_torchtitan_on_h100_is_predicted_from_nine_rows() -> None:
         pairs = [(a, b) for a, b in itertools.combinations(H100, 2) if a.group == b.group]
         wrong += sum((a.seconds < b.seconds) != (seconds[a.name] < seconds[b.name]) for a, b in pairs)
     assert statistics.median(errors) <= 0.08
-    assert wrong <= 0.02 * 40 * len(pairs)
+    assert wrong <= 0.02 * len(errors) * len(pairs)
     rates, _ = fit(H100, 7)
     assert all((a.seconds < b.seconds) == (a.predict(rates).total < b.predict(rates).total) for a, b in pairs)
 
