@@ -69,7 +69,7 @@ def _of_steps(machine: Machine, every: Sequence[Found]) -> Rates:
     """Bytes of an update, passes without a compiler, and a layer's own time, so that a small model's steps come out."""
     rates, steps = machine.rates, [*zip(*(found["steps"] for found in every), strict=True)]
     seconds = np.array([median(each["step"] for each in same) for same in steps])
-    layout = Layout(dp=len(every), compiled=False)
+    layout = Layout(dp=len(every), compiled=False, wide=2.0 if every[0]["dtype"] == "float32" else 1.0)
     works = []
     for same in steps:
         blueprint, update = find_model(Model(**same[0]["model"])), median(each["update"] for each in same)
