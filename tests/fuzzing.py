@@ -4,6 +4,7 @@ python -m tests.fuzzing --count 10000 --seed 1      by hand; the suite does a fe
 """
 
 import argparse
+import contextlib
 import copy
 import json
 import random
@@ -15,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tomli
+import tomli_w
+
 from tests.tiny_runs import tiny_config
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.data.prepare import prepare
@@ -25,6 +29,11 @@ from torchtitan.models.downloads import find_download
 from torchtitan.models.families import find_specs, load_run_or_exit
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
+from torchtitan.planner.cluster import read_cluster
+from torchtitan.planner.network import read_cluster_network
+from torchtitan.planner.placement import read_networks
+from torchtitan.planner.ravnest import read_providers
+from torchtitan.planner.rows import read_rows
 from torchtitan.refusal import Refusal
 from torchtitan.verbs.generate import stop_ids
 
@@ -80,6 +89,9 @@ class Target:
         data = damage_text(self.whole, chance)
         if self.file.suffix == ".json" and chance.random() < 0.7:
             data = json.dumps(damage_json(json.loads(self.whole), chance)).encode("utf-8", "surrogatepass")
+        if self.file.suffix == ".toml" and chance.random() < 0.7:
+            with contextlib.suppress(TypeError, UnicodeEncodeError):  # a value that TOML cannot say
+                data = tomli_w.dumps(damage_json(tomli.loads(self.whole.decode()), chance)).encode()
         self.file.write_bytes(data)
         try:
             self._read(self.folder)
@@ -168,7 +180,27 @@ def make_targets(folder: Path) -> dict[str, Target]:
     (folder / "toml").mkdir()
     shutil.copy(ROOT / "train_configs/llama3_8b.toml", folder / "toml/a.toml")
     add("toml", "a.toml", lambda folder: load_run_or_exit(["--job.config_file", str(folder / "a.toml")], 8, rank=0))
+    add_planners(folder, add)
     return targets
+
+
+def add_planners(folder: Path, add: Callable[[str, str, Callable[[Path], object]], None]) -> None:
+    unlike = {"region": "a", "devices": 4, "inside": [0.1, 100.0], "kind": "A100", "memory_gib": 40}
+    groups = [unlike, {**unlike, "region": "b", "tflops": 120.0}]
+    planning = ROOT / "tests/assets/planning"
+    for name, text, read in (
+        ("cluster", (ROOT / "clusters/cpu_1x2.toml").read_text(), read_cluster),
+        ("unlike", tomli_w.dumps({"groups": groups, "pairs": {"a-b": [90.0, 1.0]}}), read_cluster_network),
+        ("networks", (planning / "dtfm_networks.toml").read_text(), read_networks),
+        ("selene", (planning / "megatron_selene.toml").read_text(), read_rows),
+        ("tables", (planning / "torchtitan_tables.toml").read_text(), read_rows),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "a.toml").write_text(text)
+        add(name, "a.toml", lambda folder, read=read: read(folder / "a.toml"))
+    (folder / "ravnest").mkdir()
+    shutil.copy(planning / "ravnest_clusters.json", folder / "ravnest/a.json")
+    add("ravnest", "a.json", lambda folder: read_providers(folder / "a.json"))
 
 
 def attack_all(folder: Path, count: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:

@@ -8,6 +8,7 @@ from typing import Any
 import tomli
 
 from torchtitan.planner.cost import Device, Machine, Rates
+from torchtitan.planner.network import describes
 from torchtitan.refusal import Refusal
 
 # Keys of each table: name -> whether it must be there.
@@ -39,23 +40,24 @@ def read_cluster(path: Path) -> Cluster:
     values = {name: _table(path, tables, name, keys) for name, keys in _TABLES.items()}
     if unknown := set(tables) - set(_TABLES) - {"name", "rests_on", "probe", "case"}:
         raise Refusal(f"--cluster {path} has an unknown {sorted(unknown)[0]}; use {', '.join(_TABLES)}")
-    device, nodes, links, rates = values["device"], values["nodes"], values["links"], values["rates"]
-    sheet = Device(
-        flops=device["tflops"] * 1e12,
-        memory_bandwidth=device["memory_gbytes_per_second"] * 1e9,
-        inside=links["inside_gbytes_per_second"] * 1e9,
-        between=links["between_gbit_per_device"] / 8 * 1e9,
-        per_node=nodes["devices"],
-    )
-    return Cluster(
-        name=str(tables.get("name", path.stem)),
-        device_name=str(device["name"]),
-        num_devices=nodes["count"] * nodes["devices"],
-        memory_bytes=device["memory_gib"] * 2**30,
-        machine=Machine(sheet, Rates(**rates)),
-        rests_on=str(tables.get("rests_on", "the data sheet"))
-        + (f", with {len(rates)} rates of its own" * bool(rates)),
-    )
+    with describes(path, "cluster"):
+        device, nodes, links, rates = values["device"], values["nodes"], values["links"], values["rates"]
+        sheet = Device(
+            flops=device["tflops"] * 1e12,
+            memory_bandwidth=device["memory_gbytes_per_second"] * 1e9,
+            inside=links["inside_gbytes_per_second"] * 1e9,
+            between=links["between_gbit_per_device"] / 8 * 1e9,
+            per_node=nodes["devices"],
+        )
+        return Cluster(
+            name=str(tables.get("name", path.stem)),
+            device_name=str(device["name"]),
+            num_devices=nodes["count"] * nodes["devices"],
+            memory_bytes=device["memory_gib"] * 2**30,
+            machine=Machine(sheet, Rates(**rates)),
+            rests_on=str(tables.get("rests_on", "the data sheet"))
+            + (f", with {len(rates)} rates of its own" * bool(rates)),
+        )
 
 
 def _table(path: Path, tables: Mapping[str, Any], name: str, keys: Mapping[str, bool]) -> dict[str, Any]:

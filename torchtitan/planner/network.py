@@ -1,6 +1,7 @@
 """Networks of unlike devices and links, as files describe them: groups and pairs, matrices, or Ravnest's nodes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import tomli
 from torchtitan.refusal import Refusal
 
 _ALIKE = ("kind", "tflops", "memory_gib", "memory_gbytes_per_second", "inside_gbytes_per_second")
+_MOST = 4096  # nodes: their links are matrices
 _UNLIKE_KEYS = {"groups", "delay_ms", "case"}
 
 
@@ -23,6 +25,12 @@ class Sheet:
     memory_gib: float | None = None
     memory_gbytes_per_second: float | None = None
     inside_gbytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in _ALIKE[1:]:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 0 < value < float("inf")):
+                raise Refusal(f"{name} = {value!r}; use a positive number")
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,20 @@ def read_tables(path: Path) -> dict[str, Any]:
         raise Refusal(f"{path} cannot be read as TOML: {error}") from None
 
 
+@contextmanager
+def describes(path: Path, what: str) -> Iterator[None]:
+    """Refuse a file in which a value is of another kind than it should be."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except KeyError as error:
+        raise Refusal(f"{path} has no {error}; docs/planner.md describes the format") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+        raise Refusal(f"{path} describes no {what} ({wrong}); docs/planner.md describes the format") from None
+
+
 def is_unlike(path: Path) -> bool:
     """Whether a cluster file lists unlike nodes or links; a file of like nodes has one [device]."""
     if path.suffix == ".json":
@@ -85,13 +107,11 @@ def read_cluster_network(path: Path) -> tuple[str, Network, str]:
     if path.suffix == ".json":
         return path.stem, ravnest_network(path), "Ravnest's file: bandwidth by node; it says nothing of speed and delay"
     tables = read_tables(path)
-    cases = tables.get("case", [tables])
-    if len(cases) != 1:
-        raise Refusal(f"--cluster {path} has {len(cases)} cases; a cluster is one, so keep one [[case]]")
-    try:
+    with describes(path, "cluster"):
+        cases = tables.get("case", [tables])
+        if len(cases) != 1:
+            raise Refusal(f"--cluster {path} has {len(cases)} cases; a cluster is one, so keep one [[case]]")
         network = to_network(cases[0])
-    except KeyError as error:
-        raise Refusal(f"--cluster {path} has no {error}; docs/planner.md describes the format") from None
     return (
         str(cases[0].get("name", path.stem)),
         network,
@@ -111,6 +131,8 @@ def to_network(case: Mapping[str, Any]) -> Network:
         sheets = tuple(_sheet(case, number, count) for number in range(count))
         per_node = int(case.get("per_node", 1))
     else:
+        if (asked := sum(map(_nodes, case["groups"]))) > _MOST:
+            raise Refusal(f"groups have {asked} nodes; at most {_MOST} are planned, so make nodes of several devices")
         groups = [(number, group) for number, group in enumerate(case["groups"]) for _ in range(_nodes(group))]
         links = np.array([[_link(case, one, other) for other in groups] for one in groups], float)
         delay, bandwidth, count = links[..., 0] / 1e3, links[..., 1], len(groups)

@@ -27,7 +27,7 @@ def read_providers(path: Path) -> list[Provider]:
             Provider(name, int(node["benchmarks"]["ram"] * 1024), node["benchmarks"]["bandwidth"])
             for name, node in nodes.items()
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise Refusal(f"{path} is not a node_configs.json of Ravnest: {type(error).__name__}: {error}") from None
 
 

@@ -18,6 +18,7 @@ from torchtitan.models.published import NAMES, read_work
 from torchtitan.planner import megatron
 from torchtitan.planner.cost import Device, Layout, Machine, Rates, Seconds, step
 from torchtitan.planner.memory import in_arrays, sizes_of, staged, whole
+from torchtitan.planner.network import describes
 from torchtitan.refusal import Refusal
 
 _INSIDE = {"A100": 300, "A800": 200, "H100": 450, "H200": 450, "H800": 200, "H20": 450, "GH200": 450}  # NVLink, GB/s
@@ -112,7 +113,8 @@ def read_rows(path: Path, leave_out: Iterable[str] = ()) -> list[Row]:
     named = {name_of(row, i): row for i, row in enumerate(tables["row"], 1)}
     if len(named) < len(tables["row"]):
         raise Refusal(f"{path} has two rows with one name; give each its own")
-    return [_row(path, tables, name, row) for name, row in named.items() if name not in leave_out]
+    with describes(path, "runs"):
+        return [_row(path, tables, name, row) for name, row in named.items() if name not in leave_out]
 
 
 def _row(path: Path, tables: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> Row:
