@@ -32,7 +32,8 @@ from torchtitan.parallel.float8 import apply_float8, float8_plan, update_float8_
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.parallel.tensor import overlap_communication
 from torchtitan.refusal import Refusal
-from torchtitan.training import model, start
+from torchtitan.training import model
+from torchtitan.training import run as run_module
 from torchtitan.training.any import run as any_run
 from torchtitan.training.loss import cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer
@@ -167,14 +168,14 @@ def train_with_a_bad_batch(
         return summed * math.nan if rank == 1 and calls in bad_calls else summed
 
     calls = 0
-    build_plain_loss = start.build_loss
-    start.build_loss = lambda compile_: loss  # type: ignore[assignment]
+    build_plain_loss = run_module.build_loss
+    run_module.build_loss = lambda compile_: loss  # type: ignore[assignment]
     try:
         train(rank, world_size, folder, overrides)
     except NotFiniteError as error:
         return str(error)
     finally:
-        start.build_loss = build_plain_loss
+        run_module.build_loss = build_plain_loss
     return ""
 
 
