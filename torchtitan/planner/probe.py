@@ -32,14 +32,18 @@ def link(points: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def _fit(one: np.ndarray, other: np.ndarray, values: np.ndarray, base: Any = 0.0) -> tuple[float, float]:
-    """The positive factors of two columns, whose sum above a base comes nearest to the values by relative error."""
+    """The positive factors of two columns, whose sum above a base comes nearest to the values by relative error.
+
+    A column of zeros has the factor 0: the values say nothing of it.
+    """
     columns, rest = np.stack([one, other], 1) / values[:, None], 1 - np.asarray(base) / values
     best = np.linalg.lstsq(columns, rest, rcond=None)[0]
     if best.min() <= 0:  # one of them alone
-        alone = np.array([max(0.0, column @ rest / (column @ column)) for column in columns.T])
+        alone = np.array([max(0.0, column @ rest / ((column @ column) or 1.0)) for column in columns.T])
         errors = [float(((column * factor - rest) ** 2).sum()) for column, factor in zip(columns.T, alone, strict=True)]
         best = np.where(np.arange(2) == np.argmin(errors), alone, 0.0)
-    first, second = np.maximum(best, 1e-12 * np.abs(values).max() / np.abs([one, other]).max(axis=1))
+    largest = np.abs([one, other]).max(axis=1)
+    first, second = np.maximum(best, 1e-12 * np.abs(values).max() / np.where(largest, largest, np.inf))
     return float(first), float(second)
 
 
@@ -87,7 +91,8 @@ def _of_steps(machine: Machine, every: Sequence[Found]) -> Rates:
         now = totals(passes, own)
         slopes = totals(passes * 1.001, own) - now, totals(passes, own * 1.001) - now
         slopes = slopes[0] / (0.001 * passes), slopes[1] / (0.001 * own)
-        passes, own = _fit(*slopes, seconds, now - slopes[0] * passes - slopes[1] * own)
+        found = _fit(*slopes, seconds, now - slopes[0] * passes - slopes[1] * own)
+        passes, own = found[0] or passes, found[1] or own
     return replace(rates, unfused=passes, layer=own)
 
 
