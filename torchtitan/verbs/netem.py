@@ -17,20 +17,26 @@ from torchtitan.verbs.netem_sites import Sites
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", type=Path, nargs="?", metavar="FILE", help="a network as TOML, as `plan place` reads it"
+        "file", type=Path, nargs="?", metavar="FILE", help="Emulate this network (TOML, as `plan place` reads it)"
     )
-    parser.add_argument("--case", help="name or number of the network, where the file has several")
+    parser.add_argument("--case", help="Choose a network by name or number, if the file has several")
     parser.add_argument(
-        "--order", default="", help="sites in the order of NODE_RANK, such as 3,1,0,2, or a file of them (or of names)"
+        "--order", default="", help="List sites by NODE_RANK, as numbers or names, such as 3,1,0,2, or name a file"
     )
-    parser.add_argument("--rate_factor", type=float, default=1.0, help="multiplies every rate (default: %(default)s)")
-    parser.add_argument("--measure", type=int, default=24, metavar="N", help="links to measure first, at most; 0: all")
-    parser.add_argument("--anyway", action="store_true", help="go on even if a measured link is more than 10 %% off")
-    parser.add_argument("--port", type=int, default=29500, help="MASTER_PORT (default: %(default)s)")
-    parser.add_argument("--interface", help="instead of sites: slow down what this interface sends, while COMMAND runs")
-    parser.add_argument("--gbit", type=float, help="rate of --interface in Gbit/s")
-    parser.add_argument("--delay_ms", type=float, default=0.0, help="delay of --interface (default: %(default)s)")
-    parser.epilog = "After --: the command. It gets NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NGPU=1 and SITE."
+    parser.add_argument(
+        "--rate_factor", type=float, default=1.0, help="Multiply every rate by this (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--measure", type=int, default=24, metavar="N", help="Measure at most N links first; 0 measures all"
+    )
+    parser.add_argument("--anyway", action="store_true", help="Continue even if a measured link is more than 10 %% off")
+    parser.add_argument("--port", type=int, default=29500, help="Set MASTER_PORT (default: %(default)s)")
+    parser.add_argument("--interface", help="Slow down what this interface sends, instead of sites")
+    parser.add_argument("--gbit", type=float, help="Limit --interface to this many Gbit/s")
+    parser.add_argument("--delay_ms", type=float, default=0.0, help="Delay --interface by this many ms (%(default)s)")
+    parser.epilog = (
+        "Give the command after --. The command gets NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NGPU=1 and SITE."
+    )
 
 
 def run(args: argparse.Namespace, command: Sequence[str]) -> int:

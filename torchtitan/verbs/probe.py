@@ -15,12 +15,15 @@ from torchtitan.refusal import Refusal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, default=Path("clusters/here.toml"), help="the cluster file (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("clusters/here.toml"),
+        help="Write the cluster file here (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        help="training.mixed_precision_param of the runs to plan (default: what multiplies faster here)",
+        help="Give the mixed_precision_param of the runs to plan (default: the one that multiplies faster here)",
     )
     parser.epilog = "NGPU says how many processes to start, as for ./run_llama_train.sh: one a GPU, or one on a CPU."
 
