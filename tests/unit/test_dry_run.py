@@ -23,14 +23,14 @@ from torchtitan.models.families import load_run, plan_model
 from torchtitan.models.layers import FeedForward
 from torchtitan.models.llama.args import LlamaArgs, parts
 from torchtitan.models.llama.model import TransformerBlock
-from torchtitan.planner import dry_run as planner
 from torchtitan.planner import fit
-from torchtitan.planner.dry_run import bars, verdict
 from torchtitan.planner.estimate import Estimate, derived, estimate, with_counts
 from torchtitan.planner.fit import what_is_cut
 from torchtitan.planner.footprint import Footprint
 from torchtitan.planner.replay import Replay
 from torchtitan.planner.structure import structure
+from torchtitan.verbs import dry_run_report
+from torchtitan.verbs.dry_run_report import bars, verdict
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "train_configs").glob("*.toml"))
 UNCOMPILED = ("--compile.no_enable", "--parallelism.no_enable_async_tensor_parallel")
@@ -79,7 +79,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def dry_run(config: Config, place: Place) -> list[Estimate]:
-    return planner.dry_run(config, plan_model(config), place)
+    return dry_run_report.dry_run(config, plan_model(config), place)
 
 
 def estimate_tiny(world_size: int, rank: int = 0, replay: bool = True, **overrides: Any) -> Estimate:

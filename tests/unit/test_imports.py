@@ -232,7 +232,7 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.training.step", "from torchtitan.models.llama.model import Transformer"),
         ("torchtitan.training.start", "from train import main"),
         ("torchtitan.training.start", "from torchtitan.verbs.generate import sample"),
-        ("train", "from torchtitan.planner.dry_run import dry_run"),
+        ("train", "from torchtitan.planner.estimate import estimate"),
         ("torchtitan.elsewhere", "import os"),
     ],
 )

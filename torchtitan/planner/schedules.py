@@ -1,6 +1,6 @@
-"""A layout's pipeline under each of torch's schedules, and its picture over time."""
+"""A layout's pipeline under each of torch's schedules."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,9 +14,6 @@ from torchtitan.planner.search import Choice, Job
 from torchtitan.planner.timeline import Timeline, simulate
 
 _ONE_STAGE = ("GPipe", "1F1B")
-COLORS = {"F": "#6aa9e9", "B": "#f0a860", "I": "#f0a860", "W": "#8cc98c"}
-KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
-_WIDTH, _ROW, _LEFT, _TOP = 1200, 22, 70, 30
 
 
 @dataclass(frozen=True)
@@ -77,45 +74,3 @@ def stage_seconds(
     near = choice.dp * choice.replicas * choice.cp * choice.tp < machine.device.per_node
     link = machine.device.inside * rates.inside if near else machine.device.between * rates.between
     return seconds, job.wide * float(work.sent) / link + (rates.latency if near else rates.hop)
-
-
-def messages(timeline: Timeline) -> Iterator[tuple[int, int, float]]:
-    """From rank, to rank, and when it leaves: outputs to the next stage, and their gradients back."""
-    holder = {span.action.stage: rank for rank, spans in enumerate(timeline.spans) for span in spans}
-    for rank, spans in enumerate(timeline.spans):
-        for span in spans:
-            to = holder.get(span.action.stage + {"F": 1, "B": -1, "I": -1, "W": 0}[span.action.kind], rank)
-            if to != rank:
-                yield rank, to, span.end
-
-
-def to_svg(title: str, timeline: Timeline, hop: float) -> str:
-    """Ranks from top to bottom, time from left to right; the paler a stage, the later it comes on its rank.
-
-    White is idle time, and a line is a message.
-    """
-    scale = (_WIDTH - _LEFT) / timeline.seconds
-    height = _TOP + _ROW * len(timeline.spans) + 40
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + 10}" height="{height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="5" y="18">{title}</text>'
-    ]
-    for rank, spans in enumerate(timeline.spans):
-        top = _TOP + _ROW * rank
-        stages = sorted({span.action.stage for span in spans})
-        lines.append(f'<text x="5" y="{top + 15}">rank {rank}</text>')
-        for span in spans:
-            left, width = _LEFT + span.begin * scale, max(0.3, (span.end - span.begin) * scale - 0.4)
-            pale = 1 - 0.6 * stages.index(span.action.stage) / len(stages)
-            said = f"{KINDS[span.action.kind]} of stage {span.action.stage}, microbatch {span.action.microbatch}"
-            said += f": {span.begin:.3f} to {span.end:.3f} s"
-            place = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_ROW - 3}"'
-            color = f'fill="{COLORS[span.action.kind]}" fill-opacity="{pale:.2f}"'
-            lines.append(f"<rect {place} {color}><title>{said}</title></rect>")
-    for rank, to, leaves in messages(timeline):
-        ends = [(_LEFT + at * scale, _TOP + _ROW * row + _ROW / 2) for at, row in ((leaves, rank), (leaves + hop, to))]
-        (x, y), (x2, y2) = ends
-        lines.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x2:.1f}" y2="{y2}" stroke="#555" stroke-width="0.4"/>')
-    lines.append(f'<text x="{_LEFT}" y="{height - 15}">0 s</text>')
-    lines.append(f'<text x="{_WIDTH}" y="{height - 15}" text-anchor="end">{timeline.seconds:.2f} s</text></svg>')
-    return "\n".join(lines) + "\n"

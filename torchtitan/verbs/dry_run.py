@@ -19,6 +19,6 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     config, blueprint = load_run_or_exit([*file, *options], place.world_size, place.rank, prog="dry_run")
     start_logging(place.rank)
 
-    from torchtitan.planner.dry_run import dry_run
+    from torchtitan.verbs.dry_run_report import dry_run
 
     dry_run(config, blueprint, place)

@@ -1,15 +1,19 @@
 """What a plan's numbers consist of, and its pipeline as a picture."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.models.operations import Attention, Exchange, Operation, Pass, Product, Share
 from torchtitan.planner.cluster import Cluster
 from torchtitan.planner.cost import Layout
-from torchtitan.planner.schedules import COLORS, Run, messages, to_svg
+from torchtitan.planner.schedules import Run
 from torchtitan.planner.search import Choice, Job
+from torchtitan.planner.timeline import Timeline
 from torchtitan.refusal import Refusal
 
+COLORS = {"F": "#6aa9e9", "B": "#f0a860", "I": "#f0a860", "W": "#8cc98c"}
+KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+_SVG_WIDTH, _SVG_ROW = 1200, 22
 _SIZE, _ROW, _LEFT, _TOP = 1600, 26, 70, 30  # pixels of a PNG
 
 
@@ -113,3 +117,48 @@ def draw(path: Path, title: str, run: Run) -> None:
     pen.text((_LEFT, height - 22), "0 s", fill="black")
     pen.text((_SIZE - 40, height - 22), f"{timeline.seconds:.2f} s", fill="black")
     image.save(path)
+
+
+def messages(timeline: Timeline) -> Iterator[tuple[int, int, float]]:
+    """From rank, to rank, and when it leaves: outputs to the next stage, and their gradients back."""
+    holder = {span.action.stage: rank for rank, spans in enumerate(timeline.spans) for span in spans}
+    for rank, spans in enumerate(timeline.spans):
+        for span in spans:
+            to = holder.get(span.action.stage + {"F": 1, "B": -1, "I": -1, "W": 0}[span.action.kind], rank)
+            if to != rank:
+                yield rank, to, span.end
+
+
+def to_svg(title: str, timeline: Timeline, hop: float) -> str:
+    """Ranks from top to bottom, time from left to right; the paler a stage, the later it comes on its rank.
+
+    White is idle time, and a line is a message.
+    """
+    scale = (_SVG_WIDTH - _LEFT) / timeline.seconds
+    height = _TOP + _SVG_ROW * len(timeline.spans) + 40
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_SVG_WIDTH + 10}" height="{height}" font-family="sans-serif" '
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="5" y="18">{title}</text>'
+    ]
+    for rank, spans in enumerate(timeline.spans):
+        top = _TOP + _SVG_ROW * rank
+        stages = sorted({span.action.stage for span in spans})
+        lines.append(f'<text x="5" y="{top + 15}">rank {rank}</text>')
+        for span in spans:
+            left, width = _LEFT + span.begin * scale, max(0.3, (span.end - span.begin) * scale - 0.4)
+            pale = 1 - 0.6 * stages.index(span.action.stage) / len(stages)
+            said = f"{KINDS[span.action.kind]} of stage {span.action.stage}, microbatch {span.action.microbatch}"
+            said += f": {span.begin:.3f} to {span.end:.3f} s"
+            place = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_SVG_ROW - 3}"'
+            color = f'fill="{COLORS[span.action.kind]}" fill-opacity="{pale:.2f}"'
+            lines.append(f"<rect {place} {color}><title>{said}</title></rect>")
+    for rank, to, leaves in messages(timeline):
+        ends = [
+            (_LEFT + at * scale, _TOP + _SVG_ROW * row + _SVG_ROW / 2)
+            for at, row in ((leaves, rank), (leaves + hop, to))
+        ]
+        (x, y), (x2, y2) = ends
+        lines.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x2:.1f}" y2="{y2}" stroke="#555" stroke-width="0.4"/>')
+    lines.append(f'<text x="{_LEFT}" y="{height - 15}">0 s</text>')
+    lines.append(f'<text x="{_SVG_WIDTH}" y="{height - 15}" text-anchor="end">{timeline.seconds:.2f} s</text></svg>')
+    return "\n".join(lines) + "\n"
