@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchtitan.planner.anneal import Moves, anneal
+from torchtitan.planner.anneal import anneal
 from torchtitan.planner.network import Network
 from torchtitan.refusal import Refusal
 
 _EXHAUSTIVE = 300_000  # plans that are all tried
-_DRAWN = 16  # random starts for each that is searched at length
-_HEATS = 0.03, 0.03, 0.03  # of the energy, at the begin of each round of a search
+_CHAINS, _FEW = 256, 128  # placements that are annealed at once; of more nodes than a few, a quarter of them
 _MEANS = 0.1  # of a stage's and a hop's seconds: what the largest one hides from a search
 
 
@@ -213,7 +212,7 @@ class Pipelines:
     def search(
         self,
         seed: int = 0,
-        steps: int = 4000,
+        steps: int = 20_000,
         restarts: int = 2,
         from_regions: bool = True,
         also: Iterable[np.ndarray] = (),
@@ -221,20 +220,18 @@ class Pipelines:
         """The best plan found: of all, if they are few. The same seed gives the same answer. `also`: more starts."""
         if math.perm(self.count, self.used) * math.comb(self.load.layers - 1, self.load.stages - 1) <= _EXHAUSTIVE:
             return self._of_all()
-        chance, load = np.random.default_rng(seed), self.load
-        moves = Moves(load.stages, load.replicas, self.near, load.layers > load.stages)
+        chance = np.random.default_rng(seed)
         starts = [*also, *(self.starts() if from_regions else ())]
-        starts += [chance.permutation(self.count) for _ in range(_DRAWN * restarts)]
-        found = [self.plan(start, self.split(start)) for start in starts]
-        now = [(plan, start, np.array(plan.layers)) for plan, start in zip(found, starts, strict=True)]
-        lengths = (steps // 16, len(now)), (steps // 4, 4 * restarts), (steps, restarts)
-        for (length, kept), hottest in zip(lengths, _HEATS, strict=True):
-            now = sorted(now, key=lambda one: _rank(one[0]))[:kept]
-            for place, (_, nodes, layers) in enumerate(now if length else ()):
-                nodes, layers = anneal(self.energy, moves, nodes, layers, chance, length, hottest)
-                better = min(layers, self.split(nodes), key=lambda cut: _rank(self.plan(nodes, cut)))
-                now[place] = self.plan(nodes, better), nodes, better
-            found += [plan for plan, _, _ in now]
+        chains = _CHAINS if self.count <= _FEW else _CHAINS // 4
+        for _ in range(min(chains, max(8, steps // 64)) * (steps > 0)):
+            starts.append(chance.permutation(self.count))
+        layers = [self.split(start) for start in starts]
+        found = [self.plan(start, cut) for start, cut in zip(starts, layers, strict=True)]
+        which = np.arange(chains) % len(starts)
+        for _ in range(restarts if steps else 0):
+            begin = np.array(starts).T[:, which], np.array(layers).T[:, which]
+            nodes, cut = anneal(self.energy, self.load.replicas, *begin, chance, steps)
+            found += [self.plan(nodes, cut), self.plan(nodes, self.split(nodes))]
         return min(found, key=_rank)
 
     def _of_all(self) -> Plan:

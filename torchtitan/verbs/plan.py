@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts", type=int, default=6, help="Start at random as often; raise it for better plans (%(default)s)"
     )
     place.add_argument(
-        "--steps", type=int, default=4000, help="Let each long search take as many steps (default: %(default)s)"
+        "--steps",
+        type=int,
+        default=4000,
+        help="Let a search take so many steps, or by our objective 5 times as many (%(default)s)",
     )
 
 
