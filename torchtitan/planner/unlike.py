@@ -212,8 +212,8 @@ class Pipelines:
     def search(
         self,
         seed: int = 0,
-        steps: int = 20_000,
-        restarts: int = 2,
+        steps: int = 60_000,
+        restarts: int = 1,
         from_regions: bool = True,
         also: Iterable[np.ndarray] = (),
     ) -> Plan:

@@ -155,7 +155,7 @@ class Found:
     plan: Plan
 
 
-def propose(layouts: Layouts, seed: int, show: int, steps: int = 16_000) -> tuple[list[Found], int]:
+def propose(layouts: Layouts, seed: int, show: int, steps: int = 30_000) -> tuple[list[Found], int]:
     """The best layouts with their places, fastest first, and how many layouts there are.
 
     Each is bounded; the most promising are placed by regions, the best of those searched a little, the best two longer.
