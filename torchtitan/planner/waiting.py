@@ -5,6 +5,7 @@ The counts follow from the list of actions that the rank executes, and are the s
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from operator import add, mul
 
 import numpy as np
 
@@ -15,7 +16,7 @@ COUNTED = (
     *("of layer", "cast"),  # gradients that a layer's backward has in 16 bits
     *("waits", "backward", "message", "entering", "loss", "logits", "of output", "of table"),
 )
-_AT = {name: place for place, name in enumerate(COUNTED)}
+_AT = {name.replace(" ", "_"): place for place, name in enumerate(COUNTED)}
 _ACTIVE = 3  # stages of a rank whose weights torch keeps gathered: the next ones that run
 
 
@@ -37,32 +38,48 @@ def moments(
     """Names of the moments that may be the fullest, and their counts. `layers`: of each stage of the rank."""
     rounds = microbatches // max(1, microbatches // ranks)  # later rounds are like the third
     microbatches = min(microbatches, 3 * rounds)
-    fullest: dict[tuple, np.ndarray] = {}
+    fullest: dict[tuple, list[int]] = {}
     for name, counts in _all(one_f_one_b(ranks, stages, microbatches, rank), layers, microbatches, rank, ranks):
-        key = name, counts[_AT["logits"]], counts[: _AT["of layer"]].tobytes()
+        key = name, counts[_AT["logits"]], tuple(counts[: _AT["of_layer"]])
         if key not in fullest or counts[_AT["waits"]] > fullest[key][_AT["waits"]]:
             fullest[key] = counts
-    return [key[0] for key in fullest], np.array(list(fullest.values()))
+    return [key[0] for key in fullest], np.array(list(fullest.values()), dtype=float)
 
 
 def _all(
     actions: Sequence[tuple[str, int]], layers: Sequence[int], microbatches: int, rank: int, ranks: int
-) -> Iterator[tuple[str, np.ndarray]]:
+) -> Iterator[tuple[str, list[int]]]:
     """Every moment that may be fuller than its neighbours."""
     stages, is_first, is_last = len(layers), rank == 0, rank == ranks - 1
-    units = np.zeros((stages, 3), dtype=int)
-    units[:, 0] = layers
-    units[0, 1], units[-1, 2] = is_first, is_last
+    units = [[count, 0, 0] for count in layers]
+    units[0][1], units[-1][2] = int(is_first), int(is_last)
+    seen = dict[tuple, int]()  # of moments that differ in nothing else, what waits in the fullest so far
     live, done, gathered = [0] * stages, [0] * stages, active(actions)
     for place, (kind, stage) in enumerate(actions):
         ends, number, fresh = is_last and stage == stages - 1, layers[stage], done[stage] == 0
         live[stage] += kind == "F"
-        now = np.zeros(len(COUNTED))
-        now[0:3] = units[gathered[place]].sum(axis=0)
+        waits, leaves = sum(map(mul, live, layers)), kind == "B" and done[stage] == microbatches - 1
+        state = (
+            kind,
+            stage,
+            place > ranks - rank - 1,
+            *gathered[place],
+            -1,
+            *((n > 0) + (n == microbatches) for n in done),
+        )
+        if waits <= seen.get(state, -1) and not leaves:
+            live[stage] -= kind == "B"
+            done[stage] += kind == "B"
+            continue
+        seen[state] = waits
+        now = [0] * len(COUNTED)
+        for each in gathered[place]:
+            now[:3] = map(add, now[:3], units[each])
         for each, count in enumerate(done):
             if count:
-                now[3 if count < microbatches else 6 :][:3] += units[each]
-        now[_AT["waits"]] = np.dot(live, layers)
+                at = 3 if count < microbatches else 6
+                now[at : at + 3] = map(add, now[at : at + 3], units[each])
+        now[_AT["waits"]] = waits
         # A stage's input is the buffer that received it, and its output waits too.
         now[_AT["message"]] = is_first * live[0] - is_last * live[-1]
         now[_AT["entering"]] = is_first * live[0]
@@ -91,9 +108,9 @@ def _all(
             yield from _exchange(ended, units[stage], added)
 
 
-def _exchange(now: np.ndarray, units: np.ndarray, added: int) -> Iterator[tuple[str, np.ndarray]]:
+def _exchange(now: list[int], units: list[int], added: int) -> Iterator[tuple[str, list[int]]]:
     """A stage's units are scattered one after another; each gives its gathered weights up first."""
-    layers, table, output = (int(count) for count in units)
+    layers, table, output = units
     now = _with(now, gradient_layer=added, gradient_table=table if added else 0)
     order = ["table"] * table + ["layer"] * min(1, layers) + ["output"] * output
     for unit in order:
@@ -111,10 +128,10 @@ def _exchange(now: np.ndarray, units: np.ndarray, added: int) -> Iterator[tuple[
         )
 
 
-def _with(counts: np.ndarray, **more: int) -> np.ndarray:
+def _with(counts: list[int], **more: int) -> list[int]:
     found = counts.copy()
     for name, count in more.items():
-        found[_AT[name.replace("_", " ")]] += count
+        found[_AT[name]] += count
     return found
 
 
