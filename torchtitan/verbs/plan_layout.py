@@ -200,7 +200,7 @@ def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None)
             f"{run.schedule}, {run.stages_per_rank} a rank{', as above' * own}"
         )
         if own and drawing:
-            draw(drawing, f"{job.blueprint.name}: {named(choice)}", run)
+            draw(drawing, f"{job.blueprint.name}: {named(choice)}", run.timeline, run.hop)
             print(f"{drawing}: this pipeline over time")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from torchtitan.models.operations import Attention, Exchange, Operation, Pass, Product, Share
 from torchtitan.planner.cluster import Cluster
 from torchtitan.planner.cost import Layout
-from torchtitan.planner.schedules import Run
 from torchtitan.planner.search import Choice, Job
 from torchtitan.planner.timeline import Timeline
 from torchtitan.refusal import Refusal
@@ -85,16 +84,15 @@ def consists_of(kind: str, kinds: Mapping[str, float], kept: float) -> list[tupl
     return [(f"kept for backward, as of {number} layers", number * kept), ("of this moment", size - number * kept)]
 
 
-def draw(path: Path, title: str, run: Run) -> None:
+def draw(path: Path, title: str, timeline: Timeline, hop: float) -> None:
     if path.suffix not in (".svg", ".png"):
         raise Refusal(f"--drawing {path}: a drawing is an .svg or a .png; name one of these")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".svg":
-        path.write_text(to_svg(title, run.timeline, run.hop), encoding="utf-8")
+        path.write_text(to_svg(title, timeline, hop), encoding="utf-8")
         return
     from PIL import Image, ImageDraw
 
-    timeline = run.timeline
     height = _TOP + _ROW * len(timeline.spans) + 40
     image = Image.new("RGB", (_SIZE + 20, height), "white")
     pen = ImageDraw.Draw(image)
@@ -112,7 +110,7 @@ def draw(path: Path, title: str, run: Run) -> None:
             faded = tuple(round(part + (255 - part) * pale) for part in color)
             pen.rectangle((left, top, right, top + _ROW - 4), fill=faded)
     for rank, to, leaves in messages(timeline):
-        ends = [(_LEFT + at * scale, _TOP + _ROW * row + 11) for at, row in ((leaves, rank), (leaves + run.hop, to))]
+        ends = [(_LEFT + at * scale, _TOP + _ROW * row + 11) for at, row in ((leaves, rank), (leaves + hop, to))]
         pen.line(ends, fill=(90, 90, 90))
     pen.text((_LEFT, height - 22), "0 s", fill="black")
     pen.text((_SIZE - 40, height - 22), f"{timeline.seconds:.2f} s", fill="black")
