@@ -28,7 +28,7 @@ def test_kendalls_tau_counts_pairs_in_the_right_order() -> None:
     assert kendall([(x, -y) for x, y in up]) == -1.0
     assert kendall([(1, 1), (2, 3), (3, 2), (4, 4)]) == pytest.approx(4 / 6)  # one of six pairs is wrong
     assert kendall([(1, 1), (1, 2), (2, 3)]) == pytest.approx(2 / math.sqrt(2 * 3))  # a tie in what is predicted
-    assert kendall([(1, 1), (1, 2)]) == 0.0  # nothing was told apart
+    assert kendall([(1, 1), (1, 2)]) == 0.0  # the plan predicted the same for both
 
 
 def test_kendalls_tau_equals_that_of_all_orders_counted_one_by_one() -> None:

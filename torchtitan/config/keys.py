@@ -22,7 +22,7 @@ class Keys:
         return next((table[name] for table in self.tables for name in names if name in table), default)
 
     def number(self, key: str, default: float | None = None, assume: float | None = None) -> Any:
-        """`default`: what is meant where nothing is said; `assume`: what is guessed then."""
+        """A missing key has the value `default`, or the guess `assume`, which the caller prints."""
         value = self.find(key, default)
         if value is None and assume is not None:
             self.assumed.append(f"{key} = {assume:g}")

@@ -44,7 +44,7 @@ class Rates:
     # What holds for GPUs is the default; a CPU's cores differ in all three (docs/planner.md).
     hidden: float = 1.0  # part of FSDP's exchange that runs beside products, where both could
     tensor: float = 0.0  # seconds around each of tensor parallelism's collectives, for which a GPU's host has time
-    alone: float = 1.0  # speed of a device while its pipeline's others wait: cores share caches and memory
+    alone: float = 1.0  # speed of a device while its pipeline's others wait; why a CPU needs more is not known
 
 
 @dataclass(frozen=True)
