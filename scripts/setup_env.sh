@@ -4,6 +4,7 @@
 #     PY="$(scripts/setup_env.sh requirements.txt)"
 #
 # It uses $PYTHON if set, else the first that fits of .venv, python3 and a new .venv. It installs only into .venv.
+# Further words go to `pip install`.
 set -euo pipefail
 case "${PYTHON:-}" in /*) ;; */*) PYTHON="$PWD/$PYTHON" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -55,7 +56,7 @@ install_requirements() {
   lacking="$(lacks "$venv_python" || true)"
   if [[ $lacking == *torch\ * ]]; then how_long="some minutes: torch and its GPU libraries take several GB"; fi
   say "installing $requirements into .venv, only this once; this takes $how_long"
-  "$venv_python" -m pip install -qq --disable-pip-version-check -r "$requirements" >&2 ||
+  "$venv_python" -m pip install -qq --disable-pip-version-check "$@" -r "$requirements" >&2 ||
     die "pip could not install $requirements; fix the error above and run this again"
   rm -f "$half_made"
   venv_is_ready || die "pip installed $requirements, but .venv still lacks: $(lacks "$venv_python");" \
@@ -80,7 +81,7 @@ else
   fi
   if ! venv_is_ready; then
     if [[ ! -d .venv || -e $half_made ]]; then make_venv; fi
-    install_requirements
+    install_requirements "${@:2}"
     say "ready after $((SECONDS - start)) s"
   fi
   echo "$venv_python"

@@ -55,13 +55,6 @@ def test_two_layouts_of_one_training_are_alike_and_shown_in_text_and_curves(tmp_
     assert "mesh dp_shard 2" in (folder / "b.log").read_text()
 
 
-def test_another_learning_rate_is_found_from_its_first_update_on(tmp_path: Path) -> None:
-    code, out, err = compare(tmp_path, DEBUG_MODEL.replace("lr = 3e-3", "lr = 1e-3"), "--steps", "3", "--", *SHORT)
-    assert code == 1, out + err
-    assert "set what to train, so the losses are expected to differ:\n  optimizer.lr: A 0.003, B 0.001\n" in out
-    assert "DIFFERENT: loss over 1.0e-05, first at step 2; gradient norm over 1.0e-04, first at step 2\n" in out
-
-
 def test_a_run_that_fails_ends_the_comparison_with_the_end_of_its_log(tmp_path: Path) -> None:
     code, out, err = compare(tmp_path, DEBUG_MODEL, "--", *SHORT, "--training.dataset", "pydoc")
     assert code == 2, out + err

@@ -69,5 +69,5 @@ def generated(rank: int, world_size: int, source: str) -> list[list[int | None]]
 def test_split_tensors_write_the_same_text(flavor: str, ranks: Ranks, tmp_path: Path) -> None:
     main(["convert", str(store_run(tmp_path / "run", flavor)), str(tmp_path / "hf")])
     (expected,) = ranks(generated, 1, str(tmp_path / "hf"))
-    for degree in (2, 4):
-        assert ranks(generated, degree, str(tmp_path / "hf")) == [expected] * degree
+    degree = 4 if flavor == "tiny" else 2
+    assert ranks(generated, degree, str(tmp_path / "hf")) == [expected] * degree

@@ -22,7 +22,8 @@ COMMANDS = [
     for line in block.splitlines()
     if line and not line.startswith("#")
 ]
-SHORT = "--training.steps 3 --lr_scheduler.warmup_steps 1 --metrics.log_freq 1 --validation.steps 1"
+SHORT = "--training.steps 3 --training.seq_len 64 --lr_scheduler.warmup_steps 1 --metrics.log_freq 1"
+SHORT += " --validation.steps 1"
 
 
 @pytest.fixture(scope="module")

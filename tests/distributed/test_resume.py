@@ -43,9 +43,9 @@ def test_a_run_goes_from_layout_to_layout_as_if_nothing_had_happened(ranks: Rank
 @pytest.mark.parametrize(
     ("name", "mode", "optimizer"),
     [
-        ("FSDP 2", "disabled", "AdamW"),
+        ("HSDP 2 x 2", "disabled", "AdamW"),
         ("PP 2 x TP 2", "async", "AdamW"),
-        ("HSDP 2 x 2", "async_with_pinned_mem", "Muon, moments in bfloat16"),
+        ("FSDP 2", "async_with_pinned_mem", "Muon, moments in bfloat16"),
     ],
 )
 def test_on_the_same_layout_it_is_the_same_to_the_bit(

@@ -314,7 +314,7 @@ def test_a_rank_that_does_not_fit_is_refused() -> None:
 SKIPPING = {"model__name": "tests.any_models:SKIPPING", "model__flavor": "tiny"}
 
 
-@pytest.mark.parametrize("model", [{"model__flavor": "tiny-deep"}, SKIPPING])
+@pytest.mark.parametrize("model", [{"model__flavor": "tiny-deep", "model__n_layers": 5}, SKIPPING])
 def test_the_fastest_cut_that_fits_the_ranks_memory_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
 ) -> None:

@@ -40,7 +40,7 @@ def draw(chance: random.Random) -> Choice:
     )
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(8))
 def test_memory_and_traffic_are_the_dry_runs(number: int) -> None:
     chance = random.Random(number)
     choice, name = draw(chance), chance.choice(["llama", "qwen"])

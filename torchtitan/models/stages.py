@@ -178,12 +178,8 @@ def balanced_counts(parts: Sequence[Part], num_stages: int) -> list[int]:
         times, sizes = ((first * one + before, inner * one, last * one + after) for before, one, after in costs)
         return max(times), max(sizes), sum(t * t for t in times)
 
-    def possible(first: int, last: int) -> bool:
-        rest = len(layers) - first - last
-        return rest >= num_stages - 2 if num_stages > 2 else rest == 0
-
-    most = len(layers) - num_stages + 2
-    choices = [(a, b) for a in range(1, most) for b in range(1, most) if possible(a, b)]
+    most = len(layers) - num_stages + 2  # of both ends together
+    choices = [(a, b) for a in range(1, most) for b in (range(1, most - a + 1) if num_stages > 2 else [most - a])]
     first, last = min(choices, key=lambda choice: cost(*choice))
     each, more = divmod(len(layers) - first - last, max(1, num_stages - 2))
     # In 1F1B early stages hold more activations: the longer ones come late.

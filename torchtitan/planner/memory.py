@@ -112,11 +112,14 @@ def staged(
         work.sent * layout.microbatches * (2 * layout.stages_per_rank - is_first - is_last),
     )
 
+    # All that a rank can hold at once, it holds in the first three rounds of microbatches.
+    few = np.minimum(layout.microbatches, 3 * (layout.microbatches // np.maximum(1, layout.microbatches // layout.pp)))
+
     def counted(index: int) -> tuple[list[str], np.ndarray]:
-        pipeline = (layout.pp, layout.stages_per_rank, layout.microbatches, np.broadcast_to(rank, own.shape))
+        pipeline = (layout.pp, layout.stages_per_rank, few, np.broadcast_to(rank, own.shape))
         return moments(*(int(number[index]) for number in pipeline), layers[which[index]])
 
-    key = which * (layout.microbatches.max() + 1) + layout.microbatches
+    key = which * (few.max() + 1) + few
     order, peak = np.argsort(key, kind="stable"), np.sum(list(always.values()), axis=0)
     for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
         peak[rows] += (counted(rows[0])[1] @ sizes[:, rows]).max(axis=0)

@@ -19,7 +19,7 @@ from torchtitan.planner.traffic import traffic
 FILLED = 0.9  # of a device's memory: the rest is for the context, NCCL, fragments, and for what is predicted too low
 _MOST_STAGES = 8  # on a rank; more gain little, and cost a message each
 RECOMPUTES = ("none", "selective op", "full")
-_NAMES = ("pp", "stages_per_rank", "tp", "cp", "replicas", "dp", "microbatch", "microbatches", "passes", "regathers")
+_NAMES = ("pp", "tp", "cp", "replicas", "dp", "stages_per_rank", "microbatch", "microbatches", "passes", "regathers")
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,13 @@ def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
     best: list[tuple[float, float, int, int]] = []
     large: list[tuple[float, float, int, int]] = []
     for number, table in enumerate(tables):
-        fits = table.peak <= limit
+        total, peak = table.total, table.peak
+        fits = peak <= limit
         fitting += int(fits.sum())
         for found, which in ((best, fits), (large, ~fits)):
             indices = np.flatnonzero(which)
-            first = indices[np.lexsort((table.peak[indices], table.total[indices]))]
-            found += [
-                (float(table.total[i]), float(table.peak[i]), number, int(i)) for i in _unlike(table, first, show)
-            ]
+            first = indices[np.lexsort((peak[indices], total[indices]))]
+            found += [(float(total[i]), float(peak[i]), number, int(i)) for i in _unlike(table, first, show)]
     best, large = sorted(best)[:show], sorted(large)[:show]
     faster = [entry for entry in large if not best or entry[0] < best[0][0]]
     return Answer(
@@ -201,33 +200,39 @@ def _counts(job: Job, num_stages: int) -> tuple[int, ...]:
 
 
 def _spaces(job: Job, cluster: Cluster) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    rows = list(_rows(job, cluster))
+    rows = np.concatenate([*_rows(job, cluster), np.empty((0, len(_NAMES)), int)])
     for is_piped in (False, True):
-        some = np.array([row for row in rows if (row[0] > 1) == is_piped], dtype=np.int64)
+        some = rows[(rows[:, 0] > 1) == is_piped]
         if some.size:
-            columns = {name: some[:, i] for i, name in enumerate(_NAMES)}
+            columns = dict(zip(_NAMES, np.ascontiguousarray(some.T), strict=True))
             for mode in _allowed(job, "recompute", RECOMPUTES):
                 yield mode, columns
 
 
-def _rows(job: Job, cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Every combination that the trainer can run, in the order of _NAMES."""
+def _rows(job: Job, cluster: Cluster) -> Iterator[np.ndarray]:
+    """Every combination that the trainer can run, with a column for each of _NAMES."""
     world, layers = cluster.num_devices, len(job.blueprint.layers)
     splits = [
         (tp, cp)
         for tp, cp in itertools.product(_allowed(job, "tp", _divisors(world)), _allowed(job, "cp", _divisors(world)))
         if world % (tp * cp) == 0 and tp <= cluster.machine.device.per_node and job.possible(tp, cp)
     ]
+    of_batch: dict[tuple[int, int], np.ndarray] = {}
     for tp, cp in splits:
         for pp in _allowed(job, "pp", [d for d in _divisors(world // (tp * cp)) if d <= layers]):
             ranks = world // (tp * cp * pp)
             if job.global_batch % ranks:
                 continue
-            for replicas in _allowed(job, "replicas", _divisors(ranks)):
-                if ranks % replicas or ranks // replicas not in _allowed(job, "dp", [ranks // replicas]):
-                    continue
-                for rest in _batches(job, job.global_batch // ranks, pp, layers):
-                    yield pp, rest[0], tp, cp, replicas, ranks // replicas, *rest[1:]
+            if (ranks, pp) not in of_batch:
+                of_batch[ranks, pp] = np.array([*_batches(job, job.global_batch // ranks, pp, layers)]).reshape(-1, 5)
+            batches = of_batch[ranks, pp]
+            degrees = [
+                (pp, tp, cp, replicas, ranks // replicas)
+                for replicas in _allowed(job, "replicas", _divisors(ranks))
+                if ranks % replicas == 0 and ranks // replicas in _allowed(job, "dp", [ranks // replicas])
+            ]
+            each = np.array(degrees, int).reshape(-1, 5)
+            yield np.hstack([each.repeat(len(batches), 0), np.tile(batches, (len(each), 1))]).astype(int)
 
 
 def _batches(job: Job, sequences: int, pp: int, layers: int) -> Iterator[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from torchtitan.refusal import Refusal
 
 _EXHAUSTIVE = 300_000  # plans that are all tried
 _CHAINS, _FEW = 256, 128  # placements that are annealed at once; of more nodes than a few, a quarter of them
+_SHORT = 500  # steps
 _MEANS = 0.1  # of a stage's and a hop's seconds: what the largest one hides from a search
 
 
@@ -217,7 +218,10 @@ class Pipelines:
         from_regions: bool = True,
         also: Iterable[np.ndarray] = (),
     ) -> Plan:
-        """The best plan found: of all, if they are few. The same seed gives the same answer. `also`: more starts."""
+        """The best plan found: of all, if they are few. The same seed gives the same answer. `also`: more starts.
+
+        Two short searches come first. On a regular network the second finds nothing better, and ends the search.
+        """
         if math.perm(self.count, self.used) * math.comb(self.load.layers - 1, self.load.stages - 1) <= _EXHAUSTIVE:
             return self._of_all()
         chance = np.random.default_rng(seed)
@@ -228,10 +232,14 @@ class Pipelines:
         layers = [self.split(start) for start in starts]
         found = [self.plan(start, cut) for start, cut in zip(starts, layers, strict=True)]
         which = np.arange(chains) % len(starts)
-        for _ in range(restarts if steps else 0):
-            begin = np.array(starts).T[:, which], np.array(layers).T[:, which]
-            nodes, cut = anneal(self.energy, self.load.replicas, *begin, chance, steps)
+        begin, short = (np.array(starts).T[:, which], np.array(layers).T[:, which]), np.random.default_rng(seed)
+        lengths = [min(steps, _SHORT), min(steps, max(4 * _SHORT, steps // 20)), *[steps] * restarts]
+        for number, length in enumerate(lengths if steps else []):
+            before = min(map(_rank, found))
+            nodes, cut = anneal(self.energy, self.load.replicas, *begin, chance if number > 1 else short, length)
             found += [self.plan(nodes, cut), self.plan(nodes, self.split(nodes))]
+            if number == 1 and min(map(_rank, found)) == before:
+                break
         return min(found, key=_rank)
 
     def _of_all(self) -> Plan:

@@ -36,8 +36,6 @@ def moments(
     ranks: int, stages: int, microbatches: int, rank: int, layers: tuple[int, ...]
 ) -> tuple[list[str], np.ndarray]:
     """Names of the moments that may be the fullest, and their counts. `layers`: of each stage of the rank."""
-    rounds = microbatches // max(1, microbatches // ranks)  # later rounds are like the third
-    microbatches = min(microbatches, 3 * rounds)
     fullest: dict[tuple, list[int]] = {}
     for name, counts in _all(one_f_one_b(ranks, stages, microbatches, rank), layers, microbatches, rank, ranks):
         key = name, counts[_AT["logits"]], tuple(counts[: _AT["of_layer"]])
