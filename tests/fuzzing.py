@@ -33,7 +33,7 @@ from torchtitan.planner.cluster import read_cluster
 from torchtitan.planner.network import read_cluster_network
 from torchtitan.planner.placement import read_networks
 from torchtitan.planner.ravnest import read_providers
-from torchtitan.planner.rows import read_rows
+from torchtitan.published.rows import read_rows
 from torchtitan.refusal import Refusal
 from torchtitan.verbs.generate import stop_ids
 

@@ -27,8 +27,6 @@ SHAPES = (
     T + "models.balance",
     T + "models.operations",
     T + "models.decoder",
-    T + "models.megatron",
-    T + "models.published",
     T + "models.rules",
     T + "models.families",
     T + "models.schedule_file",
@@ -41,8 +39,10 @@ LAUNCH = (T + "launch", T + "preflight")
 ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
 PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer", "lr_schedule"))
 CORE = (*BELOW, *ANY, *ROOMS, T + "models.layers", T + "weights", T + "training")
-TOP = (T + "verbs", T + "planner", T + "__main__", T + "installed", "benchmarks", "train")
-OUTSIDE_THE_CORE = tuple(T + room for room in ("planner", "swarm", "agent", "console", "verbs", "launch", "preflight"))
+TOP = (T + "verbs", T + "__main__", T + "installed", "benchmarks", "train")
+OUTSIDE_THE_CORE = tuple(
+    T + room for room in ("planner", "published", "swarm", "agent", "console", "verbs", "launch", "preflight")
+)
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
@@ -127,8 +127,12 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return ("torchtitan",)
     if module == T + "installed":
         return (T + "root", T + "verbs", T + "__main__")
+    if within(module, (T + "planner",)):
+        return (*CORE, T + "planner")
+    if within(module, (T + "published",)):
+        return (*CORE, T + "planner", T + "published")
     if within(module, TOP):
-        return (*CORE, *LAUNCH, T + "planner", T + "verbs")
+        return (*CORE, *LAUNCH, T + "planner", T + "published", T + "verbs")
     return None
 
 

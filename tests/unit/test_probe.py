@@ -1,5 +1,6 @@
 """A probe: rates that are known come back from what they would have made a probe measure, and its file is read."""
 
+import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def measured(nodes: int, per_node: int, **other: Any) -> list[dict[str, Any]]:
         work = blueprint.spec.operations(blueprint.shape, Share(8, length))
         seconds = step(here, work, Layout(dp=world, compiled=False))
         parts = {"step": float(seconds.total), "update": float(seconds.parts["optimizer"])}
-        steps.append({"model": MODEL, "sequences": 8, "length": length, **parts})
+        steps.append({"axis": "dp", "model": MODEL, "sequences": 8, "length": length, **parts})
     found = {
         "bytes": 64 * 2**30,
         "device": "a GPU",
@@ -87,6 +88,24 @@ def test_known_rates_come_back(nodes: int, per_node: int) -> None:
     for expected, given in ((RATES, found.rates), (machine(per_node).device, found.device)):
         for name, value in asdict(expected).items():  # type: ignore[call-overload]
             assert name in unknown or getattr(given, name) == pytest.approx(value, rel=0.02), name
+
+
+def test_what_a_gpu_hides_comes_back_from_steps_on_each_axis() -> None:
+    known = replace(RATES, hidden=0.4, tensor=2e-3, alone=1.2)
+    here, every = replace(machine(2), rates=known), measured(1, 2)
+    model, steps = MODEL | {"n_layers": 4}, []
+    blueprint = find_model(Model(**model))  # type: ignore[arg-type]
+    assert blueprint.spec.operations is not None
+    layouts = {"dp": Layout(dp=2), "tp": Layout(tp=2), "cp": Layout(cp=2), "pp": Layout(pp=2, microbatches=8)}
+    for length, (axis, layout) in itertools.product((64, 512), layouts.items()):
+        share = Share(1 if axis == "pp" else 8, length, int(layout.tp), int(layout.cp))
+        work = blueprint.spec.operations(blueprint.shape, share)
+        seconds = step(here, work, replace(layout, compiled=False))
+        parts = {"step": float(seconds.total), "update": float(seconds.parts["optimizer"])}
+        steps.append({"axis": axis, "model": model, "sequences": 8, "length": length, **parts})
+    rates = fitted([found | {"steps": steps} for found in every], 2).rates
+    for name in ("unfused", "layer", "tensor", "hidden", "alone"):
+        assert getattr(rates, name) == pytest.approx(getattr(known, name), rel=0.05), name
 
 
 def test_the_file_is_a_cluster_file_that_says_what_it_rests_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

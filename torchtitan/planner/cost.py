@@ -43,7 +43,7 @@ class Rates:
     fsdp: float = 1.0  # FSDP's seconds inside a node, of a plain collective's: a CPU's ranks exchange by memory
     # What holds for GPUs is the default; a CPU's cores differ in all three (docs/planner.md).
     hidden: float = 1.0  # part of FSDP's exchange that runs beside products, where both could
-    tensor: float = 0.0  # seconds around each of tensor parallelism's collectives, for which a GPU's host has time
+    tensor: float = 0.0  # seconds around each collective of tensors between operations; a GPU's host has time for it
     alone: float = 1.0  # speed of a device while its pipeline's others wait; why a CPU needs more is not known
 
 
@@ -120,8 +120,7 @@ class Machine:
         size = layout.tp if operation.axis == "tp" else layout.cp
         one = self.collective(layout.wide * operation.bytes, size, layout.tp if operation.axis == "cp" else 1)
         one = one * (2 if operation.kind == "all-reduce" else 1)
-        if operation.axis == "tp":
-            one = one + np.where(np.asarray(size) > 1, rates.tensor, 0.0)
+        one = one + np.where(np.asarray(size) > 1, rates.tensor, 0.0)
         if operation.axis == "tp" and layout.async_tp:
             one = one * (1 - rates.overlap)
         back = operation.count if operation.backward_count is None else operation.backward_count

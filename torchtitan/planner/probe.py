@@ -9,10 +9,16 @@ import numpy as np
 
 from torchtitan.config.keys_model import Model
 from torchtitan.models.families import find_model
-from torchtitan.models.operations import Share
+from torchtitan.models.operations import Share, Work
+from torchtitan.models.stages import balanced_counts
+from torchtitan.planner.calibrate import most_likely, scaled
 from torchtitan.planner.cost import Device, Layout, Machine, Rates, step
 
 _UNLIKE = 1.1  # devices or links that are further apart are named
+_NOISE = 0.01  # of a step's seconds
+# What steps say, and how far it may lie from where the fit begins: the width of a bell in its logarithm.
+_OF_STEPS = {"unfused": 100.0, "layer": 100.0}
+_OF_AXES = {"tensor": 100.0, "hidden": 0.7, "alone": 0.5}
 Found = Mapping[str, Any]  # of one rank, from verbs/probe_rank.py
 
 
@@ -52,7 +58,7 @@ def fitted(every: Sequence[Found], per_node: int) -> Machine:
     order = sorted(every, key=speed, reverse=True)
     found = order[-1 if apart([*map(speed, every)]) else len(order) // 2]
     product, size = product_rates(found)
-    (flops, attended), (moved, seconds) = found["attention"], found["moving"]
+    (flops, attended), (read, seconds) = found["attention"], found["moving"]
     rates = Rates(product=product, size=size, memory=1.0, inside=1.0, between=1.0)
     rates = replace(rates, attention=3.5 * flops / attended / found["peak"])
     nodes, inside, between = len(every) // per_node, 1e12, 1e12
@@ -65,35 +71,56 @@ def fitted(every: Sequence[Found], per_node: int) -> Machine:
         between = float(np.sqrt(one * whole / per_node)) if whole < 0.95 * inside else one
         rates = replace(rates, hop=max(1e-7, (delay - rates.latency) / (nodes - 1)))
     between = between if nodes > 1 else inside  # then nothing uses it
-    machine = Machine(Device(found["peak"], moved / seconds, inside, between, per_node), rates)
+    machine = Machine(Device(found["peak"], read / seconds, inside, between, per_node), rates)
     return replace(machine, rates=_of_steps(machine, every))
 
 
 def _of_steps(machine: Machine, every: Sequence[Found]) -> Rates:
-    """Bytes of an update, passes without a compiler, and a layer's own time, so that a small model's steps come out."""
-    rates, steps = machine.rates, [*zip(*(found["steps"] for found in every), strict=True)]
-    seconds = np.array([median(each["step"] for each in same) for same in steps])
-    layout = Layout(dp=len(every), compiled=False, wide=2.0 if every[0]["dtype"] == "float32" else 1.0)
-    works = []
-    for same in steps:
-        blueprint, update = find_model(Model(**same[0]["model"])), median(each["update"] for each in same)
-        assert blueprint.spec.operations is not None
-        works.append(blueprint.spec.operations(blueprint.shape, Share(same[0]["sequences"], same[0]["length"])))
-        bandwidth = machine.device.memory_bandwidth * machine.rates.memory
-        rates = replace(rates, optimizer=update * bandwidth * len(every) / works[-1].num_parameters)
+    """Bytes of an update, and the rates that bring out a small model's steps on each axis of a layout."""
+    steps = [*zip(*(found["steps"] for found in every), strict=True)]
+    cases = [_case(same, every) for same in steps]
+    updates = [
+        median(each["update"] for each in same) / float(work.num_parameters)
+        for same, (work, _, _) in zip(steps, cases, strict=True)
+        if same[0]["axis"] == "dp"
+    ]
+    bandwidth = machine.device.memory_bandwidth * machine.rates.memory
+    start, widths = replace(machine.rates, optimizer=median(updates) * bandwidth * len(every)), dict(_OF_STEPS)
+    if len({same[0]["axis"] for same in steps}) > 1:
+        start, widths = replace(start, hidden=0.5, tensor=1e-4), widths | _OF_AXES
 
-    def totals(unfused: float, layer: float) -> np.ndarray:
-        here = replace(machine, rates=replace(rates, unfused=unfused, layer=layer))
-        return np.array([float(step(here, work, layout).total) for work in works])
+    def rates(by: Mapping[str, float]) -> Rates:
+        found = scaled(start, by)
+        return replace(found, hidden=min(1.0, found.hidden))
 
-    passes, own = rates.unfused, rates.layer
-    for _ in range(5):  # a step has the larger of two times in it, and so is linear in pieces
-        now = totals(passes, own)
-        slopes = totals(passes * 1.001, own) - now, totals(passes, own * 1.001) - now
-        slopes = slopes[0] / (0.001 * passes), slopes[1] / (0.001 * own)
-        found = _fit(*slopes, seconds, now - slopes[0] * passes - slopes[1] * own)
-        passes, own = found[0] or passes, found[1] or own
-    return replace(rates, unfused=passes, layer=own)
+    def residuals(by: Mapping[str, float]) -> np.ndarray:
+        here = replace(machine, rates=rates(by))
+        return np.array([np.log(float(step(here, work, layout).total) / measured) for work, layout, measured in cases])
+
+    return rates(most_likely(lambda by: residuals(by) / _NOISE, widths, len(widths)))
+
+
+def _case(same: Sequence[Mapping[str, Any]], every: Sequence[Found]) -> tuple[Work, Layout, float]:
+    """What a step of the probe computes, its layout, and its seconds."""
+    first, blueprint = same[0], find_model(Model(**same[0]["model"]))
+    degrees = {} if first["axis"] == "dp" else {first["axis"]: 2}
+    tp, cp, pp = (degrees.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    counts = balanced_counts(blueprint.parts(first["length"]), pp) if pp > 1 else [0]
+    sequences = 1 if pp > 1 else first["sequences"]
+    layout = Layout(
+        dp=len(every) // (tp * cp * pp),
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        microbatches=first["sequences"] // sequences,
+        most_layers=max(counts),
+        last_layers=counts[-1],
+        compiled=False,
+        wide=2.0 if every[0]["dtype"] == "float32" else 1.0,
+    )
+    assert blueprint.spec.operations is not None
+    work: Work = blueprint.spec.operations(blueprint.shape, Share(sequences, first["length"], tp, cp))
+    return work, layout, median(each["step"] for each in same)
 
 
 def middle(every: Sequence[Found], name: str) -> list[list[float]]:

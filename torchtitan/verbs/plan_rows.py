@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from torchtitan.planner import megatron
-from torchtitan.planner.calibrate import fit, fit_bytes
 from torchtitan.planner.cost import Rates
-from torchtitan.planner.rows import Row, name_of, read_rows, read_tables
+from torchtitan.published import megatron_memory
+from torchtitan.published.fit import fit, fit_bytes
+from torchtitan.published.rows import Row, name_of, read_rows, read_tables
 from torchtitan.refusal import Refusal
 
 _MOST_RATES = 9
@@ -116,7 +116,7 @@ def _stated(tables: Mapping[str, Any], rows: Iterable[Row]) -> list[tuple[str, f
                 continue
             work, layout = row.work, row.layout
             of_blocks = 18 * work.num_layers * work.layer.parameters / layout.pp
-            waiting = float(megatron.waiting_layers(work, layout, 0))
+            waiting = float(megatron_memory.waiting_layers(work, layout, 0))
             kinds = {"parameters_and_optimizer_gib": of_blocks}
             if layout.sequence_split:
                 kinds["activations_selective_and_sequence_parallel_gib"] = waiting * work.layer.kept["attention"]

@@ -4,6 +4,7 @@ verbs/probe.py starts it on each node. All ranks take part in every measurement,
 two rounds agree on all of them.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -40,6 +41,12 @@ from torchtitan.verbs.probe_report import write
 
 _TIMEOUT_SECONDS = 60  # of any wait for another rank
 _MOST_REPEATS, _MOST_ROUNDS = 200, 6
+_AXES: dict[str, dict[str, Any]] = {
+    "dp": {},
+    "tp": {"tensor_parallel_degree": 2},
+    "cp": {"context_parallel_degree": 2},
+    "pp": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"},
+}
 _MOST_PAIRINGS = 31  # rounds in which each node is in one pair: all pairs of 32 nodes, some of more
 
 
@@ -182,15 +189,20 @@ class Probe:
         return found
 
     def of_steps(self) -> list[dict[str, Any]]:
-        """Steps of a small model, as the trainer does them on all ranks: their seconds, and those of the update."""
+        """Steps of a small model, as the trainer does them on all ranks: their seconds, and those of the update.
+
+        On CPUs also with pairs of ranks on each axis, which costs what a GPU hides.
+        """
         found, sizes = [], self.sizes
-        for length in sizes.lengths:
+        axes = [*_AXES] if self.device.type == "cpu" and self.per_node % 2 == 0 else ["dp"]
+        for axis, length in itertools.product(axes, sizes.lengths):
             shape = {"sequences": sizes.sequences, "length": length, "model": sizes.model | {"vocab_size": 2048}}
             training = {"seq_len": length, "local_batch_size": sizes.sequences, "mixed_precision_param": self.dtype}
             keys = {"lr_scheduler": {"warmup_steps": 1}, "activation_checkpoint": {"mode": "none"}}
-            config = check({"model": shape["model"], "training": training | {"steps": 10}} | keys, "the probe")
+            keys |= {"model": shape["model"], "training": training | {"steps": 10}, "parallelism": _AXES[axis]}
+            config = check(keys, "the probe", self.place.world_size)
             step = Step(self, config, plan_model(config))
-            found.append(shape | {"step": self.seconds(step, alone=True), "update": step.update_seconds})
+            found.append({"axis": axis} | shape | {"step": self.seconds(step), "update": step.update_seconds})
         return found
 
 

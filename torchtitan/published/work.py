@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.config.keys import Keys
 from torchtitan.models.families import find_spec
-from torchtitan.models.megatron import Kernels, Shape, work
 from torchtitan.models.operations import Share, Work
+from torchtitan.published.keys import Keys
+from torchtitan.published.megatron import Kernels, Shape, work
 from torchtitan.refusal import Refusal
 
 # All names of a key of a shape, and the field that a family's shape has for it.

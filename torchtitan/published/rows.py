@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import tomli
 
-from torchtitan.config.keys import Keys
 from torchtitan.models.operations import Attention, Share, Work
-from torchtitan.models.published import NAMES, read_work
-from torchtitan.planner import megatron
 from torchtitan.planner.cost import Device, Layout, Machine, Rates, Seconds, step
 from torchtitan.planner.memory import in_arrays, sizes_of, staged, whole
 from torchtitan.planner.network import describes
+from torchtitan.published import megatron_memory
+from torchtitan.published.keys import Keys
+from torchtitan.published.work import NAMES, read_work
 from torchtitan.refusal import Refusal
 
 _INSIDE = {"A100": 300, "A800": 200, "H100": 450, "H200": 450, "H800": 200, "H20": 450, "GH200": 450}  # NVLink, GB/s
@@ -80,7 +80,7 @@ class Row:
         layer = replace(work.layer, kept={layout.recompute: half, **kept})
         work = replace(work, layer=layer, ends=replace(ends, kept={**ends.kept, "none": ends.kept["none"] + more}))
         if not layout.shards:
-            return megatron.held(work, layout)
+            return megatron_memory.held(work, layout)
         pp, stages = int(layout.pp), int(layout.pp) * int(layout.stages_per_rank)
         layout = in_arrays(layout)
         if pp == 1:
