@@ -64,7 +64,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> list[dict[str, Any]
         choice = table.choice(index)
         torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
         step = Step(probe, changed(config, choice, job, table.counts), job.blueprint)
-        seconds = torch.tensor(probe.seconds(step, alone=True), dtype=torch.float64)
+        seconds = torch.tensor(probe.seconds(step), dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         del step
         row = {"layout": named(choice), "predicted": float(table.total[index]), "measured": float(seconds)}

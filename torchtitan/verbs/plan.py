@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layout.add_argument("--repeats", type=int, default=1, help="Let --verify run each as often (default: %(default)s)")
     layout.add_argument("--steps", type=int, default=8, help="Train as many steps a run, from 5 (default: %(default)s)")
-    layout.add_argument("--minutes", type=float, default=20, help="Stop --verify after this (default: %(default)s)")
+    layout.add_argument("--minutes", type=float, default=20, help="Stop --verify after so many minutes (%(default)s)")
     layout.add_argument("--seed", type=int, default=0, help="Change it to draw or search anew (default: %(default)s)")
     layout.add_argument(
         "--runs", type=Path, default=Path("outputs/verify"), metavar="FOLDER", help="Put --verify's runs here"
