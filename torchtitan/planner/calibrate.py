@@ -21,11 +21,12 @@ def most_likely(residuals: Residuals, widths: Mapping[str, float], most: int) ->
     def at(values: np.ndarray) -> np.ndarray:
         return residuals(dict(zip(chosen, values, strict=True)))
 
-    for _ in range(8):
+    for _ in range(20):
         now = at(moved)
         slopes = [(at(moved + small * np.eye(len(chosen))[i]) - now) / small for i in range(len(chosen))]
         matrix = np.vstack([np.array(slopes).T, np.diag(1 / width)])
-        moved = moved - 0.9 * np.linalg.lstsq(matrix, np.concatenate([now, moved / width]), rcond=None)[0]
+        step = np.linalg.lstsq(matrix, np.concatenate([now, moved / width]), rcond=None)[0]
+        moved = moved - np.clip(0.9 * step, -1.0, 1.0)
     return dict(zip(chosen, moved.tolist(), strict=True))
 
 

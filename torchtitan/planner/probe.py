@@ -15,10 +15,10 @@ from torchtitan.planner.calibrate import most_likely, scaled
 from torchtitan.planner.cost import Device, Layout, Machine, Rates, step
 
 _UNLIKE = 1.1  # devices or links that are further apart are named
-_NOISE = 0.01  # of a step's seconds
+_NOISE = 0.05  # of a step's seconds: what the formulas leave out
 # What steps say, and how far it may lie from where the fit begins: the width of a bell in its logarithm.
-_OF_STEPS = {"unfused": 100.0, "layer": 100.0}
-_OF_AXES = {"tensor": 100.0, "hidden": 0.7, "alone": 0.5}
+_OF_STEPS = {"unfused": 500.0, "layer": 500.0}
+_OF_AXES = {"tensor": 500.0, "hidden": 0.7, "alone": 0.2}
 Found = Mapping[str, Any]  # of one rank, from verbs/probe_rank.py
 
 
