@@ -6,7 +6,7 @@ import numpy as np
 
 _POOL = 1024  # changes of more than two nodes that are drawn once
 _WHOLE, _LAYERS = 8, 6  # of so many chains, one makes such a change, and one moves a layer
-_CULLS = 12  # times that the best quarter of the chains takes the place of the worst
+_CULLS = 40  # times that the best quarter of the chains takes the place of the worst
 _HOTTEST, _COLDEST = 0.01, 0.0003  # heat, as a part of the chains' mean energy
 Energy = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 

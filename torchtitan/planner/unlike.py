@@ -220,7 +220,7 @@ class Pipelines:
     ) -> Plan:
         """The best plan found: of all, if they are few. The same seed gives the same answer. `also`: more starts.
 
-        Two short searches come first. On a regular network the second finds nothing better, and ends the search.
+        Where links are of few kinds, two short searches come first; if both find the same, the search ends.
         """
         if math.perm(self.count, self.used) * math.comb(self.load.layers - 1, self.load.stages - 1) <= _EXHAUSTIVE:
             return self._of_all()
@@ -233,12 +233,12 @@ class Pipelines:
         found = [self.plan(start, cut) for start, cut in zip(starts, layers, strict=True)]
         which = np.arange(chains) % len(starts)
         begin, short = (np.array(starts).T[:, which], np.array(layers).T[:, which]), np.random.default_rng(seed)
-        lengths = [min(steps, _SHORT), min(steps, max(4 * _SHORT, steps // 20)), *[steps] * restarts]
-        for number, length in enumerate(lengths if steps else []):
-            before = min(map(_rank, found))
-            nodes, cut = anneal(self.energy, self.load.replicas, *begin, chance if number > 1 else short, length)
+        is_regular = len(np.unique(self.near)) < self.count
+        lengths = [_SHORT, 6 * _SHORT] * (is_regular and steps > 6 * _SHORT) + [steps] * (restarts if steps else 0)
+        for length in lengths:
+            nodes, cut = anneal(self.energy, self.load.replicas, *begin, chance if length == steps else short, length)
             found += [self.plan(nodes, cut), self.plan(nodes, self.split(nodes))]
-            if number == 1 and min(map(_rank, found)) == before:
+            if length == 6 * _SHORT and math.isclose(*(min(found[-n:][:2], key=_rank).seconds for n in (2, 4))):
                 break
         return min(found, key=_rank)
 
