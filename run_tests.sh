@@ -19,6 +19,7 @@ fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests start many small processes on few cores
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1  # a test that needs the network is a bug
-unset TOKENIZERS_PARALLELISM PYTHONDONTWRITEBYTECODE # else every process compiles what it imports
+unset TOKENIZERS_PARALLELISM
+unset PYTHONDONTWRITEBYTECODE # else every process compiles what it imports
 if (($# == 0)); then set -- --numprocesses 2 --no-loadscope-reorder; fi # tests/conftest.py divides the tests
 exec "$py" -m pytest "$@"

@@ -4,7 +4,7 @@
 #     PY="$(scripts/setup_env.sh requirements.txt)"
 #
 # It uses $PYTHON if set, else the first that fits of .venv, python3 and a new .venv. It installs only into .venv.
-# Further words go to `pip install`.
+# Further arguments are passed to `pip install`.
 set -euo pipefail
 case "${PYTHON:-}" in /*) ;; */*) PYTHON="$PWD/$PYTHON" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

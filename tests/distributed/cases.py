@@ -295,5 +295,5 @@ def probe(rank: int, world_size: int, per_node: int) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     collectives.start_process_group(device, rank, world_size, 60)
     shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "hidden_dim": 128}
-    sizes = Sizes((16, 64), 2**16, (2, 32, 16), (2**10, 2**16), shape, 1, (16, 32), 0.001, 0.0)
+    sizes = Sizes((16, 64), 2**16, (2, 32, 16), (2**10, 2**16), shape, 2, (16, 32), 0.001, 0.0)
     return measure(Place(rank, rank % per_node, world_size), per_node, device, sizes, "float32")

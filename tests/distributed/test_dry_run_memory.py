@@ -26,6 +26,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one process, accumulating": (1, {}),
     "FSDP 2, recomputing": (2, {"activation_checkpoint__mode": "full"}),
     "TP 2": (2, {"parallelism__tensor_parallel_degree": 2}),
+    "PP 2, 1F1B": (2, PP),
     "PP 2, ZBVZeroBubble": (2, PP | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}),
 }
 

@@ -93,11 +93,13 @@ OPTIMIZERS = {
     "moments in bfloat16": {"optimizer__moments_dtype": "bfloat16"},
     "Muon, moments in bfloat16": {"optimizer__name": "Muon", "optimizer__moments_dtype": "bfloat16"},
 }
-ALL_AXES = [name for name in LAYOUTS if name.startswith(("HSDP 2 x 1", "PP 2 x CP 2 x TP 2", "PP 2 x FSDP 2 x TP 2"))]
+THREE_AXES = [f"PP 2 x FSDP 2 x TP 2, {schedule}" for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")]
+THREE_AXES += ["PP 2 x CP 2 x TP 2", "HSDP 2 x 1 x TP 2 x PP 2"]
 COVERED = [
     *(("tied embeddings, accumulating, recomputing", name) for name in (
-        "FSDP 4", "HSDP 2 x 2", "CP 2 x TP 2", "FSDP 2 x CP 2", "FSDP 2 x TP 2", "PP 4, DualPipeV",
-        "PP 4, InterleavedZeroBubble", *ALL_AXES)),
+        "FSDP 4", "FSDP 4, parameters kept after forward", "FSDP 2, fewer streams than slots", "HSDP 2 x 2",
+        "plain data parallelism 2", "CP 2 x TP 2", "FSDP 2 x CP 2", "FSDP 2 x TP 2", "PP 4, DualPipeV",
+        "PP 4, InterleavedZeroBubble", "PP 2 x FSDP 2, parameters freed after forward", *THREE_AXES)),
     *(("tied embeddings", name) for name in ("FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2")),
     *(("documents kept apart", name) for name in ("FSDP 4", "CP 2 x TP 2", "FSDP 2 x CP 2", "PP 2 x CP 2 x TP 2")),
     *(("recompute by operation", name) for name in ("CP 2 x TP 2", "PP 2 x TP 2")),

@@ -63,6 +63,8 @@ def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
         shutil.copytree(ROOT / "tests/assets/tokenizer", clone / "assets/hf/Llama-3.1-8B", dirs_exist_ok=True)
     if "torchtitan download" in command:
         command += " --help"  # tests/unit/test_download.py gives it to a hub that is here
+    elif "torchtitan plan place" in command:
+        command += " --steps 400"
     elif command.startswith("./run_tests.sh"):
         command += " --collect-only -q tests/unit"
     elif "run_llama_train.sh" in command and not any(word in command for word in ("--help", "COMM_MODE", "DRY_RUN")):

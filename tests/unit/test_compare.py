@@ -11,6 +11,7 @@ import pytest
 
 from torchtitan.__main__ import main
 from torchtitan.config.schema import Parallelism
+from torchtitan.verbs import compare
 from torchtitan.verbs.compare_report import Comparison, compare_records, describe, differing_keys, draw
 from torchtitan.verbs.compare_runs import Run, infer_world_size, plan_runs
 
@@ -109,6 +110,18 @@ def test_keys_that_differ_are_told_apart_by_whether_a_loss_may_depend_on_them(tm
         "  optimizer.lr: A 0.0008, B 0.001",
         "  training.seq_len: A 2048, B 64",
     ]
+
+
+@pytest.mark.parametrize(("loss", "code"), [(2.0, 0), (2.1, 1)])
+def test_the_exit_code_says_whether_both_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: float, code: int
+) -> None:
+    of_runs = iter([records([2.0]), records([loss])])
+    monkeypatch.setattr(compare, "train", lambda _: next(of_runs))
+    planned(tmp_path, "", "")
+    files = {name: str(tmp_path / f"{name}.toml") for name in "ab"} | {"out": str(tmp_path / "out")}
+    bounds = {"steps": None, "world_size_a": None, "world_size_b": None, "loss_bound": 1e-5, "norm_bound": 1e-4}
+    assert compare.run(Namespace(**files, **bounds), []) == code
 
 
 @pytest.mark.parametrize(

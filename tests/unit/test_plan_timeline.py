@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.planner.actions import SCHEDULES, list_actions
 from torchtitan.planner.timeline import Action, Orders, Stuck, simulate
-from torchtitan.planner.waiting import COUNTED, moments, one_f_one_b
+from torchtitan.planner.waiting import COUNTED, first_rounds, moments, one_f_one_b
 
 STAGES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 3, "Interleaved1F1B": 3, "InterleavedZeroBubble": 2}
 
@@ -74,7 +74,7 @@ def test_what_waits_is_what_the_search_counts() -> None:
             listed = [(action.kind, action.stage // ranks) for action in orders[rank]]
             assert one_f_one_b(ranks, per_rank, microbatches, rank) == listed
             own = tuple(layers[stage] for stage in range(rank, ranks * per_rank, ranks))
-            names, counts = moments(ranks, per_rank, microbatches, rank, own)
+            names, counts = moments(ranks, per_rank, int(first_rounds(microbatches, ranks)), rank, own)
             counted = counts[[name == "a layer's backward" for name in names], COUNTED.index("waits")].max()
             assert counted == found.waiting(rank, layers)
 

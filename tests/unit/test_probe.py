@@ -90,8 +90,9 @@ def test_known_rates_come_back(nodes: int, per_node: int) -> None:
             assert name in unknown or getattr(given, name) == pytest.approx(value, rel=0.02), name
 
 
-def test_what_a_gpu_hides_comes_back_from_steps_on_each_axis() -> None:
-    known = replace(RATES, hidden=0.4, tensor=2e-3, alone=1.2)
+@pytest.mark.parametrize("hidden", [0.4, 1.0])
+def test_steps_on_each_axis_are_predicted_by_the_rates_fitted_on_them(hidden: float) -> None:
+    known = replace(RATES, hidden=hidden, tensor=2e-3, alone=1.2)
     here, every = replace(machine(2), rates=known), measured(1, 2)
     model, steps = MODEL | {"n_layers": 4}, []
     blueprint = find_model(Model(**model))  # type: ignore[arg-type]
@@ -119,6 +120,7 @@ def test_the_file_is_a_cluster_file_that_says_what_it_rests_on(tmp_path: Path, c
     write(file, measured(2, 8), 8, "2.13", 31.4)
     cluster = read_cluster(file)
     assert cluster.num_devices == 16 and cluster.machine.device.between == pytest.approx(25e9, rel=0.02)
+    assert "tensor" not in tomli.loads(file.read_text())["rates"]  # no step ran along that axis
     assert "a probe of 20" in cluster.rests_on and "torch 2.13 in bfloat16" in cluster.rests_on
     assert "unlike" not in capsys.readouterr().out
     main(["plan", "train_configs/llama3_8b.toml", "--cluster", str(file), "--", "--training.global_batch_size", "16"])

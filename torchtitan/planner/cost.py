@@ -43,7 +43,7 @@ class Rates:
     fsdp: float = 1.0  # FSDP's seconds inside a node, of a plain collective's: a CPU's ranks exchange by memory
     # What holds for GPUs is the default; a CPU's cores differ in all three (docs/planner.md).
     hidden: float = 1.0  # part of FSDP's exchange that runs beside products, where both could
-    tensor: float = 0.0  # seconds around each collective of tensors between operations; a GPU's host has time for it
+    tensor: float = 0.0  # extra seconds of each collective of tensor or context parallelism; a GPU hides them
     alone: float = 1.0  # speed of a device while its pipeline's others wait; why a CPU needs more is not known
 
 

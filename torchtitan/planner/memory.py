@@ -12,7 +12,7 @@ import numpy as np
 
 from torchtitan.models.operations import Number, Work
 from torchtitan.planner.cost import Layout
-from torchtitan.planner.waiting import COUNTED, UNITS, moments
+from torchtitan.planner.waiting import COUNTED, UNITS, first_rounds, moments
 
 Sizes = tuple[np.ndarray, list[str]]  # of each thing in COUNTED: bytes by layout, and the kind
 
@@ -112,8 +112,7 @@ def staged(
         work.sent * layout.microbatches * (2 * layout.stages_per_rank - is_first - is_last),
     )
 
-    # All that a rank can hold at once, it holds in the first three rounds of microbatches.
-    few = np.minimum(layout.microbatches, 3 * (layout.microbatches // np.maximum(1, layout.microbatches // layout.pp)))
+    few = np.asarray(first_rounds(layout.microbatches, layout.pp))
 
     def counted(index: int) -> tuple[list[str], np.ndarray]:
         pipeline = (layout.pp, layout.stages_per_rank, few, np.broadcast_to(rank, own.shape))

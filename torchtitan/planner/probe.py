@@ -18,7 +18,7 @@ _UNLIKE = 1.1  # devices or links that are further apart are named
 _NOISE = 0.05  # of a step's seconds: what the formulas leave out
 # What steps say, and how far it may lie from where the fit begins: the width of a bell in its logarithm.
 _OF_STEPS = {"unfused": 500.0, "layer": 500.0}
-_OF_AXES = {"tensor": 500.0, "hidden": 0.7, "alone": 0.2}
+OF_AXES = {"tensor": 500.0, "hidden": 0.7, "alone": 0.2}
 Found = Mapping[str, Any]  # of one rank, from verbs/probe_rank.py
 
 
@@ -37,19 +37,14 @@ def link(points: Sequence[Sequence[float]]) -> tuple[float, float]:
     return delay, 1 / slope
 
 
-def _fit(one: np.ndarray, other: np.ndarray, values: np.ndarray, base: Any = 0.0) -> tuple[float, float]:
-    """The positive factors of two columns, whose sum above a base comes nearest to the values by relative error.
-
-    A column of zeros has the factor 0: the values say nothing of it.
-    """
-    columns, rest = np.stack([one, other], 1) / values[:, None], 1 - np.asarray(base) / values
-    best = np.linalg.lstsq(columns, rest, rcond=None)[0]
+def _fit(one: np.ndarray, other: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """The positive factors of two columns, whose sum comes nearest to the values by relative error."""
+    columns = np.stack([one, other], 1) / values[:, None]
+    best = np.linalg.lstsq(columns, np.ones(len(values)), rcond=None)[0]
     if best.min() <= 0:  # one of them alone
-        alone = np.array([max(0.0, column @ rest / ((column @ column) or 1.0)) for column in columns.T])
-        errors = [float(((column * factor - rest) ** 2).sum()) for column, factor in zip(columns.T, alone, strict=True)]
-        best = np.where(np.arange(2) == np.argmin(errors), alone, 0.0)
-    largest = np.abs([one, other]).max(axis=1)
-    first, second = np.maximum(best, 1e-12 * np.abs(values).max() / np.where(largest, largest, np.inf))
+        alone = columns.sum(0) / (columns**2).sum(0)
+        best = np.where(np.arange(2) == np.argmin(((columns * alone - 1) ** 2).sum(0)), alone, 0.0)
+    first, second = np.maximum(best, 1e-12 * values.max() / np.max([one, other], axis=1))
     return float(first), float(second)
 
 
@@ -58,7 +53,7 @@ def fitted(every: Sequence[Found], per_node: int) -> Machine:
     order = sorted(every, key=speed, reverse=True)
     found = order[-1 if apart([*map(speed, every)]) else len(order) // 2]
     product, size = product_rates(found)
-    (flops, attended), (read, seconds) = found["attention"], found["moving"]
+    (flops, attended), (num_bytes, seconds) = found["attention"], found["moving"]
     rates = Rates(product=product, size=size, memory=1.0, inside=1.0, between=1.0)
     rates = replace(rates, attention=3.5 * flops / attended / found["peak"])
     nodes, inside, between = len(every) // per_node, 1e12, 1e12
@@ -71,7 +66,7 @@ def fitted(every: Sequence[Found], per_node: int) -> Machine:
         between = float(np.sqrt(one * whole / per_node)) if whole < 0.95 * inside else one
         rates = replace(rates, hop=max(1e-7, (delay - rates.latency) / (nodes - 1)))
     between = between if nodes > 1 else inside  # then nothing uses it
-    machine = Machine(Device(found["peak"], read / seconds, inside, between, per_node), rates)
+    machine = Machine(Device(found["peak"], num_bytes / seconds, inside, between, per_node), rates)
     return replace(machine, rates=_of_steps(machine, every))
 
 
@@ -87,7 +82,7 @@ def _of_steps(machine: Machine, every: Sequence[Found]) -> Rates:
     bandwidth = machine.device.memory_bandwidth * machine.rates.memory
     start, widths = replace(machine.rates, optimizer=median(updates) * bandwidth * len(every)), dict(_OF_STEPS)
     if len({same[0]["axis"] for same in steps}) > 1:
-        start, widths = replace(start, hidden=0.5, tensor=1e-4), widths | _OF_AXES
+        start, widths = replace(start, hidden=0.5, tensor=1e-4), widths | OF_AXES
 
     def rates(by: Mapping[str, float]) -> Rates:
         found = scaled(start, by)

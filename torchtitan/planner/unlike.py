@@ -17,7 +17,7 @@ from torchtitan.refusal import Refusal
 
 _EXHAUSTIVE = 300_000  # plans that are all tried
 _CHAINS, _FEW = 256, 128  # placements that are annealed at once; of more nodes than a few, a quarter of them
-_SHORT = 500  # steps
+_SHORT = 500, 3000  # steps of searches that come first on a regular network
 _MEANS = 0.1  # of a stage's and a hop's seconds: what the largest one hides from a search
 
 
@@ -210,37 +210,30 @@ class Pipelines:
         placed = tuple(tuple(int(node) for node in stage) for stage in shape)
         return Plan(placed, tuple(int(count) for count in layers), sum(parts.values()), parts, fits)
 
-    def search(
-        self,
-        seed: int = 0,
-        steps: int = 60_000,
-        restarts: int = 1,
-        from_regions: bool = True,
-        also: Iterable[np.ndarray] = (),
-    ) -> Plan:
-        """The best plan found: of all, if they are few. The same seed gives the same answer. `also`: more starts.
-
-        Where links are of few kinds, two short searches come first; if both find the same, the search ends.
-        """
+    def search(self, seed: int = 0, steps: int = 60_000, also: Iterable[np.ndarray] = ()) -> Plan:
+        """The best plan found: of all, if they are few. The same seed gives the same answer. `also`: more starts."""
         if math.perm(self.count, self.used) * math.comb(self.load.layers - 1, self.load.stages - 1) <= _EXHAUSTIVE:
             return self._of_all()
         chance = np.random.default_rng(seed)
-        starts = [*also, *(self.starts() if from_regions else ())]
+        starts = [*also, *self.starts()]
         chains = _CHAINS if self.count <= _FEW else _CHAINS // 4
         for _ in range(min(chains, max(8, steps // 64)) * (steps > 0)):
             starts.append(chance.permutation(self.count))
         layers = [self.split(start) for start in starts]
         found = [self.plan(start, cut) for start, cut in zip(starts, layers, strict=True)]
         which = np.arange(chains) % len(starts)
-        begin, short = (np.array(starts).T[:, which], np.array(layers).T[:, which]), np.random.default_rng(seed)
-        is_regular = len(np.unique(self.near)) < self.count
-        lengths = [_SHORT, 6 * _SHORT] * (is_regular and steps > 6 * _SHORT) + [steps] * (restarts if steps else 0)
-        for length in lengths:
-            nodes, cut = anneal(self.energy, self.load.replicas, *begin, chance if length == steps else short, length)
-            found += [self.plan(nodes, cut), self.plan(nodes, self.split(nodes))]
-            if length == 6 * _SHORT and math.isclose(*(min(found[-n:][:2], key=_rank).seconds for n in (2, 4))):
-                break
+        begin = np.array(starts).T[:, which], np.array(layers).T[:, which]
+        # Where links differ little, two short searches may say enough.
+        lengths = _SHORT if len(np.unique(self.near)) < self.count and steps > 4 * sum(_SHORT) else ()
+        found += [self._annealed(*begin, np.random.default_rng(seed), length) for length in lengths]
+        same = lengths and all(plan.fits for plan in found[-2:]) and math.isclose(*(p.seconds for p in found[-2:]))
+        if steps and not same:
+            found.append(self._annealed(*begin, chance, steps))
         return min(found, key=_rank)
+
+    def _annealed(self, nodes: np.ndarray, layers: np.ndarray, chance: np.random.Generator, steps: int) -> Plan:
+        order, cut = anneal(self.energy, self.load.replicas, nodes, layers, chance, steps)
+        return min(self.plan(order, cut), self.plan(order, self.split(order)), key=_rank)
 
     def _of_all(self) -> Plan:
         load = self.load

@@ -9,6 +9,8 @@ from operator import add, mul
 
 import numpy as np
 
+from torchtitan.models.operations import Number
+
 UNITS = ("layer", "table", "output")  # what FSDP gathers and scatters at once
 # What is counted. Of each unit: its weights, its gradient before and after the scatter, and what a scatter makes of it.
 COUNTED = (
@@ -29,6 +31,11 @@ def one_f_one_b(ranks: int, stages: int, microbatches: int, rank: int) -> list[t
     pairs = zip(forward[ahead:], backward, strict=False)
     both = [action for f, b in pairs for action in ((b, f) if stages == 1 else (f, b))]
     return [*forward[:ahead], *both, *backward[total - ahead :]]
+
+
+def first_rounds(microbatches: Number, ranks: Number) -> Number:
+    """As many microbatches as there are in three rounds: later rounds are like the third."""
+    return np.minimum(microbatches, 3 * (microbatches // np.maximum(1, microbatches // ranks)))
 
 
 @cache

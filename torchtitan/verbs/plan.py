@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place.add_argument("--drawing", type=Path, metavar="FILE.svg", help="Draw the first network's map of stages")
     place.add_argument("--seed", type=int, default=0, help="Change it to search anew (default: %(default)s)")
     place.add_argument(
-        "--restarts", type=int, default=1, help="Start at random as often; raise it for better plans (%(default)s)"
+        "--restarts", type=int, default=1, help="By DT-FM's cost, start at random as often (default: %(default)s)"
     )
     place.add_argument(
         "--steps",

@@ -191,7 +191,7 @@ class Probe:
     def of_steps(self) -> list[dict[str, Any]]:
         """Steps of a small model, as the trainer does them on all ranks: their seconds, and those of the update.
 
-        On CPUs also with pairs of ranks on each axis, which costs what a GPU hides.
+        On CPUs with an even number of ranks a node also on two ranks of each axis, which costs what a GPU hides.
         """
         found, sizes = [], self.sizes
         axes = [*_AXES] if self.device.type == "cpu" and self.per_node % 2 == 0 else ["dp"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from torchtitan.planner.probe import Found, apart, fitted, middle, speed
+from torchtitan.planner.probe import OF_AXES, Found, apart, fitted, middle, speed
 from torchtitan.refusal import Refusal
 
 _NOT_MEASURED = ("float8", "overlap")
@@ -54,10 +54,8 @@ def unlike(every: Sequence[Found], gbit: np.ndarray) -> list[str]:
 def tables(every: Sequence[Found], per_node: int) -> dict[str, Any]:
     """The cluster file, but for where it comes from. Unlike nodes are a [[case]], by which a plan places stages."""
     machine, nodes, first = fitted(every, per_node), len(every) // per_node, every[0]
-    device, rates = (
-        machine.device,
-        {name: of for name, of in asdict(machine.rates).items() if name not in _NOT_MEASURED},
-    )
+    device, rates = machine.device, asdict(machine.rates)
+    has_axes = any(step["axis"] != "dp" for step in first["steps"])
     delay, gbit = matrices(every, nodes, device.inside)
     peaks = [max(2e-12 * m * n * k / seconds for m, n, k, seconds in found["products"]) for found in every]
     moved = [found["moving"][0] / found["moving"][1] / 1e9 for found in every]
@@ -88,7 +86,11 @@ def tables(every: Sequence[Found], per_node: int) -> dict[str, Any]:
             "inside_gbytes_per_second": device.inside / 1e9,
             "between_gbit_per_device": device.between * 8e-9,
         },
-        "rates": {name: rate for name, rate in rates.items() if name not in _NOT_MEASURED},
+        "rates": {
+            name: rate
+            for name, rate in rates.items()
+            if name not in _NOT_MEASURED and (has_axes or name not in OF_AXES)
+        },
         "probe": {
             "unlike": said,
             "ranks": {"tflops": peaks, "memory_gib": memory, "memory_gbytes_per_second": moved},

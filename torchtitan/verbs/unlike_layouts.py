@@ -177,14 +177,14 @@ def propose(layouts: Layouts, seed: int, show: int, steps: int = 30_000) -> tupl
         load = loads[number]
         if load is None or bounds[number] > best or not np.isfinite(bounds[number]):
             break
-        plan = Pipelines(layouts.network, load).search(seed, steps=0, restarts=0)
+        plan = Pipelines(layouts.network, load).search(seed, steps=0)
         if plan.fits:
             looked.append(Found(choices[number], load, plan))
             best = min(best, plan.seconds)
     for length, count in ((steps // 8, _CLOSER), (steps, 2)):
         looked = _distinct(sorted(looked, key=lambda found: found.plan.seconds))
         for place, found in enumerate(looked[:count]):
-            better = Pipelines(layouts.network, found.load).search(seed, steps=length, restarts=1)
+            better = Pipelines(layouts.network, found.load).search(seed, steps=length)
             if better.fits and better.seconds < found.plan.seconds:
                 looked[place] = replace(found, plan=better)
     return sorted(looked, key=lambda found: found.plan.seconds)[:show], len(choices)
