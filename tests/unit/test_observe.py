@@ -256,7 +256,7 @@ def test_a_known_devices_peak_is_its_data_sheets(name: str, tflops: float, monke
 def test_an_unknown_devices_peak_is_measured_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     hardware._measure_peak.cache_clear()
-    monkeypatch.setattr(hardware, "measure_matmul_flops", lambda device, dtype: 5e12)
+    monkeypatch.setattr(hardware, "measure_matmul_flops", lambda *_, **__: 5e12)
     assert hardware.find_peak(torch.device("cuda"), torch.bfloat16) == hardware.Peak(5e12, "measured")
     assert hardware.find_peak(torch.device("cpu"), torch.float32) == hardware.Peak(5e12, "measured")
 
@@ -268,12 +268,25 @@ def test_a_peak_is_measured_until_two_rounds_agree(monkeypatch: pytest.MonkeyPat
         ((1, 2) * 9, 4, 2, 0),
     ):
         left = list(speeds)
-        monkeypatch.setattr(hardware, "measure_matmul_flops", lambda *_, left=left: left.pop(0))
+        trial_or_round = lambda *given, left=left, **_: 1e12 if len(given) > 2 else left.pop(0)  # noqa: E731
+        monkeypatch.setattr(hardware, "measure_matmul_flops", trial_or_round)
         hardware._measure_peak.cache_clear()
         found = hardware.find_peak(torch.device("cpu"), torch.float32)
         assert found == hardware.Peak(peak, "measured", pytest.approx(spread, abs=1e-3))
         assert len(speeds) - len(left) == count
     hardware._measure_peak.cache_clear()
+
+
+@pytest.mark.parametrize(("trial", "size"), [(9e9, 256), (2e10, None)])
+def test_a_type_that_a_cpu_has_no_instructions_for_is_measured_small(
+    monkeypatch: pytest.MonkeyPatch, trial: float, size: int | None
+) -> None:
+    sizes = []
+    monkeypatch.setattr(hardware, "measure_matmul_flops", lambda d, t, s=0.1, size=0: sizes.append(size) or trial)
+    hardware._measure_peak.cache_clear()
+    hardware.find_peak(torch.device("cpu"), torch.float16)
+    hardware._measure_peak.cache_clear()
+    assert sizes[1:] == [size, size]
 
 
 @pytest.mark.parametrize(
