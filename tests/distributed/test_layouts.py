@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP 4, logits gathered": (4, layout(tp=4, disable_loss_parallel=True)),
     "CP 2": (2, layout(cp=2)),
     "CP 4": (4, layout(cp=4)),
-    **{f"PP 2, {schedule}": (2, layout(pp=2, schedule=schedule)) for schedule in SCHEDULES},
+    **{f"PP 2, {name}": (2, layout(pp=2, schedule=name)) for name in ("1F1B", "ZBVZeroBubble", "DualPipeV")},
     **{f"PP 4, {schedule}": (4, layout(pp=4, schedule=schedule)) for schedule in SCHEDULES},
     "PP 4, stages of 3+1+2+2 layers": (4, layout(pp=4, layer_counts=[3, 1, 2, 2])),
     "PP 2, microbatches of 2": (2, layout(pp=2, microbatch_size=2)),
