@@ -435,8 +435,17 @@ def test_the_first_signal_logs_whether_the_run_will_be_saved(
     assert f"SIGTERM: the run {words}" in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
-def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warning(number: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "again", "name"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, "SIGTERM"),
+        (signal.SIGINT, signal.SIGINT, "Ctrl-C"),
+        (signal.SIGINT, signal.SIGTERM, "Ctrl-C"),  # what torchrun makes of a second Ctrl-C
+    ],
+)
+def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warning(
+    number: int, again: int, name: str
+) -> None:
     program = (
         "import os, time\n"
         "from torchtitan.observe import interrupt\n"
@@ -445,8 +454,8 @@ def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warnin
         f"    os.kill(os.getpid(), {number:d}), os.kill(os.getpid(), {number:d})\n"
         "    print(asked.asked, flush=True)\n"
         "    time.sleep(0.6)\n"
-        f"    os.kill(os.getpid(), {number:d})\n"
+        f"    os.kill(os.getpid(), {again:d})\n"
         "    print('still here')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (128 + number, f"{name}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (128 + again, f"{name}\n"), done.stderr

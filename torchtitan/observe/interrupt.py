@@ -8,7 +8,8 @@ from types import FrameType
 
 from torchtitan.observe.log import logger
 
-# A cluster or a terminal signals every process, and torchrun forwards its own: signals within this time are one.
+# A cluster or a terminal signals every process, and torchrun forwards its own: what follows a signal within this time
+# is the same one. torchrun makes a SIGTERM of a second Ctrl-C.
 _ONE_WARNING_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0, signal.SIGUSR1: 3.0}
 EXIT_CODE = 75  # "try again" in sysexits.h: the run is unfinished, and the same command resumes it
 
@@ -17,7 +18,7 @@ class Interrupt:
     """Inside, the first signal only sets `asked`. A second signal that is no repeat of it ends the process at once."""
 
     def __init__(self, saves: bool = True) -> None:
-        self.asked, self._since = "", 0.0
+        self.asked, self._repeats_end = "", 0.0
         self._then = "the run saves and ends after this step" if saves else "the run ends after this step, unsaved"
         again = "the same command goes on from here" if saves else "the same command begins anew"
         self.how_to_go_on = again + ("" if saves else "; with --checkpoint.enable it would go on")
@@ -37,9 +38,9 @@ class Interrupt:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.asked:
-            if time.monotonic() - self._since > _ONE_WARNING_SECONDS[signal.Signals(number)]:
+            if time.monotonic() > self._repeats_end:
                 os._exit(128 + number)
             return
-        self._since = time.monotonic()
+        self._repeats_end = time.monotonic() + _ONE_WARNING_SECONDS[signal.Signals(number)]
         self.asked = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         logger.warning(f"{self.asked}: {self._then}; a second signal ends it at once")
