@@ -109,7 +109,9 @@ def write(path: Path, every: Sequence[Found], per_node: int, torch_version: str,
     text = tomli_w.dumps({"rests_on": f"a probe of {today} with torch {torch_version} in {dtype}"} | _rounded(found))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        part = path.with_suffix(".part")  # a full disk leaves the file of the probe before as it was
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
     except OSError as error:
         raise Refusal(f"--out {path} cannot be written: {error.strerror}; use another file") from None
     for line in found["probe"]["unlike"]:
