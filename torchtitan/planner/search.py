@@ -224,7 +224,8 @@ def _rows(job: Job, cluster: Cluster) -> Iterator[np.ndarray]:
             if job.global_batch % ranks:
                 continue
             if (ranks, pp) not in of_batch:
-                of_batch[ranks, pp] = np.array([*_batches(job, job.global_batch // ranks, pp, layers)]).reshape(-1, 5)
+                found = [*_batches(job, job.global_batch // ranks, pp, layers)]
+                of_batch[ranks, pp] = np.array(found, int).reshape(-1, 5)
             batches = of_batch[ranks, pp]
             degrees = [
                 (pp, tp, cp, replicas, ranks // replicas)
@@ -232,7 +233,7 @@ def _rows(job: Job, cluster: Cluster) -> Iterator[np.ndarray]:
                 if ranks % replicas == 0 and ranks // replicas in _allowed(job, "dp", [ranks // replicas])
             ]
             each = np.array(degrees, int).reshape(-1, 5)
-            yield np.hstack([each.repeat(len(batches), 0), np.tile(batches, (len(each), 1))]).astype(int)
+            yield np.hstack([each.repeat(len(batches), 0), np.tile(batches, (len(each), 1))])
 
 
 def _batches(job: Job, sequences: int, pp: int, layers: int) -> Iterator[tuple[int, ...]]:
