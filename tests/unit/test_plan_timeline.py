@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from torchtitan.planner.actions import SCHEDULES, list_actions
@@ -45,9 +46,13 @@ def test_all_schedules_equal_an_independent_replay_with_unlike_stages(schedule: 
     for microbatches in (2 * ranks, 4 * ranks):
         orders = list_actions(schedule, ranks, per_rank, microbatches)
         seconds = {(stage, kind): chance.uniform(0.5, 2) for stage in range(ranks * per_rank) for kind in "FBIW"}
-        found = simulate(orders, seconds, 0.3)
-        ends = {span.action: span.end for spans in found.spans for span in spans}
-        assert ends == pytest.approx(replay(orders, seconds, 0.3))
+        slower = {action: np.array([1.0, chance.uniform(1, 2)]) * each for action, each in seconds.items()}
+        found = simulate(orders, slower, np.array([0.3, 0.1]))  # two layouts at once
+        for layout, hop in enumerate((0.3, 0.1)):
+            own = {action: float(each[layout]) for action, each in slower.items()}
+            ends = {span.action: float(span.end[layout]) for spans in found.spans for span in spans}
+            assert ends == pytest.approx(replay(orders, own, hop))
+            assert found.seconds[layout] == max(ends.values())
         forwards = [action for action in ends if action.kind == "F"]
         assert len(forwards) == microbatches * ranks * per_rank
 

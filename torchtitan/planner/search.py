@@ -1,6 +1,7 @@
 """All layouts of one model on like machines, as arrays: their seconds and their bytes. No torch."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from torchtitan.planner.memory import Held, sizes_of, staged, whole
 from torchtitan.planner.traffic import traffic
 
 FILLED = 0.9  # of a device's memory: the rest is for the context, NCCL, fragments, and for what is predicted too low
+_AT_ONCE = 8192  # layouts: their arrays stay in a core's cache
 _MOST_STAGES = 8  # on a rank; more gain little, and cost a message each
 RECOMPUTES = ("none", "selective op", "full")
 _NAMES = ("pp", "tp", "cp", "replicas", "dp", "stages_per_rank", "microbatch", "microbatches", "passes", "regathers")
@@ -203,10 +205,11 @@ def _spaces(job: Job, cluster: Cluster) -> Iterator[tuple[str, dict[str, np.ndar
     rows = np.concatenate([*_rows(job, cluster), np.empty((0, len(_NAMES)), int)])
     for is_piped in (False, True):
         some = rows[(rows[:, 0] > 1) == is_piped]
+        some = some[np.lexsort((some[:, 7], some[:, 5], some[:, 0]))]  # layouts with the same pipeline come together
         if some.size:
-            columns = dict(zip(_NAMES, np.ascontiguousarray(some.T), strict=True))
-            for mode in _allowed(job, "recompute", RECOMPUTES):
-                yield mode, columns
+            pieces = np.array_split(some, math.ceil(len(some) / _AT_ONCE))
+            for piece, mode in itertools.product(pieces, _allowed(job, "recompute", RECOMPUTES)):
+                yield mode, dict(zip(_NAMES, np.ascontiguousarray(piece.T), strict=True))
 
 
 def _rows(job: Job, cluster: Cluster) -> Iterator[np.ndarray]:

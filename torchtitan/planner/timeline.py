@@ -1,8 +1,12 @@
 """A pipeline over time: when each rank does what, how long it waits, and how much it keeps meanwhile. No torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan.models.operations import Number
 
 
 class Action(NamedTuple):
@@ -19,8 +23,8 @@ class Span:
     """An action, and when it runs."""
 
     action: Action
-    begin: float
-    end: float
+    begin: Number
+    end: Number
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,10 @@ class Timeline:
     spans: tuple[tuple[Span, ...], ...]  # by rank
 
     @property
-    def seconds(self) -> float:
-        return max(spans[-1].end for spans in self.spans if spans)
+    def seconds(self) -> Number:
+        return np.max([spans[-1].end for spans in self.spans if spans], axis=0)
 
-    def idle(self, rank: int) -> float:
+    def idle(self, rank: int) -> Number:
         """The part of the whole time in which a rank does nothing."""
         return 1 - sum(span.end - span.begin for span in self.spans[rank]) / self.seconds
 
@@ -50,41 +54,46 @@ class Stuck(Exception):
     """The lists wait for each other."""
 
 
-def simulate(orders: Orders, seconds: Mapping[tuple[int, str], float], hop: float) -> Timeline:
+def simulate(orders: Orders, seconds: Mapping[tuple[int, str], Number], hop: Number) -> Timeline:
     """Run the lists. `seconds`: of a stage's action by its kind; `hop`: of a message to another rank.
 
-    A rank takes its list in order, and an action begins when the rank is free and its inputs have come.
+    A rank takes its list in order, and an action begins when the rank is free and its inputs have come. A number may
+    be an array over many layouts, since the lists alone say who waits for whom.
     """
     holder = {action.stage: rank for rank, actions in enumerate(orders) for action in actions}
-    last, done = max(holder), dict[Action, float]()
+    ends = dict[Action, Number]()
     spans: list[list[Span]] = [[] for _ in orders]
-    at, free = [0] * len(orders), [0.0] * len(orders)
+    for rank, action, needed in _in_time(orders, max(holder)):
+        begin = spans[rank][-1].end if spans[rank] else 0.0
+        for one in needed:
+            begin = np.maximum(begin, ends[one] + hop if holder[one.stage] != rank else ends[one])
+        ends[action] = begin + seconds[action.stage, action.kind]
+        spans[rank].append(Span(action, begin, ends[action]))
+    return Timeline(tuple(map(tuple, spans)))
+
+
+def _in_time(orders: Orders, last: int) -> Iterator[tuple[int, Action, list[Action]]]:
+    """Each action after all that it waits for, with its rank."""
+    done, at = set[Action](), [0] * len(orders)
     ready = list(range(len(orders)))
     waits: dict[Action, int] = {}  # what a rank waits for -> the rank
     while ready:
         rank = ready.pop()
         while at[rank] < len(orders[rank]):
             action = orders[rank][at[rank]]
-            begin = free[rank]
-            for needed in _needs(action, last):
-                found = next((done[one] for one in needed if one in done), None)
-                if found is None:
-                    waits |= dict.fromkeys(needed, rank)
-                    break
-                begin = max(begin, found + (hop if holder[needed[0].stage] != rank else 0.0))
-            else:
-                free[rank] = begin + seconds[action.stage, action.kind]
-                spans[rank].append(Span(action, begin, free[rank]))
-                done[action] = free[rank]
-                at[rank] += 1
-                if action in waits and (other := waits.pop(action)) != rank:
-                    ready.append(other)
-                continue
-            break
+            either = _needs(action, last)
+            missing = [some for some in either if done.isdisjoint(some)]
+            if missing:
+                waits |= dict.fromkeys(missing[0], rank)
+                break
+            yield rank, action, [one for some in either for one in some if one in done]
+            done.add(action)
+            at[rank] += 1
+            if action in waits and (other := waits.pop(action)) != rank:
+                ready.append(other)
     if any(place < len(actions) for place, actions in zip(at, orders, strict=True)):
         rank = next(r for r, place in enumerate(at) if place < len(orders[r]))
         raise Stuck(f"rank {rank} waits for ever at {orders[rank][at[rank]]}")
-    return Timeline(tuple(map(tuple, spans)))
 
 
 def _needs(action: Action, last: int) -> Sequence[Sequence[Action]]:
