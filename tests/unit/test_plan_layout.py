@@ -164,6 +164,7 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureF
     plan, run = tmp_path / "plan.json", tmp_path / "run"
     file, cluster = str(ROOT / "train_configs/debug_model.toml"), str(CLUSTERS / "cpu_1x2.toml")
     command = ["--out", str(plan.with_suffix(".toml")), "--", "--training.global_batch_size", "16"]
+    command += ["--parallelism.data_parallel_shard_degree", "2"]
     main(["plan", file, "--cluster", cluster, *command])
     said = json.loads(plan.read_text())
     assert sum(said["parts"].values()) == pytest.approx(said["seconds"])

@@ -39,7 +39,7 @@ def test_megatron_from_175b_to_1t_is_predicted_from_two_rows_of_22b(most: int) -
 def test_torchtitan_on_h100_is_predicted_from_nine_rows() -> None:
     """Any nine; also which of two like runs is the faster, and what interleaving gains at 405B."""
     draw, errors, wrong = random.Random(0), [], 0
-    for _ in range(16):
+    for _ in range(40):
         known = draw.sample(H100, 9)
         rates, _ = fit(known, 7)
         errors.append(mean_error([row for row in H100 if row not in known], rates))

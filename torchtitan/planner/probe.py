@@ -18,7 +18,7 @@ _UNLIKE = 1.1  # devices or links that are further apart are named
 _NOISE = 0.05  # of a step's seconds: what the formulas leave out
 # What steps say, and how far it may lie from where the fit begins: the width of a bell in its logarithm.
 _OF_STEPS = {"unfused": 500.0, "layer": 500.0}
-OF_AXES = {"tensor": 500.0, "hidden": 0.7, "alone": 0.2}
+OF_AXES = {"tensor": 500.0, "shared": 0.5, "alone": 0.2}
 Found = Mapping[str, Any]  # of one rank, from verbs/probe_rank.py
 
 
@@ -82,17 +82,13 @@ def _of_steps(machine: Machine, every: Sequence[Found]) -> Rates:
     bandwidth = machine.device.memory_bandwidth * machine.rates.memory
     start, widths = replace(machine.rates, optimizer=median(updates) * bandwidth * len(every)), dict(_OF_STEPS)
     if len({same[0]["axis"] for same in steps}) > 1:
-        start, widths = replace(start, hidden=0.5, tensor=1e-4), widths | OF_AXES
-
-    def rates(by: Mapping[str, float]) -> Rates:
-        found = scaled(start, by)
-        return replace(found, hidden=min(1.0, found.hidden))
+        start, widths = replace(start, shared=1.0, tensor=1e-4), widths | OF_AXES
 
     def residuals(by: Mapping[str, float]) -> np.ndarray:
-        here = replace(machine, rates=rates(by))
+        here = replace(machine, rates=scaled(start, by))
         return np.array([np.log(float(step(here, work, layout).total) / measured) for work, layout, measured in cases])
 
-    return rates(most_likely(lambda by: residuals(by) / _NOISE, widths, len(widths)))
+    return scaled(start, most_likely(lambda by: residuals(by) / _NOISE, widths, len(widths)))
 
 
 def _case(same: Sequence[Mapping[str, Any]], every: Sequence[Found]) -> tuple[Work, Layout, float]:

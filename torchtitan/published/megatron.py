@@ -31,6 +31,7 @@ class Kernels:
     splits_sequence: bool = False  # tensor parallelism splits the sequence between layers
     gathers_again: bool = False  # backward gathers what forward gathered and did not keep
     dropout: bool = True
+    fused_loss: bool = False  # one kernel; Megatron-LM's own is eight, on logits in float32
 
 
 def work(shape: Shape, kernels: Kernels, share: Share) -> Work:
@@ -66,8 +67,9 @@ def work(shape: Shape, kernels: Kernels, share: Share) -> Work:
     )
     table = hidden * shape.vocabulary / tp
     logits = tokens * shape.vocabulary / tp
+    of_loss = Pass(10 * logits, 8 * logits) if kernels.fused_loss else Pass(38 * logits, 14 * logits)
     ends = Block(
-        (Product(tokens, shape.vocabulary / tp, hidden, in_float8=False), Pass(10 * logits, 8 * logits)),
+        (Product(tokens, shape.vocabulary / tp, hidden, in_float8=False), of_loss),
         table,
         {"none": 2 * logits + 2 * stream, "output": 2 * logits},
     )

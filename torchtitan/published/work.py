@@ -34,7 +34,7 @@ def read_work(keys: Keys, share: Share, by_megatron: bool) -> Work:
         raise keys.refusal(f"has {found} = {keys.find(found)}", "a mixture of experts is not predicted: leave it out")
     family, flavor = keys.find("model"), str(keys.find("flavor", ""))
     if not isinstance(family, str):
-        return work(*_shape(keys, share, None), share)
+        return work(*_shape(keys, share, None, by_megatron), share)
     try:
         spec = find_spec(family)
     except Refusal as error:
@@ -47,10 +47,10 @@ def read_work(keys: Keys, share: Share, by_megatron: bool) -> Work:
         lacking = ", ".join(sorted(needed - set(said)))
         raise keys.refusal(f"has flavor = {flavor!r}", f"use one of {', '.join(spec.flavors)}, or give {lacking}")
     args = replace(spec.flavors[flavor], **said) if flavor in spec.flavors else spec.shape(**said)
-    return work(*_shape(keys, share, args), share) if by_megatron else spec.operations(args, share)
+    return work(*_shape(keys, share, args, by_megatron), share) if by_megatron else spec.operations(args, share)
 
 
-def _shape(keys: Keys, share: Share, args: Any) -> tuple[Shape, Kernels]:
+def _shape(keys: Keys, share: Share, args: Any, by_megatron: bool) -> tuple[Shape, Kernels]:
     """What a row does not say is a GPT's; of a model with a gate or shared keys and values, what is usual for those."""
 
     def known(key: str, default: Any = None) -> Any:
@@ -76,5 +76,6 @@ def _shape(keys: Keys, share: Share, args: Any) -> tuple[Shape, Kernels]:
         split,
         keys.flag("gathers_again_in_backward", split),
         keys.flag("dropout", not gated),
+        keys.flag("fused_loss", not by_megatron),
     )
     return shape, kernels

@@ -54,7 +54,7 @@ def operations(job: Job, cluster: Cluster, choice: Choice, counts: Mapping[int, 
             gather, scatter = (1000 * float(part) for part in machine.exchange(block.parameters, layout))
             lines.append(
                 f"  {gather:9.3f} {choice.regathers * gather + scatter:9.3f} {0:9.3f}  FSDP, "
-                + ("once a pass" if choice.pp > 1 else f"of which {rates.hidden:.0%} can hide behind the layer")
+                + ("once a pass" if choice.pp > 1 else "beside the layer before")
             )
     return "\n".join(lines)
 
