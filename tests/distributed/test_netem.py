@@ -17,11 +17,6 @@ from torchtitan.verbs.namespaces import entered, unshared
 ROOT = Path(__file__).parents[2]
 NETEM = [sys.executable, "-m", "torchtitan", "netem"]
 THREE = """
-[job]
-stages = 1
-devices_per_stage = 3
-c_dp = 1
-c_pp = 1
 [[case]]
 name = "three"
 regions = ["Ohio", "Tokyo", "Tokyo"]
@@ -51,7 +46,8 @@ def processes_with(mark: str) -> list[str]:
 
 
 def test_links_are_as_asked_in_both_directions_and_the_exit_code_comes_back(network: str) -> None:
-    told = "echo $NODE_RANK of $NNODES at $SITE, head $MASTER_ADDR; exit $((3 * (NODE_RANK == 1)))"
+    told = "touch /dev/shm/$SITE; sleep 1; echo $NODE_RANK of $NNODES at $(ls /dev/shm), head $MASTER_ADDR;"
+    told += "exit $((3 * (NODE_RANK == 1)))"
     done = netem(network, "--order", "2,0,1", "--measure", "0", "--", "bash", "-c", told)
     assert done.returncode == 3, done.stdout + done.stderr
     number = r"([\d.]+)"

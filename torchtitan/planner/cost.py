@@ -43,10 +43,11 @@ class Rates:
     layer: float = 2e-4  # of a layer and microbatch, whatever it computes
     optimizer: float = 28.0  # bytes a parameter that an update moves: AdamW's in float32
     fsdp: float = 1.0  # FSDP's seconds inside a node, of a plain collective's: a CPU's ranks exchange by memory
-    # What products lose, of the seconds of an exchange beside them. Four A100s, H100s, MI250s or MI210s lose 18.9 %, and
-    # are still 10.2 % faster than one after the other (means of arXiv 2507.03114): 0.189 / (1.189 * 1.102 - 1).
+    # What products lose, of the seconds of an exchange beside them. Four GPUs of a kind lose 18.9 % and are still 10.2 %
+    # faster than one after the other (means over four kinds, arXiv 2507.03114): 0.189 / (1.189 * 1.102 - 1).
     shared: float = 0.6
-    # What holds for GPUs is the default; a CPU's cores differ in both (docs/planner.md).
+    # What holds for GPUs is the default; a CPU's cores differ in all three (docs/planner.md).
+    exposed: float = 0.0  # part of FSDP's exchange that does not run beside products; on a CPU FSDP waits for all of it
     tensor: float = 0.0  # extra seconds of each collective of tensor or context parallelism; a GPU hides them
     alone: float = 1.0  # speed of a device while its pipeline's others wait; why a CPU needs more is not known
 
@@ -171,10 +172,12 @@ class Machine:
         gather, scatter = self.exchange(parameters, layout)
         near = replace(self, device=replace(self.device, per_node=_ALL))
         half, whole = near.exchange(parameters, layout)
-        shared = self.rates.shared
-        return np.maximum(forward + shared * half, gather) + np.maximum(
-            backward + shared * (half * regathers + whole), regathers * gather + scatter
-        )
+
+        def both(computed: Number, exchanged: Number, inside: Number) -> Number:
+            longer = np.maximum(computed + self.rates.shared * inside, exchanged)
+            return longer + self.rates.exposed * np.minimum(computed, exchanged)
+
+        return both(forward, gather, half) + both(backward, regathers * gather + scatter, regathers * half + whole)
 
     def again(self, operations: Iterable[Operation], layout: Layout) -> Number:
         if layout.recompute == "none":

@@ -119,6 +119,12 @@ def read_cluster_network(path: Path) -> tuple[str, Network, str]:
     )
 
 
+def read_cases(path: Path) -> list[tuple[str, Network, Mapping[str, Any]]]:
+    """The networks of a file, with what the file says of each: groups of devices and pairs of regions, or matrices."""
+    with describes(path, "network"):
+        return [(str(case.get("name", "network")), to_network(case), case) for case in read_tables(path)["case"]]
+
+
 def to_network(case: Mapping[str, Any]) -> Network:
     if "delay_ms" in case:
         delay, bandwidth = np.array(case["delay_ms"], float) / 1e3, np.array(case["gbit"], float)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.planner.network import Network, describes, read_tables, to_network
+from torchtitan.planner.network import Network, describes, read_cases, read_tables
 from torchtitan.refusal import Refusal
 
 _CANDIDATES = 32  # changes that are weighed at once
@@ -202,15 +202,13 @@ def _greedy_path(edges: np.ndarray, start: int) -> tuple[float, list[int]]:
 
 
 def read_networks(path: Path) -> tuple[Job, list[tuple[str, Network, Mapping[str, Any]]]]:
-    """The networks of a file, with what the file says of each: groups of devices and pairs of regions, or matrices."""
-    tables = read_tables(path)
+    """The job of a file and its networks."""
     with describes(path, "network"):
-        said = tables["job"]
+        said = read_tables(path)["job"]
         given = {key: said[key] for key in ("stages", "devices_per_stage", "c_dp", "c_pp")}
         given |= {key: said[key] for key in _OPTIONAL if key in said}
         least = dict.fromkeys(_OPTIONAL, 0.0)  # the others are above 0
         for key, value in given.items():
             if isinstance(value, bool) or not least.get(key, 1e-12) <= value < 1e12:
                 raise Refusal(f"{path}: [job] {key} = {value!r}; use a positive number")
-        job = Job(*list(given.values())[:4], **dict(list(given.items())[4:]))
-        return job, [(str(case.get("name", "network")), to_network(case), case) for case in tables["case"]]
+        return Job(*list(given.values())[:4], **dict(list(given.items())[4:])), read_cases(path)

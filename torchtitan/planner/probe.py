@@ -18,7 +18,7 @@ _UNLIKE = 1.1  # devices or links that are further apart are named
 _NOISE = 0.05  # of a step's seconds: what the formulas leave out
 # What steps say, and how far it may lie from where the fit begins: the width of a bell in its logarithm.
 _OF_STEPS = {"unfused": 500.0, "layer": 500.0}
-OF_AXES = {"tensor": 500.0, "shared": 0.5, "alone": 0.2}
+OF_AXES = {"tensor": 500.0, "shared": 0.7, "alone": 0.2}
 Found = Mapping[str, Any]  # of one rank, from verbs/probe_rank.py
 
 
@@ -82,7 +82,7 @@ def _of_steps(machine: Machine, every: Sequence[Found]) -> Rates:
     bandwidth = machine.device.memory_bandwidth * machine.rates.memory
     start, widths = replace(machine.rates, optimizer=median(updates) * bandwidth * len(every)), dict(_OF_STEPS)
     if len({same[0]["axis"] for same in steps}) > 1:
-        start, widths = replace(start, shared=1.0, tensor=1e-4), widths | OF_AXES
+        start, widths = replace(start, exposed=1.0, shared=0.5, tensor=1e-4), widths | OF_AXES
 
     def residuals(by: Mapping[str, float]) -> np.ndarray:
         here = replace(machine, rates=scaled(start, by))

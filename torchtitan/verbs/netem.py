@@ -72,9 +72,9 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def _sites(args: argparse.Namespace, command: Sequence[str]) -> Sites:
-    from torchtitan.planner.placement import read_networks
+    from torchtitan.planner.network import read_cases
 
-    _, networks = read_networks(args.file)
+    networks = read_cases(args.file)
     names = [name for name, _, _ in networks]
     chosen = [n for i, n in enumerate(networks, 1) if args.case in (None, n[0], str(n[2].get("number", i)))]
     if len(chosen) != 1:

@@ -23,7 +23,8 @@ from torchtitan.verbs.netem_measure import Link, measure, sample
 _SECONDS_FOR_OTHERS = 40  # torchrun itself waits 30 s for its ranks
 _SECONDS_TO_SAVE = 120
 _DEVICE = "eth0"
-_AS_SITE = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
+# Its own host name, and memory that it shares with no other site: ranks on a CPU would exchange through that.
+_AS_SITE = 'echo "$0" > /proc/sys/kernel/hostname && { [ ! -d /dev/shm ] || mount -t tmpfs shm /dev/shm; } && exec "$@"'
 
 
 @dataclass(frozen=True)
