@@ -179,11 +179,9 @@ def balanced_counts(parts: Sequence[Part], num_stages: int) -> list[int]:
         return max(times), max(sizes), sum(t * t for t in times)
 
     most = len(layers) - num_stages + 2  # of both ends together
-    # An end with more layers than this has more than a stage between the ends, which could take one.
-    of_end = min(most - 1, math.ceil((len(layers) - 1) / (num_stages - 1)) + 1)
-    pairs = ((a, b) for a in range(1, of_end + 1) for b in range(1, min(of_end, most - a) + 1))
-    choices = [pair for pair in pairs if num_stages > 2 or sum(pair) == most]
-    first, last = min(choices, key=lambda choice: cost(*choice))
+    # An end with more layers than these has more than a stage between the ends, which could take one.
+    pairs = itertools.product(range(1, math.ceil((len(layers) - 1) / (num_stages - 1)) + 2), repeat=2)
+    first, last = min((p for p in pairs if sum(p) == most or num_stages > 2 and sum(p) < most), key=lambda p: cost(*p))
     each, more = divmod(len(layers) - first - last, max(1, num_stages - 2))
     # In 1F1B early stages hold more activations: the longer ones come late.
     inner = [each + (i >= num_stages - 2 - more) for i in range(num_stages - 2)]

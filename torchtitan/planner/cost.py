@@ -43,8 +43,8 @@ class Rates:
     layer: float = 2e-4  # of a layer and microbatch, whatever it computes
     optimizer: float = 28.0  # bytes a parameter that an update moves: AdamW's in float32
     fsdp: float = 1.0  # FSDP's seconds inside a node, of a plain collective's: a CPU's ranks exchange by memory
-    # What products lose, of the seconds of an exchange beside them. Four GPUs of a kind lose 18.9 % and are still 10.2 %
-    # faster than one after the other (means over four kinds, arXiv 2507.03114): 0.189 / (1.189 * 1.102 - 1).
+    # What products lose, of the seconds of an exchange beside them. Four GPUs lose 18.9 % and are still 10.2 % faster
+    # than one after the other (means over four kinds, arXiv 2507.03114): 0.189 / (1.189 * 1.102 - 1).
     shared: float = 0.6
     # What holds for GPUs is the default; a CPU's cores differ in all three (docs/planner.md).
     exposed: float = 0.0  # part of FSDP's exchange that does not run beside products; on a CPU FSDP waits for all of it
