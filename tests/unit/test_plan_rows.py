@@ -144,3 +144,8 @@ def test_other_software_is_predicted_from_two_rows(file: str, bar: float) -> Non
         rates, _ = fit(known, 2)
         errors.append(statistics.mean(abs(row.error(rates)) for row in rows if row not in known))
     assert statistics.median(errors) <= bar
+
+
+def test_memory_of_megatron_on_b200_is_predicted_without_a_fit() -> None:
+    errors = [row.bytes() / row.memory_bytes - 1 for row in read_rows(PLANNING / "simumax_b200.toml") if row.memory_bytes]
+    assert len(errors) == 24 and np.mean(np.abs(errors)) <= 0.05
