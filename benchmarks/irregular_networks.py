@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SHAPES), choices=SHAPES, help="nodes")
     parser.add_argument("--draws", type=int, default=3, help="networks of each size (default: %(default)s)")
     parser.add_argument("--long", type=int, default=3, help="other seeds (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60_000, help="of each search at length (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100_000, help="of each search at length (default: %(default)s)")
     parser.add_argument("--descent", type=float, default=20, help="seconds of the second method (default: %(default)s)")
     args = parser.parse_args()
     gaps = []

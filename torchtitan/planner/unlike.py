@@ -18,7 +18,7 @@ from torchtitan.refusal import Refusal
 _EXHAUSTIVE = 300_000  # plans that are all tried
 _CHAINS, _FEW = 256, 128  # placements that are annealed at once; of more nodes than a few, a quarter of them
 _SHORT = 500, 3000  # steps of searches that come first on a regular network
-_MEANS = 0.1  # of a stage's and a hop's seconds: what the largest one hides from a search
+_MEANS = 0.5  # of a stage's and a ring's seconds: what the largest one hides from a search
 
 
 @dataclass(frozen=True)
@@ -91,55 +91,56 @@ class Pipelines:
         hop, busy = network.there_and_back(load.sent), np.maximum(there, there.T)
         delay = (load.replicas - 1) * (network.delay + network.delay.T)
         layer = (load.replicas - 1) / load.replicas * load.exchanged / 2 * (gigabit + gigabit.T)
-        self.near = hop
-        self._links = [np.ascontiguousarray(matrix).ravel() for matrix in (hop, busy, delay, layer)]
-        self._most = np.ascontiguousarray(load.most.T).ravel()  # [stage * count + node]
+        self.near, self._apart = hop, (hop, delay + layer)
+        # Tables have two columns each, so that one look-up finds both: what is looked up by [stage * count + node],
+        # where less memory is worse and so its layers are negative, then twice by [from * count + to].
+        slow = np.broadcast_to(load.layer, load.most.T.shape)
+        pairs = (slow, -load.most.T), (hop, busy), (delay, layer)
+        self._exact = [np.stack([one.ravel(), other.ravel()], 1).astype(float) for one, other in pairs]
+        self._quick = [table.astype(np.float32) for table in self._exact]
         self._offsets = (np.arange(load.stages) * count)[:, None, None]
-        self._alive = np.array([min(load.microbatches, load.stages - s) for s in range(load.stages)], float)[:, None]
+        self._ring = np.roll(np.arange(self.used).reshape(load.stages, -1), -1, 1).ravel()
+        # Under 1F1B so many microbatches of a stage wait. Each comes back after a round through all later stages.
+        waiting = np.minimum(load.microbatches, np.arange(load.stages, 0, -1))
+        self._rounds = np.triu(np.ones((load.stages, load.stages))) / waiting[:, None]
         self._extra = np.zeros((load.stages, 1))
         self._extra[0] += load.ends[0]
         self._extra[-1] += load.ends[1]
 
-    def stages(self, many: np.ndarray) -> _Stages:
-        load = self.load
-        nodes = many[: self.used].reshape(load.stages, load.replicas, -1)
-        index = nodes[:-1] * self.count + nodes[1:]
-        hop, busy = (matrix.take(index).max(1) for matrix in self._links[:2])
-        none = np.zeros((load.stages, nodes.shape[-1]))
+    def stages(self, many: np.ndarray, quick: bool = False) -> _Stages:
+        load, (of_nodes, of_hops, of_rings) = self.load, self._quick if quick else self._exact
+        many = many[: self.used]
+        rows, nodes = many * self.count, many.reshape(load.stages, load.replicas, -1)
+        hop, busy = _worst(of_hops, rows[: -load.replicas] + many[load.replicas :], nodes[1:].shape)
+        delay = slowest = np.zeros((load.stages, nodes.shape[-1]))
         if load.replicas > 1:
-            ring = nodes * self.count + np.concatenate([nodes[:, 1:], nodes[:, :1]], 1)
-            delay, layer = (matrix.take(ring).max(1) for matrix in self._links[2:])
-        else:
-            delay, layer = none, none
-        return _Stages(
-            load.layer.take(nodes).max(1),
-            load.last.take(nodes[-1]).max(0),
-            self._most.take(nodes + self._offsets).min(1),
-            hop,
-            busy,
-            delay,
-            layer,
-        )
+            delay, slowest = _worst(of_rings, rows + many.take(self._ring, 0), nodes.shape)
+        layer, less = _worst(of_nodes, nodes + self._offsets, nodes.shape)
+        return _Stages(layer, load.last.take(nodes[-1]).max(0), -less, hop, busy, delay, slowest)
 
     def parts(self, stages: _Stages, layers: np.ndarray) -> dict[str, np.ndarray]:
+        return self._parts(stages, layers)[0]
+
+    def _parts(self, stages: _Stages, layers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """The parts of a step, and what they would be if all stages, and all rings, took the mean."""
         load = self.load
         seconds = stages.layer * layers
         seconds[-1] += stages.last
-        fill = seconds.sum(0) + stages.hop.sum(0)
-        # 1F1B lets so many microbatches of a stage wait; each comes back after a round through all later stages.
-        rounds = np.cumsum(seconds[::-1], 0)[::-1].copy()
-        rounds[:-1] += np.cumsum(stages.hop[::-1], 0)[::-1]
-        waits = np.maximum((rounds / self._alive).max(0), stages.busy.max(0, initial=0.0))
-        period = np.maximum(seconds.max(0), waits)
-        exchange = (stages.ring_delay + stages.ring_layer * (layers + self._extra)).max(0)
+        rounds = self._rounds @ seconds + self._rounds[:, :-1] @ stages.hop
+        slowest = seconds.max(0)
+        period = np.maximum(np.maximum(rounds.max(0), slowest), stages.busy.max(0, initial=0.0))
+        computed = seconds.sum(0)
+        exchange = stages.ring_delay + stages.ring_layer * (layers + self._extra)
+        longest, share = exchange.max(0), load.passes * (1 - load.overlap) / load.every
         if load.beside:
-            exchange = np.maximum(0, exchange - seconds.max(0))
-        return {
-            "fill": load.passes * fill,
+            longest = np.maximum(0, longest - slowest)
+        parts = {
+            "fill": load.passes * (computed + stages.hop.sum(0)),
             "steady state": load.passes * (load.microbatches - 1) * period,
-            "exchange": load.passes * exchange * ((1 - load.overlap) / load.every),
-            "optimizer": np.full_like(fill, load.update),
+            "exchange": share * longest,
+            "optimizer": np.full_like(computed, load.update),
         }
+        return parts, (load.passes * load.microbatches * computed + share * exchange.sum(0)) / load.stages
 
     def seconds(self, many: np.ndarray, layers: np.ndarray) -> np.ndarray:
         stages = self.stages(many)
@@ -148,15 +149,11 @@ class Pipelines:
 
     def energy(self, many: np.ndarray, layers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What a search lowers, which is finite without the memory, too; and the seconds, infinite then."""
-        load, stages = self.load, self.stages(many)
-        total = sum(self.parts(stages, layers).values())
+        stages = self.stages(many, quick=True)
+        parts, mean = self._parts(stages, layers)
+        total = sum(parts.values())
         lacks = np.maximum(layers - stages.most, 0).sum(0)
-        seconds = stages.layer * layers
-        mean = (load.microbatches * load.passes) * seconds.mean(0)
-        if load.replicas > 1:
-            exchange = stages.ring_delay + stages.ring_layer * (layers + self._extra)
-            mean = mean + load.passes * (1 - load.overlap) / load.every * exchange.mean(0)
-        energy = (total + _MEANS * mean) * (1 + lacks / load.layers)
+        energy = (total + _MEANS * mean) * (1 + lacks / self.load.layers)
         return energy, np.where(lacks == 0, total, np.inf)
 
     def split(self, nodes: np.ndarray) -> np.ndarray:
@@ -210,7 +207,7 @@ class Pipelines:
         placed = tuple(tuple(int(node) for node in stage) for stage in shape)
         return Plan(placed, tuple(int(count) for count in layers), sum(parts.values()), parts, fits)
 
-    def search(self, seed: int = 0, steps: int = 60_000, also: Iterable[np.ndarray] = ()) -> Plan:
+    def search(self, seed: int = 0, steps: int = 100_000, also: Iterable[np.ndarray] = ()) -> Plan:
         """The best plan found: of all, if they are few. The same seed gives the same answer. `also`: more starts."""
         if math.perm(self.count, self.used) * math.comb(self.load.layers - 1, self.load.stages - 1) <= _EXHAUSTIVE:
             return self._of_all()
@@ -232,7 +229,7 @@ class Pipelines:
         return min(found, key=_rank)
 
     def _annealed(self, nodes: np.ndarray, layers: np.ndarray, chance: np.random.Generator, steps: int) -> Plan:
-        order, cut = anneal(self.energy, self.load.replicas, nodes, layers, chance, steps)
+        order, cut = anneal(self.energy, self._apart, self.load.replicas, nodes, layers, chance, steps)
         return min(self.plan(order, cut), self.plan(order, self.split(order)), key=_rank)
 
     def _of_all(self) -> Plan:
@@ -271,6 +268,11 @@ class Pipelines:
             order.append(int(apart[order[-1]].argmin()))
             apart[:, order[-1]] = np.inf
         return order
+
+
+def _worst(table: np.ndarray, index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The largest of each column of the table, along the replicas."""
+    return np.moveaxis(table.take(index.reshape(shape), 0).max(1), -1, 0)
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

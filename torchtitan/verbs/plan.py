@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         default=4000,
-        help="Let a search take so many steps, or by our objective 15 times as many (%(default)s)",
+        help="Let a search take so many steps, or by our objective 25 times as many (%(default)s)",
     )
 
 

@@ -75,7 +75,7 @@ def _dtfm(args: argparse.Namespace, job: Job, name: str, network: Network, said:
 def _ours(args: argparse.Namespace, job: Job, name: str, network: Network, placed: np.ndarray | None) -> Plan:
     pipelines, chance = Pipelines(network, load_of(job, network)), np.random.default_rng(args.seed)
     also = [order.ravel() for order in Placement(network, job).starts()] + ([] if placed is None else [placed])
-    found = pipelines.search(args.seed, 15 * args.steps, also=also)
+    found = pipelines.search(args.seed, 25 * args.steps, also=also)
     if not found.fits:
         raise Refusal(f"{name}: no placement was found whose layers fit the memory; use more stages or larger nodes")
 
