@@ -3,7 +3,6 @@
 What a prediction rests on is in two objects: the data sheet (`Device`), and efficiencies that can be fitted (`Rates`).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,11 +97,12 @@ class Machine:
     device: Device
     rates: Rates
 
-    def forward(self, operation: Operation, layout: Layout) -> Number:
-        return self._seconds(operation, layout)[0]
-
-    def backward(self, operation: Operation, layout: Layout) -> Number:
-        return self._seconds(operation, layout)[1]
+    def seconds(self, operation: Operation, layout: Layout) -> tuple[Number, Number, Number]:
+        """Forward, backward, and what backward computes once more."""
+        forward, backward = self._seconds(operation, layout)
+        mode, half = layout.recompute, layout.recompute == "every second layer"
+        part = operation.again.get(mode, 1.0 if half or mode == "full" else 0.0) * (0.5 if half else 1.0)
+        return forward, backward, forward * part * (operation.again.get("stopped", 1.0) if layout.stops_early else 1.0)
 
     def _seconds(self, operation: Operation, layout: Layout) -> tuple[Number, Number]:
         device, rates = self.device, self.rates
@@ -150,9 +150,8 @@ class Machine:
 
     def block(self, block: Block, layout: Layout) -> tuple[Number, Number]:
         """Forward, and backward with what it computes once more."""
-        forward = sum(self.forward(operation, layout) for operation in block.operations)
-        backward = sum(self.backward(operation, layout) for operation in block.operations)
-        return forward, backward + self.again(block.operations, layout)
+        each = [self.seconds(operation, layout) for operation in block.operations]
+        return sum(forward for forward, _, _ in each), sum(backward + again for _, backward, again in each)
 
     def exchange(self, parameters: Number, layout: Layout) -> tuple[Number, Number]:
         """Gather weights in 16 bits over the ranks that shard them; scatter gradients in 32, and sum over replicas."""
@@ -178,19 +177,6 @@ class Machine:
             return longer + self.rates.exposed * np.minimum(computed, exchanged)
 
         return both(forward, gather, half) + both(backward, regathers * gather + scatter, regathers * half + whole)
-
-    def again(self, operations: Iterable[Operation], layout: Layout) -> Number:
-        if layout.recompute == "none":
-            return 0.0
-        mode = layout.recompute
-        whole = {"full": 1.0, "every second layer": 1.0}.get(mode, 0.0)
-        once = sum(
-            self.forward(operation, layout)
-            * operation.again.get(mode, whole)
-            * (operation.again.get("stopped", 1.0) if layout.stops_early else 1.0)
-            for operation in operations
-        )
-        return once * (0.5 if mode == "every second layer" else 1.0)
 
 
 def step(machine: Machine, work: Work, layout: Layout) -> Seconds:

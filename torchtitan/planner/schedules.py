@@ -62,7 +62,7 @@ def stage_seconds(
     forward, backward = (float(part) + rates.layer for part in machine.block(work.layer, layout))
     end_forward, end_backward = (float(part) for part in machine.block(work.ends, replace(layout, recompute="none")))
     weights, end_weights = (
-        sum(float(machine.backward(one, layout)) / 2 for one in block.operations if isinstance(one, Product))
+        sum(float(machine.seconds(one, layout)[1]) / 2 for one in block.operations if isinstance(one, Product))
         for block in (work.layer, work.ends)
     )
     for stage, count in enumerate(layers):

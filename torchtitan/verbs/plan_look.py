@@ -1,6 +1,7 @@
 """What a plan's numbers consist of, and its pipeline as a picture."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan.models.operations import Attention, Exchange, Operation, Pass, Product, Share
@@ -41,12 +42,12 @@ def operations(job: Job, cluster: Cluster, choice: Choice, counts: Mapping[int, 
         f"a microbatch in milliseconds; the fullest rank computes {most} layers {times} times:",
         f"  {'forward':>9} {'backward':>9} {'again':>9}  in a layer",
     ]
-    for block, place in ((work.layer, "layer"), (work.ends, "ends")):
+    plain = replace(layout, recompute="none")
+    for block, place, how in ((work.layer, "layer", layout), (work.ends, "ends", plain)):
         if place == "ends":
             lines.append(f"  {'':>29}  after the last layer")
         for one in block.operations:
-            again = float(machine.again((one,), layout)) if place == "layer" else 0.0
-            seconds = float(machine.forward(one, layout)), float(machine.backward(one, layout)), again
+            seconds = [float(part) for part in machine.seconds(one, how)]
             if any(seconds):
                 lines.append("  " + " ".join(f"{1000 * part:9.3f}" for part in seconds) + f"  {described(one)}")
         if place == "layer":
