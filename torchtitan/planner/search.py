@@ -103,7 +103,7 @@ class Answer:
 
 def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
     counts: dict[int, tuple[int, ...]] = {}
-    tables = [evaluate(job, cluster, columns, mode, counts) for mode, columns in _spaces(job, cluster)]
+    tables = [evaluate(job, cluster, columns, mode, counts) for mode, columns in layouts(job, cluster)]
     limit, fitting = FILLED * cluster.memory_bytes, 0
     best: list[tuple[float, float, int, int]] = []
     large: list[tuple[float, float, int, int]] = []
@@ -201,7 +201,7 @@ def _counts(job: Job, num_stages: int) -> tuple[int, ...]:
     return tuple(balanced_counts(job.blueprint.parts(job.seq_len), num_stages))
 
 
-def _spaces(job: Job, cluster: Cluster) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+def layouts(job: Job, cluster: Cluster) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     rows = np.concatenate([*_rows(job, cluster), np.empty((0, len(_NAMES)), int)])
     for is_piped in (False, True):
         some = rows[(rows[:, 0] > 1) == is_piped]
