@@ -316,9 +316,17 @@ def test_a_plain_run_loads_only_the_core_and_less_than_6500_lines():
     files = [ROOT / "train.py", *map(Path, out.split())]
     loaded = {module_of(path) for path in files}
     assert not [module for module in loaded if within(module, OUTSIDE_THE_CORE)]
+    assert lines_of(files) < 6500
+
+
+def test_the_planner_has_less_than_3000_lines():
+    assert lines_of((ROOT / "torchtitan/planner").glob("*.py")) < 3000
+
+
+def lines_of(files):
+    """Without blank lines and comments."""
     code = (line.strip() for path in files for line in path.read_text(encoding="utf-8").splitlines())
-    lines = sum(1 for line in code if line and not line.startswith("#"))
-    assert lines < 6500, lines
+    return sum(1 for line in code if line and not line.startswith("#"))
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if "benchmarks" not in path.parts], ids=module_of)

@@ -100,7 +100,7 @@ class _Changes:
 def _neighbors(apart: Apart, stages: int, replicas: int) -> tuple[np.ndarray, np.ndarray]:
     """Each place's neighbor on each side, [side, place], and the nodes that are nearest to a node, [side, node, n]."""
     places, count = np.arange(stages * replicas).reshape(stages, replicas), len(apart[0])
-    after = (np.arange(count) - np.arange(count)[:, None]) % count  # of equally near nodes, the next ones
+    after = (np.arange(count) - np.arange(count)[:, None]) % count  # a tie goes to the nodes that follow in the network
     beside, near = [], []
     for axis, seconds in enumerate(apart):
         order = np.lexsort((after, np.where(after == 0, np.inf, seconds)))

@@ -92,15 +92,15 @@ class Pipelines:
         delay = (load.replicas - 1) * (network.delay + network.delay.T)
         layer = (load.replicas - 1) / load.replicas * load.exchanged / 2 * (gigabit + gigabit.T)
         self.near, self._apart = hop, (hop, delay + layer)
-        # Tables have two columns each, so that one look-up finds both: what is looked up by [stage * count + node],
-        # where less memory is worse and so its layers are negative, then twice by [from * count + to].
+        # One look-up in a table finds two numbers. Index of the first table: stage * count + node; of the others:
+        # from * count + to. The worst is always the largest, so the layers that a memory holds are negative.
         slow = np.broadcast_to(load.layer, load.most.T.shape)
         pairs = (slow, -load.most.T), (hop, busy), (delay, layer)
         self._exact = [np.stack([one.ravel(), other.ravel()], 1).astype(float) for one, other in pairs]
         self._quick = [table.astype(np.float32) for table in self._exact]
         self._offsets = (np.arange(load.stages) * count)[:, None, None]
         self._ring = np.roll(np.arange(self.used).reshape(load.stages, -1), -1, 1).ravel()
-        # Under 1F1B so many microbatches of a stage wait. Each comes back after a round through all later stages.
+        # Under 1F1B, a stage lets this many microbatches wait; each comes back after a round through all later stages.
         waiting = np.minimum(load.microbatches, np.arange(load.stages, 0, -1))
         self._rounds = np.triu(np.ones((load.stages, load.stages))) / waiting[:, None]
         self._extra = np.zeros((load.stages, 1))
