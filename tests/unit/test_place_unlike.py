@@ -191,9 +191,15 @@ def test_a_plan_on_unlike_nodes_passes_check_and_names_its_nodes(
     options = ["--training.global_batch_size", "32", "--training.local_batch_size", "16"]
     degrees = ["--parallelism.pipeline_parallel_degree", "3", "--parallelism.data_parallel_shard_degree", "2"]
     fixed = [*degrees, *options]
-    main(["plan", CONFIG, "--cluster", str(cluster), "--out", str(out), "--drawing", str(drawing), "--", *fixed])
+    written = ["--explain", "--out", str(out), "--drawing", str(drawing)]
+    main(["plan", CONFIG, "--cluster", str(cluster), *written, "--", *fixed])
     said = capsys.readouterr().out
     assert "   1 pp 3 x dp_shard 2, 16 microbatches of 1, layers " in said and "GB on" in said
+    best = next(line for line in said.splitlines() if line.startswith("   1 pp 3")).split()
+    rows = [line.split() for line in said.split("slowest node\n")[1].splitlines()[:3]]
+    assert sum(float(row[2]) + float(row[3]) for row in rows) == pytest.approx(float(best[-4]), abs=0.005)  # fill
+    assert max(float(row[4]) for row in rows) == pytest.approx(float(best[-2]), abs=0.002)  # exchange
+    assert max(float(row[5]) for row in rows) == float(best[-5]) and all(float(row[5]) < float(row[6]) for row in rows)
     nodes = out.with_suffix(".nodes").read_text().split()
     assert sorted(nodes) == ["Bonn-0", "Bonn-1", "Ohio-0", "Ohio-1", "Ohio-2", "Ohio-3"]
     assert [name for name in nodes if name.startswith("Bonn")] in (nodes[:2], nodes[2:4], nodes[4:])  # one stage

@@ -130,7 +130,7 @@ class Pipelines:
         slowest = seconds.max(0)
         period = np.maximum(np.maximum(rounds.max(0), slowest), stages.busy.max(0, initial=0.0))
         computed = seconds.sum(0)
-        exchange = stages.ring_delay + stages.ring_layer * (layers + self._extra)
+        exchange = self.exchanged(stages, layers)
         longest, share = exchange.max(0), load.passes * (1 - load.overlap) / load.every
         if load.beside:
             longest = np.maximum(0, longest - slowest)
@@ -141,6 +141,10 @@ class Pipelines:
             "optimizer": np.full_like(computed, load.update),
         }
         return parts, (load.passes * load.microbatches * computed + share * exchange.sum(0)) / load.stages
+
+    def exchanged(self, stages: _Stages, layers: np.ndarray) -> np.ndarray:
+        """Seconds of each stage's ring."""
+        return stages.ring_delay + stages.ring_layer * (layers + self._extra)
 
     def seconds(self, many: np.ndarray, layers: np.ndarray) -> np.ndarray:
         stages = self.stages(many)
@@ -163,7 +167,7 @@ class Pipelines:
         counts = np.arange(1, load.layers + 1)
         last = np.arange(load.stages)[:, None] == load.stages - 1
         seconds = stages.layer * counts + last * stages.last
-        exchange = stages.ring_delay + stages.ring_layer * (counts + self._extra)
+        exchange = self.exchanged(stages, counts)
         times, rings = (_grid(values, most) for values, most in ((seconds, 200), (exchange, 25)))
         within = (seconds[..., None] <= times) & (counts[:, None] <= stages.most[..., None])  # [stage, layers, bound]
         ringed = exchange[..., None] <= rings

@@ -94,7 +94,7 @@ def _layout(args: argparse.Namespace, options: Sequence[str]) -> None:
     if is_unlike(args.cluster):
         from torchtitan.verbs import plan_unlike
 
-        if unknown := [name for name in ("verify", "explain", "schedules") if getattr(args, name) not in (None, False)]:
+        if unknown := [name for name in ("verify", "schedules") if getattr(args, name) not in (None, False)]:
             raise Refusal(f"--{unknown[0]} is for like nodes, but {args.cluster} has unlike ones; leave it out")
         plan_unlike.run(args, options)
         return

@@ -16,8 +16,8 @@ from torchtitan.config.schema import Config
 from torchtitan.models.families import load_run_or_exit, plan_model
 from torchtitan.planner.choice import changed, left_out, to_text
 from torchtitan.planner.network import Network, read_cluster_network
-from torchtitan.planner.search import FILLED, Job
-from torchtitan.planner.unlike import Load, Plan
+from torchtitan.planner.search import FILLED
+from torchtitan.planner.unlike import Load, Pipelines, Plan
 from torchtitan.refusal import Refusal
 from torchtitan.verbs.plan_layout import job_of
 from torchtitan.verbs.unlike_layouts import Found, Layouts, propose
@@ -48,8 +48,10 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
             f"none of {count:,} layouts fits {FILLED:.0%} of the memory of these {len(network.regions)} nodes; "
             "use more nodes, or release keys after --"
         )
-    print(_listing(job, found))
+    print(_listing(layouts, found))
     print(map_text(network, found[0].plan, *traffic(network, found[0].load, found[0].plan)))
+    if args.explain:
+        print(_explained(layouts, found[0]))
     if args.what_if:
         print(_what_if(layouts, found[0], args.seed))
     if args.drawing:
@@ -83,14 +85,45 @@ def _named(found: Found) -> str:
     return ", ".join([*parts, "recompute " + choice.recompute])
 
 
-def _listing(job: Job, found: Sequence[Found]) -> str:
+def _listing(layouts: Layouts, found: Sequence[Found]) -> str:
+    job, network, machines = layouts.job, layouts.network, layouts.machines()
     width = max(len(_named(one)) for one in found)
-    lines = [f"     {'layout':<{width}}  nodes  s a step  tokens/s      fill    steady  exchange"]
+    lines = [
+        f"     {'layout':<{width}}  nodes  s a step  tokens/s    MFU    GiB      fill    steady  exchange  optimizer"
+    ]
+    tokens = job.global_batch * job.seq_len
     for number, one in enumerate(found, 1):
-        plan = one.plan
-        nodes, speed = sum(map(len, plan.nodes)), job.global_batch * job.seq_len / plan.seconds
+        plan, used = one.plan, [node for nodes in one.plan.nodes for node in nodes]
+        peak = sum(machines[network.sheets[node]].device.flops * network.per_node for node in used)
+        mfu = job.blueprint.flops_per_token(job.seq_len) * tokens / plan.seconds / peak
         parts = " ".join(f"{seconds:9.3f}" for seconds in plan.parts.values())
-        lines.append(f"{number:>4} {_named(one):<{width}} {nodes:6} {plan.seconds:9.3f} {speed:9,.0f} {parts}")
+        lines.append(
+            f"{number:>4} {_named(one):<{width}} {len(used):6} {plan.seconds:9.3f} {tokens / plan.seconds:9,.0f} "
+            f"{mfu:6.1%} {max(layouts.memory(one.choice, plan.layers)):6.1f} {parts}"
+        )
+    return "\n".join(lines)
+
+
+def _explained(layouts: Layouts, found: Found) -> str:
+    """What each stage computes, sends, exchanges and holds, by its slowest node and link and its smallest memory."""
+    network, load, plan = layouts.network, found.load, found.plan
+    pipelines, layers = Pipelines(network, load), np.array(plan.layers)
+    stages = pipelines.stages(np.array(plan.nodes).reshape(-1, 1))
+    computed = stages.layer[:, 0] * layers
+    computed[-1] += stages.last[0]
+    exchanged = pipelines.exchanged(stages, layers[:, None])[:, 0]
+    limits, held = FILLED * network.of("memory_gib", 0), layouts.memory(found.choice, plan.layers)
+    lines = [
+        "the best layout: seconds of a microbatch, there and back; of an exchange; GiB of a rank",
+        "  stage  layers  computes  sends on  exchanges     GiB   of at most  slowest node",
+    ]
+    for stage, nodes in enumerate(plan.nodes):
+        sent = stages.hop[stage, 0] if stage < len(stages.hop) else 0
+        slowest = network.names[max(nodes, key=lambda node: load.layer[node])]
+        lines.append(
+            f"  {stage:5} {layers[stage]:7} {computed[stage]:9.3f} {sent:9.3f} {exchanged[stage]:10.3f} "
+            f"{held[stage]:7.1f} {min(limits[list(nodes)]):12.1f}  {slowest}"
+        )
     return "\n".join(lines)
 
 
@@ -208,7 +241,7 @@ def _write(
     path: Path, config: Config, layouts: Layouts, name: str, rests_on: str, best: Found, command: list[str]
 ) -> None:
     plan, job, network = best.plan, layouts.job, layouts.network
-    gib = layouts.memory(best.choice, plan.layers) / 2**30
+    gib = max(layouts.memory(best.choice, plan.layers))
     order = [network.names[node] for nodes in plan.nodes for node in nodes]
     text, checked = to_text(
         changed(config, best.choice, job, {len(plan.layers): plan.layers}), len(order) * network.per_node

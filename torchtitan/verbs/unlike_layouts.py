@@ -120,10 +120,10 @@ class Layouts:
         every = np.array([np.interp(np.arange(1, work.num_layers + 1), counts, peaks) for peaks in exact])
         return np.array([np.interp(np.arange(choice.pp), stages, peaks) for peaks in every.T])
 
-    def memory(self, choice: Choice, layers: Sequence[int]) -> float:
-        """Bytes of the fullest rank."""
-        peak = self._peak(*self._asked(choice), choice)
-        return float(max(peak[count - 1, stage] for stage, count in enumerate(layers)))
+    def memory(self, choice: Choice, layers: Sequence[int]) -> list[float]:
+        """GiB of a rank of each stage."""
+        peak = self._peak(*self._asked(choice), choice) / 2**30
+        return [float(peak[count - 1, stage]) for stage, count in enumerate(layers)]
 
     def _of_nodes(self, work: Work, layout: Layout, choice: Choice) -> np.ndarray:
         """Seconds of a layer and of the output layer on each node; forward and backward of a microbatch."""
