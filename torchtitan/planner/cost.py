@@ -188,7 +188,8 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     rates, device = machine.rates, machine.device
     forward, backward = machine.block(work.layer, layout)
     forward, backward = forward + rates.layer, backward + rates.layer
-    ends = sum(machine.block(work.ends, replace(layout, recompute="none")))  # the output layer is not recomputed
+    of_ends = machine.block(work.ends, replace(layout, recompute="none"))  # the output layer is not recomputed
+    ends: Number = sum(of_ends)
     group, piped = layout.dp * layout.cp, np.asarray(layout.pp) > 1
     even = work.num_layers / layout.pp
     per_rank = np.where(layout.most_layers, layout.most_layers, even)
@@ -197,7 +198,14 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     if layout.shards:
         alone = machine.beside(forward, backward, work.layer.parameters, layout, layout.regathers)
         of_layer = np.where(piped, of_layer, alone)
-        once: Number = np.where(piped, per_rank * sum(machine.exchange(work.layer.parameters, layout)), 0.0)
+        ends = np.where(piped, ends, machine.beside(*of_ends, work.ends.parameters, layout, 0.0))
+        own, first, last = (
+            sum(machine.exchange(size, layout)) for size in (work.layer.parameters, work.lookup, work.ends.parameters)
+        )
+        longest = np.maximum(per_rank * own + first, of_last * own + last)
+        is_tied = work.num_parameters - work.num_layers * work.layer.parameters <= work.ends.parameters
+        # Nothing runs beside the gather of the table that looks tokens up, the first, and its scatter, the last.
+        once: Number = np.where(piped, longest, np.where(is_tied, 0.0, layout.microbatches * first))
     else:  # a step gathers whole weights beside its first forward, and scatters gradients beside its last backward
         own = work.num_parameters / layout.pp
         both = machine.beside(per_rank * forward, per_rank * backward, own, layout, 0.0)

@@ -18,6 +18,7 @@ _UNLIKE = 1.1  # devices or links that are further apart are named
 _NOISE = 0.05  # of a step's seconds: what the formulas leave out
 # What steps say, and how far it may lie from where the fit begins: the width of a bell in its logarithm.
 _OF_STEPS = {"unfused": 500.0, "layer": 500.0}
+_BEHIND_LINKS = {"unfused": 1.5, "layer": 1.5}  # CPUs wait for the network in a step, which then says little of them
 OF_AXES = {"tensor": 500.0, "shared": 0.7, "alone": 0.2}
 Found = Mapping[str, Any]  # of one rank, from verbs/probe_rank.py
 
@@ -74,15 +75,19 @@ def _of_steps(machine: Machine, every: Sequence[Found]) -> Rates:
     """Bytes of an update, and the rates that bring out a small model's steps on each axis of a layout."""
     steps = [*zip(*(found["steps"] for found in every), strict=True)]
     cases = [_case(same, every) for same in steps]
+    norm = 2 * float(machine.collective(4, len(every)))  # an update begins with the sum of all ranks' norms
     updates = [
-        median(each["update"] for each in same) / float(work.num_parameters)
+        max(0.1 * (seconds := median(each["update"] for each in same)), seconds - norm) / float(work.num_parameters)
         for same, (work, _, _) in zip(steps, cases, strict=True)
         if same[0]["axis"] == "dp"
     ]
     bandwidth = machine.device.memory_bandwidth * machine.rates.memory
     start, widths = replace(machine.rates, optimizer=median(updates) * bandwidth * len(every)), dict(_OF_STEPS)
+    if every[0]["on_cpu"]:
+        start = replace(start, exposed=1.0, shared=0.5)
+        widths |= _BEHIND_LINKS if len(every) > machine.device.per_node else {}
     if len({same[0]["axis"] for same in steps}) > 1:
-        start, widths = replace(start, exposed=1.0, shared=0.5, tensor=1e-4), widths | OF_AXES
+        start, widths = replace(start, tensor=1e-4), widths | OF_AXES
 
     def residuals(by: Mapping[str, float]) -> np.ndarray:
         here = replace(machine, rates=scaled(start, by))

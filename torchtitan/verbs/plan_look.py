@@ -52,11 +52,10 @@ def operations(job: Job, cluster: Cluster, choice: Choice, counts: Mapping[int, 
                 lines.append("  " + " ".join(f"{1000 * part:9.3f}" for part in seconds) + f"  {described(one)}")
         if place == "layer":
             lines.append(f"  {1000 * rates.layer:9.3f} {1000 * rates.layer:9.3f} {0:9.3f}  whatever a layer computes")
-            gather, scatter = (1000 * float(part) for part in machine.exchange(block.parameters, layout))
-            lines.append(
-                f"  {gather:9.3f} {choice.regathers * gather + scatter:9.3f} {0:9.3f}  FSDP, "
-                + ("once a pass" if choice.pp > 1 else "beside the layer before")
-            )
+        again = choice.regathers * (place == "layer")
+        gather, scatter = (1000 * float(part) for part in machine.exchange(block.parameters, layout))
+        how_often = "once a pass" if choice.pp > 1 else "beside the layer before"
+        lines.append(f"  {gather:9.3f} {again * gather + scatter:9.3f} {0:9.3f}  FSDP, {how_often}")
     return "\n".join(lines)
 
 

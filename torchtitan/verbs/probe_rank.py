@@ -241,6 +241,7 @@ def usable_bytes(device: torch.device, per_node: int) -> int:
 def measure(place: Place, per_node: int, device: torch.device, sizes: Sizes, dtype: str | None) -> list[dict[str, Any]]:
     """What each rank measured, on all ranks."""
     mine: dict[str, Any] = {"bytes": usable_bytes(device, per_node), "device": hardware.describe_device(device)}
+    mine["on_cpu"] = device.type == "cpu"
     small = 256 if device.type == "cpu" else None  # a CPU without instructions for bfloat16 takes seconds for more
     speeds = {
         name: hardware.measure_matmul_flops(device, getattr(torch, name), 0.05, small)
