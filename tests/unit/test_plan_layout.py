@@ -15,7 +15,7 @@ from torchtitan.config.load import to_toml
 from torchtitan.models.families import load_run
 from torchtitan.planner.cluster import read_cluster
 from torchtitan.planner.schedules import compare
-from torchtitan.planner.search import FILLED, RECOMPUTES, Choice, Job, evaluate, search
+from torchtitan.planner.search import FILLED, RECOMPUTES, Choice, Job, evaluate, moved, search
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "clusters"
@@ -52,6 +52,20 @@ def every_layout(world: int, batch: int, per_node: int, layers: int) -> Iterator
                         *(pp, stages, tp, cp, replicas, ranks // replicas, microbatch, count, passes, regathers),
                         recompute,
                     )
+
+
+@pytest.mark.parametrize("file", ["llama3_8b.toml", "llama3_2_1b.toml"])  # the second has one table for both ends
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_step_over_a_slow_network_takes_as_long_as_its_bytes(file: str, pp: int) -> None:
+    cluster = read_cluster(CLUSTERS / "h100_1x8.toml")
+    device = replace(cluster.machine.device, per_node=1, between=1e7)
+    cluster = replace(cluster, machine=replace(cluster.machine, device=device), num_devices=2 * pp)
+    given = job(file, 2, tp=1, cp=1, replicas=1, pp=pp, microbatch=1, recompute="none", schedule="1F1B")
+    for table in search(given, cluster).tables:
+        for index in range(len(table.total)):
+            sent = [each["all-gather"] + each["reduce-scatter"] for each in moved(given, table, index)]
+            least = max(sent) / 2 / (device.between * cluster.machine.rates.between)  # half of each tensor is its own
+            assert least <= table.total[index] <= 1.2 * least, table.choice(index)
 
 
 @pytest.mark.parametrize(
