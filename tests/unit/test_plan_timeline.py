@@ -66,6 +66,9 @@ def test_equal_stages_take_what_the_closed_form_says(ranks: int, per_rank: int, 
     found = simulate(orders, seconds, 0.0)
     assert found.seconds == pytest.approx(3 * per_rank * microbatches + 3 * (ranks - 1))
     assert found.idle(0) == pytest.approx((ranks - 1) / (per_rank * microbatches + ranks - 1))
+    if per_rank > 1:  # of all messages only those of the first way there and of the last way back show
+        shown = 2 * (ranks * per_rank - 1) * 0.1
+        assert simulate(orders, seconds, 0.1).seconds == pytest.approx(found.seconds + shown)
 
 
 def test_what_waits_is_what_the_search_counts() -> None:

@@ -75,7 +75,7 @@ class Layout:
     overlaps: bool = True  # the exchange of weights and gradients runs beside products
     splits_optimizer: bool = False  # over dp, where the weights are whole
     stops_early: bool = False  # a recompute stops once backward has all that it needs
-    sends_beside: bool = False  # messages between stages run beside products
+    sends_beside: bool | np.ndarray = False  # messages between stages run beside products
     wide: float = 1.0  # bytes of an activation or gathered weight, of those of 16 bits
 
 
@@ -213,7 +213,13 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     each, beyond = per_rank * of_layer, np.maximum(0, ends - (per_rank - of_last) * of_layer)
     near = group * layout.replicas * layout.tp < device.per_node  # the next stage is in the same node
     link = np.where(near, device.inside * rates.inside, device.between * rates.between)
-    hop = layout.wide * work.sent / link + np.where(near, rates.latency, rates.hop)
+    sent, count = layout.wide * work.sent / link, layout.stages_per_rank * layout.microbatches
+    hop = sent + np.where(near, rates.latency, rates.hop)
+    # Beside products, only the first microbatch's way there and the last one's way back show, and a full link.
+    shown = np.maximum(
+        2 * (layout.pp * layout.stages_per_rank - 1) * hop, 2 * count * sent - each * layout.microbatches
+    )
+    messages = np.where(layout.sends_beside, shown, 4 * count * hop)
     runs = np.where(piped, layout.passes, 1)
     held = work.num_parameters / layout.pp / (group if layout.shards or layout.splits_optimizer else 1)
     return Seconds(
@@ -223,10 +229,7 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
             "pipeline filling and draining": np.where(piped, (layout.pp - 1) / layout.stages_per_rank * each, 0.0)
             / rates.alone
             * runs,
-            "messages between stages": np.where(
-                piped, 4 * layout.stages_per_rank * hop * layout.microbatches * (not layout.sends_beside), 0.0
-            )
-            * runs,
+            "messages between stages": np.where(piped, messages, 0.0) * runs,
             "weights and gradients, not hidden": once * (runs if layout.shards else 1),
             "optimizer": machine.moving(held * rates.optimizer),
         }

@@ -162,6 +162,7 @@ def evaluate(
         float8=job.float8,
         async_tp=job.async_tp,
         wide=job.wide,
+        sends_beside=per_rank > 1,  # torch's 1F1B waits for each message, its other schedules only for those they need
         most_layers=most,
         last_layers=of_last,
     )
