@@ -196,9 +196,10 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     of_last = np.where(layout.most_layers, layout.last_layers, even)
     of_layer: Number = forward + backward
     if layout.shards:
-        alone = machine.beside(forward, backward, work.layer.parameters, layout, layout.regathers)
-        of_layer = np.where(piped, of_layer, alone)
-        ends = np.where(piped, ends, machine.beside(*of_ends, work.ends.parameters, layout, 0.0))
+        if not piped.all():
+            alone = machine.beside(forward, backward, work.layer.parameters, layout, layout.regathers)
+            of_layer = np.where(piped, of_layer, alone)
+            ends = np.where(piped, ends, machine.beside(*of_ends, work.ends.parameters, layout, 0.0))
         own, first, last = (
             sum(machine.exchange(size, layout)) for size in (work.layer.parameters, work.lookup, work.ends.parameters)
         )
