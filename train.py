@@ -106,6 +106,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
             watch.step = step = step + 1
             update.begin(step)
+            run.seed_draws(seed, step)
             loss = forward_backward(batch.to(run.device))
             reporter.phases.mark()
             gradient_norm = update.apply()

@@ -1,5 +1,9 @@
 """Models that know nothing of the recipe, with data of their own: what a user might bring."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,6 +31,40 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
 
 
 MLP = ModelSpec(build=mlp, data=classes, loss=F.cross_entropy, metrics={"accuracy": accuracy})
+
+
+def plan(**styles: str) -> Callable[..., dict[str, Any]]:
+    """A tensor plan; `__` stands for the dot, `each` for the star."""
+
+    def tensor_plan(*_: object) -> dict[str, Any]:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        known = {"columns": ColwiseParallel(), "rows": RowwiseParallel()}
+        return {name.replace("__", ".").replace("each", "*"): known[style] for name, style in styles.items()}
+
+    return tensor_plan
+
+
+class Contained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3))
+        self.blocks, self.head = nn.Sequential(*pairs), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+CONTAINED = ModelSpec(
+    build=Contained,
+    data=classes,
+    loss=F.cross_entropy,
+    layers="blocks",
+    tensor_plan=plan(blocks__each__0="columns", blocks__each__2="rows"),
+)
+WITHOUT_LAYERS = replace(CONTAINED, layers=None)
+MISSPELT = replace(CONTAINED, tensor_plan=plan(blocks__each__0="columns", blocks__each__O="rows"))
+NOTHING_SPLIT = replace(CONTAINED, tensor_plan=lambda *_: {})
 
 
 class Block(nn.Module):
@@ -140,3 +178,65 @@ class Branching(nn.Module):
 
 
 BRANCHING = ModelSpec(build=Branching, data=classes, loss=F.cross_entropy)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self) -> Tensor:
+        self.count += 1
+        return self.count.clone()
+
+
+class FrozenNorm(nn.BatchNorm1d):
+    """Stays in evaluation mode, so that a batch may be divided."""
+
+    def train(self, mode: bool = True) -> "FrozenNorm":
+        return super().train(False)
+
+
+class Keeper(nn.Module):
+    """State of every kind: a count with two names, norms, an average of weights, and a buffer that no file holds."""
+
+    def __init__(self, norm: type[nn.BatchNorm1d], scale: Tensor, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.norm, self.dropout, self.out = norm(8), nn.Dropout(dropout), nn.Linear(8, 8)
+        self.norm.running_mean.normal_()
+        self.first, self.second = Counter(), Counter()
+        self.second.count = self.first.count
+        self.register_buffer("scale", scale)
+        self.register_buffer("average", self.out.weight.detach().clone())
+        self.register_buffer("decay", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.lerp_(self.out.weight, 0.1)
+            self.decay.mul_(0.9)
+        y = self.dropout(self.norm(torch.relu(self.linear(x)))) / self.first()
+        return x + self.scale * self.out(y) * self.decay.clone() + y @ self.average.clone() / self.second()
+
+
+class State(nn.Module):
+    """Two keepers that share a constant buffer, and a count of its own after them."""
+
+    def __init__(self, norm: type[nn.BatchNorm1d], dropout: float = 0.2) -> None:
+        super().__init__()
+        scale = torch.linspace(0.5, 1.5, 8)
+        self.blocks, self.head = nn.ModuleList(Keeper(norm, scale, dropout) for _ in range(2)), nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * (1 + 0.1 * self.calls.add_(1).clone())
+
+
+def keeping_state(norm: type[nn.BatchNorm1d], dropout: float = 0.2) -> ModelSpec:
+    return ModelSpec(build=lambda: State(norm, dropout), data=classes, loss=F.cross_entropy, layers="blocks")
+
+
+STATE, FROZEN_STATE = keeping_state(nn.BatchNorm1d), keeping_state(FrozenNorm)
+STATE_WITHOUT_DRAWS, FROZEN_STATE_WITHOUT_DRAWS = keeping_state(nn.BatchNorm1d, 0.0), keeping_state(FrozenNorm, 0.0)

@@ -1,5 +1,6 @@
 """What the ranks run; each function is called on every rank as `function(rank, world_size, ...)`."""
 
+import logging
 import math
 import os
 import time
@@ -51,6 +52,20 @@ def refused(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) 
     except Refusal as refusal:
         return str(refusal)
     return "not refused"
+
+
+def said(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> str:
+    """Trains; what this rank logged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchtitan")
+    logger.addHandler(handler), logger.setLevel("INFO")
+    try:
+        train(rank, world_size, folder, overrides)
+    finally:
+        logger.removeHandler(handler)
+    return "\n".join(lines)
 
 
 class Piece(NamedTuple):

@@ -57,6 +57,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "SKIPPING, PP 2": (2, keys("SKIPPING", pp=2, size=2, schedule="1F1B")),
     "SKIPPING, PP 2 x FSDP 2": (4, keys("SKIPPING", 4, pp=2, schedule="GPipe")),
     "SKIPPING, PP 4": (4, keys("SKIPPING", pp=4, size=2, schedule="1F1B")),
+    "CONTAINED, TP 2": (2, keys("CONTAINED", parallelism__tensor_parallel_degree=2)),
+    "WITHOUT_LAYERS, TP 2": (2, keys("WITHOUT_LAYERS", parallelism__tensor_parallel_degree=2)),
     "TOWERS, FSDP 2": (2, keys("TOWERS", 4)),
     "TOWERS, FSDP 4": (4, keys("TOWERS", 2)),
 }
@@ -118,6 +120,8 @@ def test_ranks_between_the_ends_of_a_pipeline_need_no_data(
         (keys("TOWERS", pp=2, schedule="1F1B"), "has a step of its own"),
         (keys("DROPOUT", pp=2, schedule="Interleaved1F1B"), "4 pipeline stages, but the model calls only 3 parts"),
         (keys("MLP", parallelism__tensor_parallel_degree=2), "tensor_plan.*these modules: "),
+        (keys("MISSPELT", parallelism__tensor_parallel_degree=2), 'splits "blocks.*.O".*for instance to .blocks.*.0.'),
+        (keys("NOTHING_SPLIT", parallelism__tensor_parallel_degree=2), "the tensor_plan splits no weight"),
         (keys("MLP", parallelism__context_parallel_degree=2), "has no sequence to cut"),
     ],
 )
@@ -125,6 +129,15 @@ def test_what_would_train_another_model_is_refused(
     ranks: Ranks, tmp_path: Path, overrides: dict[str, Any], says: str
 ) -> None:
     assert re.search(says, ranks(cases.refused, 2, str(tmp_path), overrides)[0], re.DOTALL)
+
+
+def test_the_log_says_what_is_split_recomputed_and_compiled(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a list whose entries are containers, each of which is a layer."""
+    overrides = keys("CONTAINED", parallelism__tensor_parallel_degree=2, activation_checkpoint__mode="selective")
+    overrides |= {"activation_checkpoint__selective_ac_option": "op"}
+    said = ranks(cases.said, 2, str(tmp_path), overrides | {"compile__enable": True, "compile__backend": "eager"})[0]
+    assert "tensor parallelism splits 9 of the model's 14 weights over 2 ranks" in said
+    assert "in 4 units, of which 3 are layers (recompute: selective, compiled)" in said
 
 
 def test_dropout_knows_training_from_validation_in_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_stages_run_one_after_another_give_the_models_output(stages):
     model, inputs = spec.build(), inputs_of(spec)
     known = derive(model, spec.layers, inputs)
     graph = record(model, known.parts, known.inputs)
-    cut = Cut(graph, [stage[0].name for stage in divide(known.parts, graph, stages)])
+    cut = Cut(graph, [stage[0].name for stage in divide(known.parts, graph, stages)], ["scale"])
     values = [inputs[name] for name in known.inputs.names]
     for number in range(stages):
         values = torch.fx.GraphModule(model, cut.graph(number))(*values)

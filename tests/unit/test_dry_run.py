@@ -307,7 +307,7 @@ def test_a_rank_that_does_not_fit_is_refused() -> None:
     sizes = ({"parameters": 2 * 2**30}, {"parameters": 3 * 2**30})
     estimates = [Estimate(rank, 0, peak, {}) for rank, peak in enumerate(sizes)]
     assert "rank 1 holds 3.00 GiB at its peak, and its GPU has 3.00" in verdict(estimates, [3 * 2**30] * 2)
-    with pytest.raises(ValueError, match="rank 1 holds 3.00 GiB at its peak, but its GPU has 2.50; use more"):
+    with pytest.raises(ValueError, match="rank 1 holds 3.00 GiB at its peak, but its GPU has 2.50 GiB; use more"):
         verdict(estimates, [3 * 2**30, 5 * 2**29])
 
 

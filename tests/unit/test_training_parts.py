@@ -335,8 +335,7 @@ def test_recomputing_changes_neither_loss_nor_gradients_nor_names(config: Activa
         cross_entropy_sum(model(tokens), tokens).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     plain, recomputed = gradients
-    names = [name.replace("_checkpoint_wrapped_module.", "") for name in recomputed]
-    assert names == list(plain)
+    assert list(recomputed) == list(plain)
     for ours, reference in zip(recomputed.values(), plain.values(), strict=True):
         assert torch.equal(ours, reference)
 
@@ -345,5 +344,4 @@ def test_a_selective_option_recomputes_only_every_nth_block() -> None:
     model = Transformer(TINY)
     names = [f"layers.{n}" for n in model.layers]
     apply_recompute(model, names, ActivationCheckpoint(mode="selective", selective_ac_option="2"))
-    wrapped = [hasattr(layer, "_checkpoint_wrapped_module") for layer in model.layers.values()]
-    assert wrapped == [True, False, True, False]
+    assert ["forward" in vars(layer) for layer in model.layers.values()] == [True, False, True, False]

@@ -1,10 +1,10 @@
 """Samples of any dataset in the streams of the recipe: batches do not depend on the ranks, and resume anywhere."""
 
-import hashlib
 import inspect
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from torchtitan.data.batch import Layout
 from torchtitan.data.cursor import Order
+from torchtitan.data.draws import seed_draws
 from torchtitan.data.held_out import Part
 from torchtitan.data.permutation import permute
 from torchtitan.refusal import Refusal
@@ -73,6 +74,19 @@ def open_dataset(data: Any, split: str) -> tuple[Any, bool]:
     return data(), False
 
 
+@contextmanager
+def own_draws(key: str) -> Iterator[None]:
+    """Inside, random numbers depend on the key; afterwards the host's generators go on as if nothing had been drawn."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        seed_draws(key)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
 class Fetch(Dataset[Any]):
     """Reads samples by (epoch, index); their random numbers depend on nothing else."""
 
@@ -88,17 +102,8 @@ class Fetch(Dataset[Any]):
     def __getitem__(self, place: tuple[int, int]) -> Any:
         if not self._is_random:
             return self._dataset[place[1]]
-        digest = hashlib.sha256(f"{self._seed} {place}".encode()).digest()
-        states = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest[:7], "little"))
-            random.seed(digest[:8])
-            np.random.seed(int.from_bytes(digest[8:12], "little"))
-            try:
-                return self._dataset[place[1]]
-            finally:
-                random.setstate(states[0])
-                np.random.set_state(states[1])
+        with own_draws(f"{self._seed} {place}"):
+            return self._dataset[place[1]]
 
 
 class SampleLoader:

@@ -4,6 +4,7 @@ torchao is optional: only functions import it, and `check_float8` refuses a miss
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -52,8 +53,15 @@ def apply_float8(model: nn.Module, config: Float8, compiled: bool) -> None:
         # Without it fused casts skip a rounding and differ from eager: https://github.com/pytorch/pytorch/issues/150859
         inductor_config.emulate_precision_casts = True
     convert_to_float8_training(model, config=options, module_filter_fn=_layer_filter(recipe, config.filter_fqns))
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    changed = sum(isinstance(linear, Float8Linear) for linear in linears)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for part in config.filter_fqns:
+        if part != _AUTO_FILTER and not any(part in name for name in linears):
+            kinds = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in linears))
+            raise Refusal(
+                f'quantize.linear.float8.filter_fqns names "{part}", which is in no linear layer\'s name, so it leaves '
+                f"none out; correct it, the layers are {kinds}"
+            )
+    changed = sum(isinstance(linear, Float8Linear) for linear in linears.values())
     if not changed:
         raise Refusal(
             f"quantize.linear.float8.filter_fqns = {config.filter_fqns} leaves no layer of this model to compute in "

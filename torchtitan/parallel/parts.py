@@ -97,10 +97,8 @@ class ModelParts:
             yield from stage.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the names they have in the unwrapped model."""
         for stage in self.stages.values():
-            for name, parameter in stage.named_parameters():
-                yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+            yield from stage.named_parameters()
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters under the names of a checkpoint, where a tied weight and its copy are one entry."""

@@ -170,7 +170,8 @@ class Checkpoints:
         assert self.manager is not None
         tensors = state.model_tensors(self.model)
         if only_weights:
-            tensors = {name: tensor.to(getattr(torch, self.section.export_dtype)) for name, tensor in tensors.items()}
+            dtype = getattr(torch, self.section.export_dtype)
+            tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         else:
             tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
         run = {"tokens": self.tokens_at(step), "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}

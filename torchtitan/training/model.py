@@ -50,8 +50,9 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
             from torchtitan.parallel.float8 import apply_float8
 
             apply_float8(stage, config.float8, compiled=config.compile.model)
+        names = [name for name, _ in stage.named_modules()]
         keep_parts(stage, parts, plan.stages[number])
-        apply_parallelism(stage, blueprint, mesh, config)
+        apply_parallelism(stage, blueprint, mesh, config, names)
         stages[number] = stage.train()
     scale = None
     if config.training.mixed_precision_param == "float16":

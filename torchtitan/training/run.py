@@ -12,6 +12,7 @@ import torch
 from torchtitan import hardware
 from torchtitan.config.layout import BatchPlan, ParallelDims
 from torchtitan.config.schema import Config
+from torchtitan.data.draws import seed_draws
 from torchtitan.data.loader import Loader
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.hardware import Peak, Place
@@ -65,6 +66,14 @@ class Run:
         """The configuration's seed, or else the resumed run's, or else one that rank 0 draws."""
         seed = saved if self.config.debug.seed is None else self.config.debug.seed
         return collectives.from_rank_0(secrets.randbits(31) if seed is None else seed)
+
+    def seed_draws(self, seed: int, step: int) -> None:
+        """Seed what the model draws in this step (dropout), so that no checkpoint has to hold generators' states.
+
+        Ranks that see the same data in the same stage draw the same; all others draw their own.
+        """
+        place = self.mesh.tokens.get_local_rank(), self.mesh.stage_group.rank()
+        seed_draws(f"{seed} step {step} place {place}")
 
     def find_peak(self) -> Peak:
         """The FLOP/s that MFU is counted against; rank 0 logs it with the machine."""

@@ -4,6 +4,7 @@ python -m torchtitan dry_run train_configs/llama3_405b.toml --world_size 512
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -50,9 +51,10 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
     for stage in range(dims.pp):
         estimates.append(estimate(config, blueprint, stage * place.world_size // dims.pp, place.world_size))
         if stage == 0:
-            print("GiB held at the peak, and GiB moved in a step:")
+            unit = unit_of(estimates[0].peak_bytes)
+            print(f"{unit.name} held at the peak, and {unit.name} moved in a step:")
             print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
-        print(describe(estimates[-1], capacities[stage]), flush=True)
+        print(describe(estimates[-1], capacities[stage], unit), flush=True)
     print(bars(estimates))
     if dims.pp > 1 and blueprint.reads_text:
         print(cut(plan_stages(blueprint.parts(), config.parallelism), place.world_size // dims.pp))
@@ -65,14 +67,31 @@ def gpu_memory_bytes() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
-def describe(estimate: Estimate, capacity: int | None) -> str:
+@dataclass(frozen=True)
+class Unit:
+    name: str
+    bytes: int
+
+
+def unit_of(size: int) -> Unit:
+    """The unit in which a size, and those like it, can be read: a small model has no GiB to show."""
+    units = Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10)
+    return next((unit for unit in units if size >= unit.bytes / 10), units[-1])
+
+
+def _in_words(size: int) -> str:
+    unit = unit_of(size)
+    return f"{size / unit.bytes:.2f} {unit.name}"
+
+
+def describe(estimate: Estimate, capacity: int | None, unit: Unit) -> str:
     """The rank's line of the table."""
     values = [*estimate.peak.values(), estimate.peak_bytes, *(estimate.moved.get(name, 0) for name in COLLECTIVES)]
     passes = capacity is None or estimate.peak_bytes <= capacity
     return _row(
         str(estimate.rank),
         f"{estimate.parameters:,}",
-        [f"{value / 2**30:.3f}" for value in values],
+        [f"{value / unit.bytes:.3f}" for value in values],
         "  passes" if passes else "  too large",
     )
 
@@ -91,7 +110,7 @@ def bars(estimates: list[Estimate]) -> str:
         parts = "".join(
             shades[kind] * round(_BAR * size / max(1, largest)) for kind, size in each.peak.items() if kind in shades
         )
-        lines.append(f"{each.rank:>5} {parts} {each.peak_bytes / 2**30:.2f} GiB")
+        lines.append(f"{each.rank:>5} {parts} {_in_words(each.peak_bytes)}")
     return "\n".join(lines)
 
 
@@ -113,12 +132,12 @@ def verdict(estimates: list[Estimate], capacities: Sequence[int | None]) -> str:
     fullest, capacity = max(
         zip(estimates, capacities, strict=True), key=lambda pair: pair[0].peak_bytes / (pair[1] or 1)
     )
-    need = f"rank {fullest.rank} holds {fullest.peak_bytes / 2**30:.2f} GiB at its peak"
+    need = f"rank {fullest.rank} holds {_in_words(fullest.peak_bytes)} at its peak"
     if capacity is None:
         return f"every pipeline rank passes; {need}, this machine has no GPU to compare with"
     if fullest.peak_bytes > capacity:
         raise Refusal(
-            f"{need}, but its GPU has {capacity / 2**30:.2f}; use more ranks, a smaller "
+            f"{need}, but its GPU has {_in_words(capacity)}; use more ranks, a smaller "
             f'training.local_batch_size, or activation_checkpoint.mode = "full"'
         )
-    return f"every pipeline rank fits; {need}, and its GPU has {capacity / 2**30:.2f}"
+    return f"every pipeline rank fits; {need}, and its GPU has {_in_words(capacity)}"

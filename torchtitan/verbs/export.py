@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from torchtitan.checkpoint.storage import Manifest, find_checkpoints
 from torchtitan.data.samples import collate, open_dataset
 from torchtitan.models.any.cut import Cut, divide, record
-from torchtitan.models.any.derive import as_arguments, derive
+from torchtitan.models.any.derive import as_arguments, derive, several_names
 from torchtitan.models.families import find_spec
 from torchtitan.models.spec import ModelSpec
 from torchtitan.refusal import Refusal
@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> None:
     refuse_existing(args.target)
     model = spec.build().eval()
     weights = open_checkpoint(storage, manifest.step)
-    state = model.state_dict()
+    state, saved_names = model.state_dict(), _saved_names(model)
     for name, tensor in state.items():
-        weights.fill(name, tensor)
+        weights.fill(saved_names.get(name, name), tensor)
     out = Path(args.target)
     out.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, out / "model.safetensors")
@@ -49,6 +49,15 @@ def run(args: argparse.Namespace) -> None:
     for number, text in enumerate(_stages(model, spec, sample, args.stages) if args.stages else []):
         (out / f"stage-{number}.txt").write_text(text)
         print(f"stage {number}: {out / f'stage-{number}.txt'}")
+
+
+def _saved_names(model: nn.Module) -> dict[str, str]:
+    """A checkpoint holds a tensor with several names once, under the first."""
+    groups = (
+        several_names(model.named_parameters(remove_duplicate=False)),
+        several_names(model.named_buffers(remove_duplicate=False)),
+    )
+    return {name: names[0] for group in groups for names in group for name in names}
 
 
 def _sample(spec: ModelSpec) -> Any:
@@ -77,7 +86,7 @@ def _stages(model: nn.Module, spec: ModelSpec, inputs: Any, count: int) -> list[
     known = derive(model, spec.layers, inputs)
     graph = record(model, known.parts, known.inputs)
     stages = divide(known.parts, graph, count)
-    cut = Cut(graph, [stage[0].name for stage in stages])
+    cut = Cut(graph, [stage[0].name for stage in stages], [name for name, _ in model.named_buffers()])
     texts = []
     for number, stage in enumerate(stages):
         code = torch.fx.GraphModule(model, cut.graph(number)).code

@@ -24,8 +24,8 @@ from torchtitan.models.layers import exchange_attention
 from torchtitan.models.rules import find_tensor_parallel_refusals
 from torchtitan.models.spec import Blueprint
 from torchtitan.parallel.parts import tie
+from torchtitan.parallel.tensor import split_tensors
 from torchtitan.refusal import Refusal
-from torchtitan.training.parallelize import split_tensors
 from torchtitan.training.start import start_run
 from torchtitan.weights.hugging_face import read_json
 from torchtitan.weights.stored import StoredModel, open_model
@@ -71,7 +71,8 @@ def build_model(
     with torch.device("meta"):
         model = blueprint.spec.build(blueprint.shape).to(dtype)
     if axis is not None:
-        split_tensors(model, blueprint, axis, loss_parallel=False, split_sequence=False)
+        names = [name for name, _ in model.named_modules()]
+        split_tensors(model, blueprint, axis, False, names, split_sequence=False)
     model.to_empty(device=device)
     tie(model, blueprint.tied)  # to_empty gives both their own
     with source.reading():

@@ -8,7 +8,7 @@ needs travel through the stages between. (torch.export, on which torch's own tra
 import inspect
 import itertools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,25 @@ from torchtitan.refusal import Refusal
 
 
 class _Recorder(fx.Tracer):
+    proxy_buffer_attributes = True  # else what forward does to buffers alone happens once, while it is recorded
+
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__()
         self._parts = {part.name for part in parts}
+        self._contexts = _contexts()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _contexts() != self._contexts:  # a graph does not hold them
+            raise ValueError("no_grad or autocast between layers")
+        return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return name in self._parts or super().is_leaf_module(module, name)
+
+
+def _contexts() -> tuple[Any, ...]:
+    kinds = ("cpu", "cuda")
+    return torch.is_grad_enabled(), *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
 
 
 def record(model: nn.Module, parts: Sequence[Part], inputs: Inputs) -> fx.Graph:
@@ -84,8 +97,8 @@ def divide(
 class Cut:
     """One way of forward (training or validation), divided among stages."""
 
-    def __init__(self, graph: fx.Graph, begins: Sequence[str]) -> None:
-        """`begins`: the part with which each stage begins."""
+    def __init__(self, graph: fx.Graph, begins: Sequence[str], constant: Collection[str] = ()) -> None:
+        """`begins`: the part with which each stage begins. Each stage may have its own copy of a constant buffer."""
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         (self.output,) = (node for node in graph.nodes if node.op == "output")
         self.num_stages = len(begins)
@@ -94,15 +107,16 @@ class Cut:
             if node.op == "call_module" and node.target in begins[1:]:
                 place = begins.index(node.target)
             self.stage[node] = place
+        self.homes: dict[fx.Node, set[int]] = {}  # a parameter or buffer of the model itself lives where it is used
         for node in self.nodes:
-            if node.op == "get_attr":  # a parameter or buffer of the model itself lives where it is used
-                users = {self.stage[user] for user in node.users if user is not self.output}
-                if len(users) > 1:
+            if node.op == "get_attr":
+                users = {self._stage_of_user(user) for user in node.users} or {len(begins) - 1}
+                if len(users) > 1 and node.target not in constant:
                     raise Refusal(
                         f"{node.target} is used on both sides of a cut, in stages {sorted(users)}; use it in one "
                         "place, or use parallelism.pipeline_parallel_degree = 1"
                     )
-                self.stage[node] = users.pop() if users else len(begins) - 1
+                self.homes[node] = users
         self.last_use = {
             node: max((self._stage_of_user(user) for user in node.users), default=self.stage[node])
             for node in self.nodes
@@ -117,9 +131,12 @@ class Cut:
             return [node for node in self.nodes if node.op == "placeholder"]
         return [n for n in self.nodes if n.op != "get_attr" and self.stage[n] < stage <= self.last_use[n]]
 
+    def _is_in(self, node: fx.Node, stage: int) -> bool:
+        return stage in self.homes.get(node, {self.stage[node]})
+
     def targets(self, stage: int) -> set[str]:
         """What the stage uses of the model."""
-        return {str(n.target) for n in self.nodes if n.op in ("call_module", "get_attr") and self.stage[n] == stage}
+        return {str(n.target) for n in self.nodes if n.op in ("call_module", "get_attr") and self._is_in(n, stage)}
 
     def graph(self, stage: int) -> fx.Graph:
         """What the stage computes: from the values that arrive to a tuple of those that leave."""
@@ -127,7 +144,7 @@ class Cut:
         for number, node in enumerate(self.arriving(stage)):
             values[node] = graph.placeholder(f"value_{number}")
         for node in self.nodes:
-            if self.stage[node] == stage and node.op != "placeholder":
+            if self._is_in(node, stage) and node.op != "placeholder":
                 values[node] = graph.node_copy(node, values.__getitem__)
         is_last = stage == self.num_stages - 1
         leaving = tree_flatten(self.output.args[0])[0] if is_last else self.arriving(stage + 1)

@@ -1,19 +1,20 @@
-"""What a user's module does not say of itself: its parts by name and size, their cost, and shared weights."""
+"""What a user's module does not say of itself: its parts by name and size, their cost, and what has two names."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from torchtitan.models.spec import Part
 from torchtitan.refusal import Refusal
 
 LARGE = 1 << 20  # parameters of a module that is worth a collective of its own
+_LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Structure:
     example: Any  # the inputs of a batch of one, on the meta device
     target: Any  # likewise
     shared: tuple[tuple[str, ...], ...]  # names of one parameter
+    shared_buffers: tuple[tuple[str, ...], ...]
+    changing: frozenset[str] = frozenset()  # buffers that forward changes in training, under all their names
+
+    def saved_name(self, name: str) -> str:
+        """The name of a parameter or buffer in checkpoints, where all names of one tensor are one entry."""
+        return next((names[0] for names in (*self.shared, *self.shared_buffers) if name in names), name)
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -52,45 +59,53 @@ def in_order(inputs: Any, names: Sequence[str]) -> list[Any]:
 def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None) -> Structure:
     """`inputs` and `target` are those of one sample, as a batch of one."""
     args, kwargs = as_arguments(inputs)
-    shared = tuple(shared_parameters(model))
-    held = {name.rpartition(".")[0] for names in shared for name in names}
     candidates = dict(_candidates(model, layers))
+    shared = tuple(several_names(model.named_parameters(remove_duplicate=False)))
+    shared_buffers = tuple(several_names(model.named_buffers(remove_duplicate=False)))
+    spread = [name for names in shared if len({part_of(name, candidates) for name in names}) > 1 for name in names]
+    held = {part_of(name, candidates) for name in spread}
     costs, called = _flops_of_modules(model, args, kwargs, candidates)
     parts = []
     for name in sorted(candidates, key=lambda name: called.index(name) if name in called else len(called)):
-        module = candidates[name]
-        size = sum(parameter.numel() for parameter in module.parameters())
-        if size and not any(owner == name or owner.startswith(f"{name}.") for owner in held):
+        size = sum(parameter.numel() for parameter in candidates[name].parameters())
+        if size and name not in held:
             is_layer = layers is not None and name.rpartition(".")[0] == layers
             kind: Literal["layer", "other"] = "layer" if is_layer or size >= LARGE else "other"
-            parts.append(Part(name, size, 3 * costs.get(name, 0), kind))
+            parts.append(Part(name, size, costs.get(name, 0), kind))
     arguments = tuple(inspect.signature(model.forward).parameters)
     names = (*arguments[: len(args)], *(name for name in arguments[len(args) :] if name in kwargs))
-    inputs, target = tree_map(lambda v: v.to("meta") if isinstance(v, torch.Tensor) else v, (inputs, target))
+    inputs, target = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (inputs, target))
     total = sum(parameter.numel() for parameter in model.parameters())
-    return Structure(tuple(parts), total, 3 * costs.get("", 0), Inputs(names), inputs, target, shared)
+    return Structure(tuple(parts), total, costs.get("", 0), Inputs(names), inputs, target, shared, shared_buffers)
 
 
-def shared_parameters(model: nn.Module) -> Iterator[tuple[str, ...]]:
+def several_names(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]]:
+    """The names of each tensor that has more than one."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
     yield from (tuple(each) for each in names.values() if len(each) > 1)
 
 
+def part_of(name: str, parts: Sequence[str] | Mapping[str, Any]) -> str | None:
+    """The part that holds this tensor."""
+    return next((part for part in parts if name.startswith(f"{part}.")), None)
+
+
 def _candidates(model: nn.Module, layers: str | None, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules between which the model may be cut: its children, and the entries of its lists."""
+    """The modules between which the model may be cut: its children, the entries of its lists, and each layer."""
     if layers is not None and not prefix:
         named = dict(model.named_modules())
-        if not isinstance(named.get(layers), nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            lists = [n for n, m in named.items() if isinstance(m, nn.Sequential | nn.ModuleList | nn.ModuleDict)]
+        if not isinstance(named.get(layers), _LISTS):
+            lists = [n for n, m in named.items() if isinstance(m, _LISTS) and n]
             raise Refusal(
                 f"layers = {layers!r} in the ModelSpec is no list of modules; use one of "
                 f"{', '.join(map(repr, lists)) or 'the names of an nn.ModuleList'}, or leave it out"
             )
     for name, child in model.named_children():
         whole = f"{prefix}{name}"
-        if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict) or (layers or "").startswith(f"{whole}."):
+        is_layer = prefix == f"{layers}."
+        if not is_layer and (isinstance(child, _LISTS) or (layers or "").startswith(f"{whole}.")):
             yield from _candidates(child, layers, f"{whole}.")
         else:
             yield whole, child
@@ -99,12 +114,16 @@ def _candidates(model: nn.Module, layers: str | None, prefix: str = "") -> Itera
 def _flops_of_modules(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Mapping[str, nn.Module]
 ) -> tuple[dict[str, int], list[str]]:
-    """FLOPs of forward for one sample, the whole model's under ""; and the watched modules in the order of calls."""
-    counter, was_training = FlopCounterMode(display=False), model.training
+    """FLOPs of one sample by module, the whole model's under ""; and the watched modules in the order of calls.
+
+    Forward runs and keeps nothing. Backward is counted by the weights and inputs of each product that have a gradient.
+    """
+    counter, was_training = FlopCounterMode(display=False, custom_mapping=_WITH_BACKWARD), model.training
     called: list[str] = []
     hooks = [m.register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name, m in watched.items()]
+    forget = torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda nothing: nothing)
     try:
-        with torch.no_grad(), counter:
+        with torch.enable_grad(), forget, counter:
             model.eval()(*args, **kwargs)
     except Exception as error:
         raise Refusal(
@@ -119,3 +138,25 @@ def _flops_of_modules(
     counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
     own = {name.removeprefix(f"{root}."): flops for name, flops in counts.items() if name.startswith(f"{root}.")}
     return {"": counts.get("Global", 0)} | own, called
+
+
+def _with_backward(forward: Callable[..., int]) -> Callable[..., int]:
+    """FLOPs of a product: as many again for each of its two factors that has a gradient."""
+
+    def count(*args: Any, **kwargs: Any) -> int:
+        trained = sum(isinstance(arg, Tensor) and arg.dim() > 1 and arg.requires_grad for arg in args)
+        return forward(*args, **kwargs) * (1 + min(2, trained))
+
+    count._get_raw = True  # type: ignore[attr-defined]  # as torch's formulas: called with tensors, not with shapes
+    return count
+
+
+def _lstm(x: Tensor, of_input: Tensor, of_state: Tensor, *_: Any, **__: Any) -> int:
+    """One layer of an LSTM in one direction, which a CPU computes in a single operation; inputs are [T, B, I]."""
+    of_each = of_input.numel() * (1 + x.requires_grad + of_input.requires_grad)
+    return 2 * x.shape[0] * x.shape[1] * (of_each + of_state.numel() * (2 + of_state.requires_grad))
+
+
+_lstm._get_raw = True  # type: ignore[attr-defined]
+_WITH_BACKWARD: dict[Any, Any] = {operation: _with_backward(formula) for operation, formula in flop_registry.items()}
+_WITH_BACKWARD[torch.ops.aten.mkldnn_rnn_layer] = _lstm

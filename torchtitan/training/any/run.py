@@ -4,12 +4,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from torchtitan.data.batch import Layout
 from torchtitan.data.cursor import Order
-from torchtitan.data.samples import SampleBatch, SampleLoader, SampleOrigin, collate, open_dataset
+from torchtitan.data.samples import SampleBatch, SampleLoader, SampleOrigin, collate, open_dataset, own_draws
 from torchtitan.models.any.blueprint import AnyBlueprint
 from torchtitan.models.any.derive import derive
 from torchtitan.models.spec import ModelSpec
@@ -18,8 +17,8 @@ from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
 from torchtitan.training.any.build import AnyParts, build, lay_out
-from torchtitan.training.any.checks import check
 from torchtitan.training.any.step import AnyForwardBackward
+from torchtitan.training.any.trial import check_norms, first_samples, try_out
 from torchtitan.training.run import Run
 
 
@@ -42,8 +41,12 @@ class AnyRun(Run):
 
     def describe_model(self) -> str:
         known, batch = self.own.known, self.batch
-        units = [part.name for part in known.parts if part.kind == "layer"]
-        named = f"sharded in {len(units) + 1} units" if units else "sharded as one unit"
+        count = sum(part.kind == "layer" for part in known.parts)
+        named = "in one unit, none of it recomputed"
+        if count:
+            compiled = ", compiled" if self.config.compile.model else ""
+            named = f"in {count + 1} units, of which {count} are layers (recompute: "
+            named += f"{self.config.activation_checkpoint.mode}{compiled})"
         return (
             f"{self.own.name}: {known.num_parameters:,} parameters {named}, global batch {batch.global_batch_size} "
             f"samples, local batches a rank: {batch.num_local_batches}"
@@ -90,7 +93,7 @@ class AnyRun(Run):
             pads=is_held_out,
             held_out=is_held_out if divided else None,
             workers=self.spec.data_workers,
-            is_random=self.spec.data_is_random and not is_held_out,
+            is_random=self.spec.data_is_random,
             any_says_so=ask,
         )
 
@@ -103,11 +106,12 @@ def with_structure(run: AnyRun) -> AnyRun:
     if run.place.rank == 0:
         try:
             dataset, is_part = open_dataset(run.spec.data, "train")
-            inputs, target = collate([next(iter(dataset))])
-            with torch.random.fork_rng(devices=[]):
+            samples = first_samples(dataset, run.spec.data_is_random)
+            with own_draws("a trial"):
                 model = run.spec.build()
-            check(model, run)
-            told = [derive(model, run.spec.layers, inputs, target)]
+            check_norms(model, run)
+            known = derive(model, run.spec.layers, *collate(samples[:1]))
+            told = [replace(known, changing=try_out(run, model, known, samples))]
             logger.info(
                 f"{run.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and flavor "
                 "are not used"

@@ -26,13 +26,13 @@ class AnyForwardBackward:
     def __init__(self, spec: ModelSpec, model: AnyParts, mesh: Mesh, config: Config, device: torch.device) -> None:
         self.spec, self.model, self.device = spec, model, device
         self.local_batch_size, self.losses = config.training.local_batch_size, mesh.losses.get_group()
-        self.metric_names = tuple(spec.metrics)
+        self.metric_names, self.dtype = tuple(spec.metrics), getattr(torch, config.training.mixed_precision_param)
         self._pipeline = Pipeline(self, config) if mesh.dims.pp > 1 else None
 
     def __call__(self, batch: SampleBatch) -> StepLoss:
         divisor: Any = self.model.loss_scale
         total, count = self.zeros(2)
-        for inputs, targets, valid in _local_batches(batch, self.local_batch_size):
+        for inputs, targets, valid in self._local_batches(batch, self.local_batch_size):
             if self._pipeline is not None:
                 summed, counted = self._pipeline(inputs, targets, valid, divisor)
             else:
@@ -49,7 +49,7 @@ class AnyForwardBackward:
         totals = self.zeros(2 + 2 * len(self.metric_names)).double()
         for stage in self.model.stages.values():
             stage.eval()
-        for inputs, targets, valid in _local_batches(batch, local_batch_size):
+        for inputs, targets, valid in self._local_batches(batch, local_batch_size):
             if self._pipeline is not None:
                 totals += self._pipeline(inputs, targets, valid, None)
                 continue
@@ -59,6 +59,12 @@ class AnyForwardBackward:
         for stage in self.model.stages.values():
             stage.train()
         return totals
+
+    def _local_batches(self, batch: SampleBatch, size: int) -> Iterator[tuple[Any, Any, int]]:
+        """Inputs in the type that the model computes in, targets as they are, and how many samples count."""
+        for begin in range(0, len(batch.origin.slots), size):
+            valid = max(0, min(batch.valid - begin, size))
+            yield to_type(_part(batch.inputs, begin, size), self.dtype), _part(batch.targets, begin, size), valid
 
     def zeros(self, count: int) -> Tensor:
         return torch.zeros(count, device=self.device)
@@ -74,11 +80,11 @@ class AnyForwardBackward:
 
     def loss_of(self, output: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
         assert self.spec.loss is not None
-        return as_counted(self.spec.loss(_first(_float32(output), valid), _first(targets, valid)), valid)
+        return as_counted(self.spec.loss(_first(to_type(output, torch.float32), valid), _first(targets, valid)), valid)
 
     def measure(self, output: Any, targets: Any, valid: int, loss: tuple[Tensor, Tensor] | None = None) -> Tensor:
         numbers = [*(loss or self.loss_of(output, targets, valid))]
-        output, targets = _first(_float32(output), valid), _first(targets, valid)
+        output, targets = _first(to_type(output, torch.float32), valid), _first(targets, valid)
         for metric in self.spec.metrics.values():
             numbers += as_counted(metric(output, targets), valid)
         return torch.stack([number.detach().double() for number in numbers])
@@ -102,7 +108,8 @@ class Pipeline:
         schedule = self._schedules[is_training]
         args: list[Any] = []
         if 0 in self.model.stages:
-            args = in_order(inputs, self.model.inputs)
+            assert self.model.structure is not None
+            args = in_order(inputs, self.model.structure.inputs.names)
         rows = torch.arange(self.local_batch_size, device=self.owner.device)  # stand for the targets, of any kind
         (schedule.step if is_training else schedule.eval)(*args, target=rows, return_outputs=False)
         return self._totals
@@ -145,12 +152,6 @@ def as_counted(result: Any, num_samples: int) -> tuple[Tensor, Tensor]:
     return result * num_samples, torch.tensor(float(num_samples), device=result.device)
 
 
-def _local_batches(batch: SampleBatch, size: int) -> Iterator[tuple[Any, Any, int]]:
-    for begin in range(0, len(batch.origin.slots), size):
-        valid = max(0, min(batch.valid - begin, size))
-        yield _part(batch.inputs, begin, size), _part(batch.targets, begin, size), valid
-
-
 def _part(value: Any, begin: int, size: int) -> Any:
     return tree_map(lambda leaf: leaf[begin : begin + size] if isinstance(leaf, Tensor | list) else leaf, value)
 
@@ -164,5 +165,10 @@ def _first(value: Any, count: int) -> Any:
     return tree_map(cut, value)
 
 
-def _float32(value: Any) -> Any:
-    return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value)
+def to_type(value: Any, dtype: torch.dtype) -> Any:
+    """Only numbers with a point change their type."""
+
+    def convert(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(convert, value)
