@@ -64,9 +64,8 @@ def main(argv: list[str]) -> None:
     prompt = "one text, shown as it grows, or several at once (default: what you type, line after line)"
     generate.add_argument("--prompt", nargs="+", help=prompt)
     generate.add_argument("--max_new_tokens", type=int, default=100, help="most tokens to add (default: %(default)s)")
-    generate.add_argument(
-        "--temperature", type=float, help="0 takes the likeliest token (default: 0 with --prompt, 0.8 without)"
-    )
+    temperature = "0 takes the likeliest token, with which a small model soon repeats itself (default: %(default)s)"
+    generate.add_argument("--temperature", type=float, default=0.8, help=temperature)
     generate.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all (default)")
     generate.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest that make up this share")
     generate.add_argument("--seed", type=int, help="the same one draws the same text (default: a new one each time)")

@@ -78,6 +78,28 @@ def test_a_layout_trains_and_validates_as_one_process_does(
         assert all(abs(ours[key] - theirs[key]) < 1e-4 for key in theirs)
 
 
+BFLOAT16 = {"training__mixed_precision_param": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, keys("MLP", training__dtype="bfloat16")),  # without a copy of the weights in float32
+        (2, keys("MLP", 4)),
+        (2, keys("MLP", pp=2, schedule="1F1B")),
+    ],
+)
+def test_bfloat16_computes_in_bfloat16(
+    ranks: Ranks,
+    tmp_path: Path,
+    one_process: Callable[[str], tuple[Records, Records]],
+    world_size: int,
+    overrides: dict[str, Any],
+) -> None:
+    records = ranks(cases.train, world_size, str(tmp_path), overrides | BFLOAT16)[0]
+    assert 1e-5 < differences(records, one_process("MLP")[0], "loss") < 5e-2
+
+
 @pytest.mark.parametrize(
     ("model", "first", "second"),
     [

@@ -121,7 +121,7 @@ def test_the_verb_prints_prompt_and_continuation(tmp_path: Path, capsys: pytest.
     run = store_run(tmp_path / "run", training__mixed_precision_param="float32")
 
     def printed(*words: str) -> str:
-        main(["generate", "--checkpoint", str(run), "--max_new_tokens", "12", *words])
+        main(["generate", "--checkpoint", str(run), "--max_new_tokens", "12", "--temperature", "0", *words])
         return capsys.readouterr().out
 
     first, second = printed("--prompt", "The module"), printed("--prompt", "x = 1")

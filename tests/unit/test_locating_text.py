@@ -75,6 +75,8 @@ def test_unusable_paths_are_refused(tmp_path):
     refused(tmp_path / "blank.jsonl", "blank.jsonl holds no document")
     (tmp_path / "empty.jsonl").write_text("")
     refused(tmp_path / "empty.jsonl", "empty.jsonl holds no document")
+    (tmp_path / "empty.txt").touch()
+    refused(tmp_path / "empty.txt", "empty.txt is empty; give a file with text in it")
     write_parquet(tmp_path / "empty.parquet", [])
     refused(tmp_path / "empty.parquet", "empty.parquet holds no document")
     os.mkfifo(tmp_path / "pipe")

@@ -76,6 +76,15 @@ class WithExtraState(nn.Linear):
         return {"anything": 1}
 
 
+class WithTemperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return F.cross_entropy(output / self.temperature, target)
+
+
 def summed(output, target):
     return F.cross_entropy(output, target, reduction="sum")
 
@@ -95,7 +104,12 @@ OFFLOAD = {"training__enable_cpu_offload": True}
             "the loss .* gives no tensor of one number: it returns .2.",
         ),
         ({"loss": None, "step": lambda m, x, t: summed(m(x), t)}, "the step of the ModelSpec is .* so it is a sum"),
+        ({"loss": WithTemperature()}, "the loss of the ModelSpec has parameters .temperature., which no optimizer"),
         ({"metrics": {"right": lambda o, t: (o.argmax(1) >= 0).float().sum()}}, "the metric right .* so it is a sum"),
+        (
+            {"metrics": {"right": lambda o, t: (o.argmax(1) < 0).sum()}},
+            "the metric right .* the whole number 0, which is no",
+        ),
         ({"metrics": {"right": lambda o, t: 0.5}}, "the metric right .* no tensor of one number: it returns float"),
         ({"build": lambda: Changing("mean"), **ACCUMULATE}, "changes the buffer mean by the samples it sees.*2 pieces"),
         ({"build": lambda: Changing("parameter"), **OFFLOAD}, "changes the parameter weight.*make it a buffer"),

@@ -188,9 +188,9 @@ class Validation(Section):
     text_key: str = "text"
     """The same as `training.text_key`, for the held-out data. Not in torchtitan."""
 
-    local_batch_size: PositiveInt = 8
-    """Number of sequences that a device takes through the model at once. All devices together validate batches as
-    large as the training's global batch."""
+    local_batch_size: PositiveInt | None = None
+    """Number of sequences that a device takes through the model at once; None: as many as in training. All devices
+    together validate batches as large as the training's global batch. torchtitan's default is 8."""
 
     seq_len: PositiveInt = 2048
     """Number of tokens in a validation sequence."""

@@ -120,7 +120,7 @@ _MEANT: dict[str, dict[str, dict[str, Any]]] = {
         "false": {"parallelism.disable_loss_parallel": True},
     },
     "training.enable_selective_ac": {},
-    "training.fp8_linear": {'"dynamic"': _FLOAT8, '""': {}},
+    "training.fp8_linear": {'"dynamic"': _FLOAT8, '""': {}, "false": {}},
     "training.fp8_linear_type": {'"dynamic"': _FLOAT8, '""': {}},
     "training.checkpoint_folder": {'""': {}},
 }

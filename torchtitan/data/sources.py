@@ -71,6 +71,8 @@ def open_source(
 
 
 def open_texts(location: Location, text_key: str) -> Texts | ShardedTexts:
+    if location.kind == "text" and not any(file.stat().st_size for file in location.files):
+        raise Refusal(f"{location.name} is empty; give a file with text in it")
     texts = _open_kind(location, text_key)
     if not (texts.num_shards if isinstance(texts, ShardedTexts) else len(texts)):
         raise Refusal(f"{location.name} holds no document; give a source with at least one")

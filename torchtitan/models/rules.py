@@ -54,7 +54,7 @@ def _pipeline(blueprint: Blueprint, config: Config) -> Iterator[str]:
         plan_microbatches(parallelism, plan, training.local_batch_size)
     except Refusal as error:
         yield str(error)
-    if config.validation.enable and config.validation.local_batch_size != training.local_batch_size:
+    if config.validation.enable and config.validation.local_batch_size not in (None, training.local_batch_size):
         yield (
             f"validation.local_batch_size = {config.validation.local_batch_size} goes through the training's pipeline "
             f"schedule, made for training.local_batch_size; use {training.local_batch_size}"

@@ -37,7 +37,7 @@ def apply_recompute(
         from torchtitan.parallel.recompute_by_operation import keep_expensive_operations
 
         options["context_fn"] = keep_expensive_operations
-    every = 1 if config.by_operation or config.mode == "full" else int(config.selective_ac_option)
+    every = 1 if config.by_operation or config.mode != "selective" else int(config.selective_ac_option)
     present = dict(model.named_modules())
     buffers = [(holder, leaf) for holder in present.values() for leaf, b in holder._buffers.items() if b is not None]
     for number, name in enumerate(layers):

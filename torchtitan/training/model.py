@@ -11,6 +11,7 @@ from torchtitan.observe.log import logger
 from torchtitan.parallel.fsdp import copy_first_replica
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts, TiedWeight
+from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import apply_parallelism, keep_parts
 from torchtitan.weights.tensors import copy_part
 
@@ -46,6 +47,11 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
     for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
         with torch.device("meta"):
             stage = blueprint.spec.build(blueprint.shape).to(getattr(torch, config.training.dtype))
+        for name, _ in stage.named_buffers():
+            raise Refusal(
+                f"{blueprint.name} has the buffer {name}, which nothing fills or saves: a family's `initialize` knows "
+                "only parameters; compute it in forward, or bring the module without a shape (docs/any-model.md)"
+            )
         if config.float8 is not None:
             from torchtitan.parallel.float8 import apply_float8
 

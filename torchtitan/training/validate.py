@@ -18,6 +18,7 @@ class Validator:
     ) -> None:
         self.config, self.device, self.group = run.config.validation, run.device, run.mesh.losses.get_group()
         self.forward_backward, self.loader, self.writer = forward_backward, loader, writer
+        self.local_batch_size = self.config.local_batch_size or run.config.training.local_batch_size
         self._last = 0  # the step of the last validation
 
     def due(self, step: int) -> bool:
@@ -48,7 +49,7 @@ class Validator:
         totals = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
         while remaining and (batch := self.loader.next()) is not None:
             remaining -= 1
-            totals += self.forward_backward.evaluate(batch.to(self.device), self.config.local_batch_size)
+            totals += self.forward_backward.evaluate(batch.to(self.device), self.local_batch_size)
         free_gathered(self.forward_backward.model.stages.values())
         sums = iter(sum_over(totals, self.group).tolist())
         (loss, tokens), *metrics = (

@@ -14,8 +14,10 @@ import torch
 
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.hardware import peak_memory_gib
+from torchtitan.observe.log import logger, start_logging
 from torchtitan.refusal import Refusal
 from torchtitan.verbs import push
+from torchtitan.verbs.check import describe_model
 from torchtitan.weights.checkpoint import save_checkpoint
 from torchtitan.weights.stored import StoredModel, build_tokenizer_for, copy_tokenizer, open_model, write_hf
 from torchtitan.weights.targets import refuse_existing
@@ -25,7 +27,9 @@ def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     if not 0 < args.shard_gb < math.inf:
         raise Refusal(f"--shard_gb {args.shard_gb} is no size; give the gigabytes of a file, such as 5")
+    start_logging()
     source = open_model(args.source, args.model)
+    logger.info(f"reading {source.weights.where}: {describe_model(source.blueprint, str(source.dtype)[6:])}")
     dtype = getattr(torch, args.dtype) if args.dtype else None
     assets = Path(args.tokenizer) if args.tokenizer else source.assets
     with source.reading():

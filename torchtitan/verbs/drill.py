@@ -33,8 +33,7 @@ _SMALL = """--job.config_file train_configs/debug_model.toml --model.dim 64 --mo
     --training.global_batch_size 2 --lr_scheduler.warmup_steps 5 --metrics.log_freq 1 --metrics.no_enable_tensorboard
     --metrics.sample_freq None --validation.seq_len 32 --validation.steps 2 --validation.freq 10 --checkpoint.interval 2
     --checkpoint.keep_latest_k 4 --comm.train_timeout_seconds 6""".split()
-_PIPELINE = """--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 2
-    --validation.local_batch_size 2""".split()
+_PIPELINE = "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 2".split()
 _LAYOUTS = {
     "FSDP 2": (2, []),
     "PP 2": (2, _PIPELINE),

@@ -17,18 +17,22 @@ from torchtitan.data.sources import locate_text
 from torchtitan.hardware import Place, read_place
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint
-from torchtitan.observe.log import start_logging
+from torchtitan.observe.log import logger, start_logging
 from torchtitan.training.data import holds_out
 from torchtitan.training.model import give_memory
 from torchtitan.training.start import start_run
 from torchtitan.training.validate import Validator
+from torchtitan.verbs.check import describe_model
 from torchtitan.weights.stored import StoredModel, check_shape, load_weights, open_model
+
+_WITH_LENGTH = ("training", "validation")
 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     place = read_place()
     start_logging(place.rank)
     source = open_model(args.checkpoint, args.model)
+    logger.info(f"reading {source.weights.where}: {describe_model(source.blueprint, str(source.dtype)[6:])}")
     config, blueprint = resolve(source, options, place)
     loss, tokens = evaluate(source, config, blueprint, place)
     if place.rank == 0:
@@ -42,6 +46,10 @@ def resolve(source: StoredModel, options: Sequence[str], place: Place) -> tuple[
     """The run's configuration, less its layout and optimizer, under the options; validation is on."""
     config = source.config or source.plain_config(str(source.assets), source.assets)
     config = config.model_copy(update={"parallelism": Parallelism(), "optimizer": Optimizer()})
+    if source.config is None:  # a download may take fewer tokens than a sequence has by default
+        longest = min(config.validation.seq_len, source.blueprint.shape.max_seq_len)
+        shorter = {name: getattr(config, name).model_copy(update={"seq_len": longest}) for name in _WITH_LENGTH}
+        config = config.model_copy(update=shorter)
     if source.place is not None:  # its batches and streams, which -1 would take from the ranks here
         layout = source.place[1].layout
         plan = plan_batch(config.training, math.prod(int(n) for n in re.findall(r"\bdp_\w+ (\d+)", layout)))

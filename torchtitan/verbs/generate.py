@@ -23,14 +23,15 @@ from torchtitan.hardware import read_place
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.rules import find_tensor_parallel_refusals
 from torchtitan.models.spec import Blueprint
+from torchtitan.observe.log import logger, start_logging
 from torchtitan.parallel.parts import tie
 from torchtitan.parallel.tensor import split_tensors
 from torchtitan.refusal import Refusal
 from torchtitan.training.start import start_run
+from torchtitan.verbs.check import describe_model
 from torchtitan.weights.hugging_face import read_json
 from torchtitan.weights.stored import StoredModel, open_model
 
-_TALKING = 0.8  # temperature of a conversation, in which the likeliest text would repeat itself
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
 
 
@@ -162,13 +163,15 @@ def check_tensor_parallel(blueprint: Blueprint, config: Config) -> None:
 
 def run(args: argparse.Namespace) -> None:
     place = read_place()
-    if args.temperature is not None and not (args.temperature == 0 or 0.01 <= args.temperature <= 100):
+    if not (args.temperature == 0 or 0.01 <= args.temperature <= 100):
         raise Refusal(f"--temperature {args.temperature} is out of range; use 0 for the likeliest, or 0.01 to 100")
     if args.prompt is None and place.world_size > 1:
         raise Refusal("a conversation needs a single process; give --prompt, or start without torchrun")
     if args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise Refusal("--top_k is 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
+    start_logging(place.rank)
     source = open_model(args.checkpoint, args.model)
+    logger.info(f"reading {source.weights.where}: {describe_model(source.blueprint, str(source.dtype)[6:])}")
     config = source.plain_config(args.checkpoint, args.tokenizer or source.assets, degree=place.world_size)
     check_tensor_parallel(source.blueprint, config)
     with start_run(config, source.blueprint, place) as run:
@@ -190,9 +193,9 @@ class Writer:
     ) -> None:
         self.model, self.tokenizer, self.as_trained, self.shows = model, tokenizer, source.trained_here, shows
         self.stop, self.longest = stop_ids(source.assets, tokenizer), source.blueprint.shape.max_seq_len
-        temperature = args.temperature if args.temperature is not None else 0.0 if args.prompt else _TALKING
         seed = secrets.randbits(31) if args.seed is None else args.seed
-        self.max_new_tokens, self.sampling = args.max_new_tokens, Sampling(temperature, args.top_k, args.top_p, seed)
+        self.max_new_tokens = args.max_new_tokens
+        self.sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
 
     def write(self, texts: Sequence[str]) -> None:
         """Show the texts with their continuations: a single one as it grows, several when all have ended."""

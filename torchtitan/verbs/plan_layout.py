@@ -22,6 +22,7 @@ from torchtitan.planner.choice import changed, fixed_keys, is_possible, left_out
 from torchtitan.planner.cluster import Cluster, read_cluster
 from torchtitan.planner.search import FILLED, Answer, Choice, Job, Table, moved, search
 from torchtitan.refusal import Refusal
+from torchtitan.verbs.check import describe_configured
 from torchtitan.verbs.plan_look import consists_of, operations
 
 _BAR = 30
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> tuple[Config, Job, 
     answer = search(job, cluster, max(args.show, args.verify or 0))
     print(
         f"{config.job.description} on {cluster.name}: {job.global_batch} sequences of {job.seq_len:,} tokens a step\n"
+        f"{describe_configured(blueprint, config)}\n"
         f"{answer.num_layouts:,} layouts, {answer.num_fitting:,} of them in {FILLED:.0%} of the memory, "
         f"{time.perf_counter() - began:.1f} s; rests on {cluster.rests_on}"
     )

@@ -86,7 +86,7 @@ def refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
         )
     if config.validation.enable and parallelism.pipeline_parallel_degree > 1:
         sizes = config.validation.local_batch_size, config.training.local_batch_size
-        if sizes[0] != sizes[1]:
+        if sizes[0] not in (None, sizes[1]):
             yield (
                 f"validation.local_batch_size = {sizes[0]} goes through the training's pipeline schedule, made for "
                 f"training.local_batch_size; use {sizes[1]}"

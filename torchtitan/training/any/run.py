@@ -17,8 +17,9 @@ from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
 from torchtitan.training.any.build import AnyParts, build, lay_out
+from torchtitan.training.any.first_samples import first_samples
 from torchtitan.training.any.step import AnyForwardBackward
-from torchtitan.training.any.trial import check_norms, first_samples, try_out
+from torchtitan.training.any.trial import check_norms, try_out
 from torchtitan.training.run import Run
 
 

@@ -3,19 +3,13 @@
 What would train another model than one process does is refused; what depends on the layout is logged once.
 """
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
 
 from torchtitan.data.samples import collate, own_draws
 from torchtitan.models.any.derive import Structure, as_arguments
@@ -23,7 +17,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 from torchtitan.training.any.build import is_sharded
-from torchtitan.training.any.step import as_counted, to_type
+from torchtitan.training.any.first_samples import check_loss, states
 from torchtitan.training.run import Run
 
 
@@ -32,52 +26,16 @@ class Changes:
     """What forward leaves behind in training."""
 
     parameters: list[str]
-    buffers: list[str]  # under all their names
+    buffers: list[str]  # under all their names; not those that are written once
     of_the_batch: list[str]  # those of the buffers whose values depend on the samples, or on random numbers
     numbers: list[str]  # plain numbers that modules count in
     draws: bool  # random numbers
 
 
-def first_samples(dataset: Any, is_seeded: bool) -> list[Any]:
-    """The first two samples, or the one there is. Refuses a dataset that draws numbers which nothing seeds."""
-    is_stream = isinstance(dataset, IterableDataset)
-    with own_draws("one reading"):
-        before, samples = _states(), list(islice(iter(dataset), 2))
-        draws = _states() != before
-    if not samples:
-        raise Refusal(f"the dataset, a {type(dataset).__name__}, has no samples; correct the `data` of the ModelSpec")
-    if draws and (is_stream or not is_seeded):
-        with own_draws("another reading"):
-            again = list(islice(iter(dataset), 2))
-        if not _are_equal(samples, again):
-            fix = "set data_is_random = True in the ModelSpec, which seeds them by epoch and sample"
-            if is_stream:
-                fix = "seed them in its __iter__, because each rank reads the whole stream"
-            raise Refusal(
-                f"the dataset, a {type(dataset).__name__}, draws random numbers when it reads a sample, so no two runs "
-                f"would train on the same; {fix}"
-            )
-    return samples
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    def equal(a: Any, b: Any) -> bool:
-        return torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b)
-
-    leaves = tree_leaves(one), tree_leaves(other)
-    return len(leaves[0]) == len(leaves[1]) and all(map(equal, *leaves))
-
-
-def _states() -> tuple[Any, ...]:
-    """The state of each generator on the host."""
-    of_numpy = np.random.get_state(legacy=False)["state"]
-    return random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"], torch.get_rng_state().numpy().tobytes()
-
-
 def try_out(run: Run, model: nn.Module, known: Structure, samples: Sequence[Any]) -> frozenset[str]:
     """The names of the buffers that forward changes."""
     spec = run.blueprint.spec
-    _check_loss(spec, model, samples[0], run)
+    check_loss(spec, model, samples[0], _pieces(run)[0])
     changes = find_changes(spec, model, samples)
     _check_state(model, changes, run)
     _check_draws(changes, known, run)
@@ -85,55 +43,70 @@ def try_out(run: Run, model: nn.Module, known: Structure, samples: Sequence[Any]
     return frozenset(changes.buffers)
 
 
+@torch.no_grad()
 def find_changes(spec: ModelSpec, model: nn.Module, samples: Sequence[Any]) -> Changes:
     """Compare the module before and after forwards in training."""
     batches = [collate([sample, sample]) for sample in (samples[0], samples[-1])]  # two: a norm needs more than one
     was_training = model.training
-
-    def pass_through(batch: Any, key: str) -> bool:
-        with own_draws(key):
-            before = _states()
-            try:
-                _run(spec, model.train(), *batch)
-            except Exception as error:
-                raise Refusal(
-                    f"the model's forward fails in training, on the first sample twice: {type(error).__name__}: {error}"
-                ) from error
-            return _states() != before
-
-    with torch.no_grad():
-        sums, buffers, numbers = _sums(model), {name: b.clone() for name, b in _buffers(model)}, _numbers(model)
-        versions = {name: (id(b), b._version) for name, b in _buffers(model)}
-        draws = pass_through(batches[0], "one")
-        # An iteration may have converged and write the same number; a norm writes without a new version.
-        written = [name for name, b in _buffers(model) if (id(b), b._version) != versions.get(name)]
-        changed = [name for name, b in _buffers(model) if name in written or not _equal(b, buffers[name])]
-        parameters = [name for name, total in _sums(model).items() if not _equal(total, sums[name])]
-        of_the_batch, counted = [], []
-        if changed or _numbers(model) != numbers:
-            numbers, after = _numbers(model), {name: b.clone() for name, b in _buffers(model) if name in changed}
-            for name, buffer in _buffers(model):
-                buffer.copy_(buffers[name])
-            pass_through(batches[1], "another")
-            of_the_batch = [name for name, b in _buffers(model) if name in after and not _equal(b, after[name])]
-            counted = [name for name, number in _numbers(model).items() if number != numbers.get(name, number)]
-            for name, buffer in _buffers(model):
-                buffer.copy_(buffers[name])
+    sums, first, numbers = _sums(model), _State(model), _numbers(model)
+    draws = _forward_in_training(spec, model, batches[0], "one")
+    parameters = [name for name, total in _sums(model).items() if not _equal(total, sums[name])]
+    once, at_first = _State(model), _State(model).changed_since(first)
+    again, of_the_batch, counted = set[str](), set[str](), list[str]()
+    if at_first or _numbers(model) != numbers:
+        numbers = _numbers(model)
+        _forward_in_training(spec, model, batches[1], "another")
+        again = _State(model).changed_since(once)  # a cache that is filled once does not count
+        counted = [name for name, number in _numbers(model).items() if number != numbers.get(name, number)]
+        first.restore(model)
+        _forward_in_training(spec, model, batches[1], "another")
+        of_the_batch = {name for name, b in _State(model).values.items() if not _equal(b, once.values.get(name, b))}
+        first.restore(model)
     model.train(was_training)
-    return Changes(parameters, changed, of_the_batch, counted, draws)
+    return Changes(parameters, sorted(at_first & again), sorted(of_the_batch & at_first), counted, draws)
 
 
-def _run(spec: ModelSpec, model: nn.Module, inputs: Any, target: Any) -> None:
-    if spec.step is not None:
-        with torch.enable_grad():  # a step may need gradients on its way
-            spec.step(model, inputs, target)
-    else:
-        args, kwargs = as_arguments(inputs)
-        model(*args, **kwargs)
+class _State:
+    """All buffers under all their names, as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = dict(model.named_buffers(remove_duplicate=False))
+        self.values = {name: buffer.clone() for name, buffer in named.items()}
+        self.written = {name: (id(buffer), buffer._version) for name, buffer in named.items()}
+
+    def changed_since(self, before: "_State") -> set[str]:
+        """A norm writes without a new version, and an iteration that has converged writes the same number."""
+        return {
+            name
+            for name, value in self.values.items()
+            if self.written[name] != before.written.get(name) or not _equal(value, before.values[name])
+        }
+
+    def restore(self, model: nn.Module) -> None:
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if name in self.values and self.values[name].shape == buffer.shape:
+                buffer.copy_(self.values[name])
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return model.named_buffers(remove_duplicate=False)
+def _forward_in_training(spec: ModelSpec, model: nn.Module, batch: Any, key: str) -> bool:
+    """Whether it drew random numbers."""
+    args, kwargs = as_arguments(batch[0])
+    with own_draws(key):
+        before = states()
+        try:
+            if spec.step is None:
+                model.train()(*args, **kwargs)
+            else:
+                with torch.enable_grad():  # a step may need gradients on its way
+                    spec.step(model.train(), *batch)
+        except Exception as error:
+            if spec.step is not None:  # it may know its GPU
+                logger.info(f"the step cannot be tried on a CPU before training ({type(error).__name__}: {error})")
+                return False
+            raise Refusal(
+                f"the model's forward fails in training, on the first sample twice: {type(error).__name__}: {error}"
+            ) from error
+        return states() != before
 
 
 def _sums(model: nn.Module) -> dict[str, Tensor]:
@@ -239,57 +212,4 @@ def _check_use(known: Structure, run: Run) -> None:
         raise Refusal(
             "compile.enable = true compiles layers, and the model names none; give its ModelSpec layers = the name of "
             'its list of layers, or set compile.components = ["loss"]'
-        )
-
-
-def _check_loss(spec: ModelSpec, model: nn.Module, sample: Any, run: Run) -> None:
-    """The loss and the metrics of a sample, and of the sample twice: a mean stays, a sum doubles."""
-    was_training = model.training
-    functions: dict[str, Callable[[Any, Any], Any]] = {f"the metric {n}": m for n, m in spec.metrics.items()}
-    if spec.loss is not None and spec.step is None:
-        functions = {"the loss": spec.loss} | functions
-    once, twice = collate([sample]), collate([sample, sample])
-    with own_draws("the loss"), torch.no_grad():
-        if spec.step is not None:
-            step = partial(spec.step, model.eval())
-            _judge("the step", step(*once), step(*twice), run)
-        outputs = []
-        for inputs, _ in (once, twice) if functions else ():
-            args, kwargs = as_arguments(inputs)
-            outputs.append(to_type(model.eval()(*args, **kwargs), torch.float32))
-        for name, function in functions.items():
-            _judge(name, function(outputs[0], once[1]), function(outputs[1], twice[1]), run)
-    model.train(was_training)
-
-
-def _judge(name: str, once: Any, twice: Any, run: Run) -> None:
-    means = []
-    for result in (once, twice):
-        of_pair = "the first of its pair is" if isinstance(result, tuple) else "it returns"
-        first = result[0] if isinstance(result, tuple) else result
-        if not isinstance(first, Tensor) or first.numel() != 1:
-            shape = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
-            raise Refusal(
-                f"{name} of the ModelSpec gives no tensor of one number: {of_pair} {shape}; return a mean over "
-                "samples, or a pair: a sum, and how many it is over"
-            )
-        total, count = as_counted(result, 1)
-        means.append(float(total) / max(1.0, float(count)))
-    one, two = means
-    if abs(two - one) <= 1e-3 * abs(one) + 1e-7:
-        return
-    if abs(two - 2 * one) <= 1e-3 * abs(one):
-        raise Refusal(
-            f"{name} of the ModelSpec is {one:.4g} for one sample and {two:.4g} for the same sample twice, so it is a "
-            "sum, where a mean over samples is expected; return the mean, or a pair: the sum, and how many it is over"
-        )
-    if abs(2 * two - one) <= 1e-3 * abs(one):
-        raise Refusal(
-            f"{name} of the ModelSpec is {one:.4g} for one sample and {two:.4g} for the same sample twice, so it is "
-            "divided by the number of samples once too often; return a mean, or a pair: a sum, and how many it is over"
-        )
-    if _pieces(run)[0] > 1:
-        logger.info(
-            f"{name} is {one:.4g} for one sample and {two:.4g} for the same sample twice: it is no mean over samples, "
-            "so it depends on how a batch is divided, and will not be as in one process"
         )
