@@ -22,7 +22,7 @@ from torchtitan.training.start import lay_out_ranks
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 
-def train_two_steps(config: Config, world_size: int, device: torch.device) -> None:
+def train(config: Config, world_size: int, device: torch.device, num_steps: int = 2) -> None:
     """Train on a batch of zeros; the second step has the optimizer's states. The process group must exist."""
     place = Place(dist.get_rank(), 0, world_size)
     run = lay_out_ranks(config, plan_model(config).with_vocabulary(VOCAB), place, device)
@@ -31,7 +31,7 @@ def train_two_steps(config: Config, world_size: int, device: torch.device) -> No
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     norm = collectives.GlobalNorm(run.mesh.stage_group)
     batch = blank_batch(config, run.blueprint, run.dims.dp).to(device)
-    for _ in range(2):
+    for _ in range(num_steps):
         forward_backward(batch)
         norm.add(*model.own_gradients())
         apply_update(optimizer, config.optimizer.lr, norm.total(), 1.0)
@@ -44,12 +44,12 @@ def peak_on_cpu(rank: int, world_size: int, overrides: dict[str, Any]) -> int:
     libc.mallopt(_M_TRIM_THRESHOLD, 0)
     check_machine(tiny_config("unused", world_size, **overrides), device)
     collectives.start_process_group(device, rank, world_size, 60)
-    train_two_steps(tiny_config("unused", world_size, **overrides), world_size, device)  # loads what torch keeps
+    train(tiny_config("unused", world_size, **overrides), world_size, device, num_steps=1)  # torch keeps some of it
     gc.collect()
     libc.malloc_trim(0)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    train_two_steps(tiny_config("unused", world_size, **overrides), world_size, device)
+    train(tiny_config("unused", world_size, **overrides), world_size, device)
     return _status("VmHWM") - before
 
 

@@ -85,7 +85,6 @@ BFLOAT16 = {"training__mixed_precision_param": "bfloat16"}
     ("world_size", "overrides"),
     [
         (1, keys("MLP", training__dtype="bfloat16")),  # without a copy of the weights in float32
-        (2, keys("MLP", 4)),
         (2, keys("MLP", pp=2, schedule="1F1B")),
     ],
 )

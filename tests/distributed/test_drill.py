@@ -33,10 +33,10 @@ def drill(tmp_path: Path, *words: str) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_survives_faults_of_several_kinds(tmp_path: Path) -> None:
-    said = drill(tmp_path, "--on", "FSDP 2, async, disk", "--faults", "2", "--seed", "7")
+def test_a_run_survives_a_fault_to_the_bit(tmp_path: Path) -> None:
+    said = drill(tmp_path, "--on", "FSDP 2, async, disk", "--faults", "1", "--seed", "7")
     assert "nothing was lost: all tensors and records are the same to the bit" in said
-    assert said.count("\n| ") == 2 + 2  # the table of faults
+    assert said.count("\n| ") == 2 + 1  # the table of faults
 
 
 def test_a_run_of_ones_own_that_saves_too_seldom_is_drilled_with_an_interval_and_what_does_not_fit_is_said(

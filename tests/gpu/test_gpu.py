@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.measured_peak import train_two_steps
+from tests.measured_peak import train
 from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan import hardware
@@ -97,12 +97,12 @@ def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
     device = torch.device("cuda", 0)
     start_process_group(device, 0, 1, 60)
     try:
-        train_two_steps(config, 1, device)  # a first run, so that libraries allocate their own memory now
+        train(config, 1, device)  # a first run, so that libraries allocate their own memory now
         torch.cuda.synchronize()
         gc.collect()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        train_two_steps(config, 1, device)
+        train(config, 1, device)
         measured = torch.cuda.max_memory_allocated() - before
     finally:
         stop_process_group()
