@@ -114,12 +114,16 @@ echo ready; exec sleep 100
 """
 ROUND_TRIP = """
 import socket, subprocess, sys, time
-server = "import socket; s = socket.create_server(('10.78.0.2', 7000)); print(1, flush=True); s.accept()"
+server = "import socket; s = socket.create_server(('10.78.0.2', 7000)); print(1, flush=True)"
+server += "; [s.accept() for _ in range(3)]"
 far = subprocess.Popen(["ip", "netns", "exec", "far", sys.executable, "-c", server], stdout=-1)
 far.stdout.readline()
-begin = time.monotonic()
-socket.create_connection(("10.78.0.2", 7000))
-print("round trip", time.monotonic() - begin, flush=True)
+times = []
+for _ in range(3):  # the fastest: other tests take the cores
+    begin = time.monotonic()
+    socket.create_connection(("10.78.0.2", 7000))
+    times.append(time.monotonic() - begin)
+print("round trip", min(times), flush=True)
 """
 
 
