@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests import any_models
 from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.models.any.cut import record
 from torchtitan.models.any.derive import derive
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.collectives import stop_process_group
@@ -45,7 +46,7 @@ def with_layers(*layers, **more):
 
 
 class Changing(nn.Module):
-    """Changes what it is told to in each forward."""
+    """Each forward changes the state that `what` names."""
 
     def __init__(self, what):
         super().__init__()
@@ -69,6 +70,13 @@ class Changing(nn.Module):
 class Draws(nn.Module):
     def forward(self, x):
         return x * torch.rand_like(x)
+
+
+class OnlyEvaluated(nn.Module):
+    def forward(self, x):
+        if self.training:
+            raise RuntimeError("not made for training")
+        return x
 
 
 class WithExtraState(nn.Linear):
@@ -113,6 +121,8 @@ OFFLOAD = {"training__enable_cpu_offload": True}
         ({"metrics": {"right": lambda o, t: 0.5}}, "the metric right .* no tensor of one number: it returns float"),
         ({"build": lambda: Changing("mean"), **ACCUMULATE}, "changes the buffer mean by the samples it sees.*2 pieces"),
         ({"build": lambda: Changing("parameter"), **OFFLOAD}, "changes the parameter weight.*make it a buffer"),
+        ({"build": lambda: nn.Sequential(nn.Linear(8, 3), OnlyEvaluated())}, "forward fails in training, on the first"),
+        ({"data": list}, "the dataset, a list, has no samples"),
         ({"build": lambda: WithExtraState(8, 3)}, "the model, a WithExtraState, keeps a state of its own"),
         (
             {
@@ -223,6 +233,20 @@ def test_an_lstm_counts_two_flops_for_each_weight_and_step_and_as_many_for_each_
     weights = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
     of_inputs = sum(size for name, size in weights.items() if "ih_l0" in name)  # data has no gradient
     assert derive(model, None, torch.randn(1, 5, 8)).flops == 2 * 5 * (3 * sum(weights.values()) - of_inputs)
+
+
+class WithoutGradient(nn.Sequential):
+    def forward(self, x):
+        with torch.no_grad():
+            x = x * 2
+        return super().forward(x)
+
+
+def test_a_pipeline_is_not_recorded_without_the_contexts_of_forward():
+    model = WithoutGradient(nn.Linear(8, 8), nn.Linear(8, 3))
+    known = derive(model, None, torch.zeros(1, 8))
+    with pytest.raises(Refusal, match="cannot be cut into pipeline stages.*no_grad or autocast between layers"):
+        record(model, known.parts, known.inputs)
 
 
 def test_layers_that_are_containers_are_layers():

@@ -1,5 +1,6 @@
 """Reads the first samples and tries the loss on them: does the dataset draw unseeded, and is each mean a mean?"""
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -70,18 +71,18 @@ def check_loss(spec: ModelSpec, model: nn.Module, sample: Any, pieces: int) -> N
     if spec.step is not None:
         functions = {"the step": lambda inputs, target: spec.step(model.eval(), inputs, target)} | functions
 
-    def results_of(name: str) -> list[Any]:
-        results = []
-        for inputs, target in batches:
-            args, kwargs = as_arguments(inputs)
-            given = inputs if name == "the step" else to_type(model.eval()(*args, **kwargs), torch.float32)
-            results.append(functions[name](given, target))
-        return results
+    @functools.cache
+    def output_of(number: int) -> Any:
+        args, kwargs = as_arguments(batches[number][0])
+        return to_type(model.eval()(*args, **kwargs), torch.float32)
 
-    for name in functions:
+    for name, function in functions.items():
         try:
             with own_draws("the loss"), torch.no_grad():
-                results = results_of(name)
+                results = [
+                    function(inputs if name == "the step" else output_of(number), target)
+                    for number, (inputs, target) in enumerate(batches)
+                ]
         except Exception as error:  # it may hold tensors on a GPU
             logger.info(f"{name} cannot be tried on a CPU before training ({type(error).__name__}: {error})")
             continue

@@ -51,7 +51,8 @@ def find_changes(spec: ModelSpec, model: nn.Module, samples: Sequence[Any]) -> C
     sums, first, numbers = _sums(model), _State(model), _numbers(model)
     draws = _forward_in_training(spec, model, batches[0], "one")
     parameters = [name for name, total in _sums(model).items() if not _equal(total, sums[name])]
-    once, at_first = _State(model), _State(model).changed_since(first)
+    once = _State(model)
+    at_first = once.changed_since(first)
     again, of_the_batch, counted = set[str](), set[str](), list[str]()
     if at_first or _numbers(model) != numbers:
         numbers = _numbers(model)
