@@ -238,5 +238,14 @@ def keeping_state(norm: type[nn.BatchNorm1d], dropout: float = 0.2) -> ModelSpec
     return ModelSpec(build=lambda: State(norm, dropout), data=classes, loss=F.cross_entropy, layers="blocks")
 
 
+class CountingTogether(State):
+    """Both blocks count in one buffer, which two stages would change apart."""
+
+    def __init__(self) -> None:
+        super().__init__(FrozenNorm)
+        self.blocks[1].first.count = self.blocks[1].second.count = self.blocks[0].first.count
+
+
+COUNTING_TOGETHER = ModelSpec(build=CountingTogether, data=classes, loss=F.cross_entropy, layers="blocks")
 STATE, FROZEN_STATE = keeping_state(nn.BatchNorm1d), keeping_state(FrozenNorm)
 STATE_WITHOUT_DRAWS, FROZEN_STATE_WITHOUT_DRAWS = keeping_state(nn.BatchNorm1d, 0.0), keeping_state(FrozenNorm, 0.0)

@@ -143,6 +143,10 @@ def test_ranks_between_the_ends_of_a_pipeline_need_no_data(
         (keys("MLP", parallelism__tensor_parallel_degree=2), "tensor_plan.*these modules: "),
         (keys("MISSPELT", parallelism__tensor_parallel_degree=2), 'splits "blocks.*.O".*for instance to .blocks.*.0.'),
         (keys("NOTHING_SPLIT", parallelism__tensor_parallel_degree=2), "the tensor_plan splits no weight"),
+        (
+            keys("COUNTING_TOGETHER", pp=2, size=8, schedule="GPipe"),
+            "one buffer that forward changes as blocks",
+        ),
         (keys("MLP", parallelism__context_parallel_degree=2), "has no sequence to cut"),
     ],
 )

@@ -354,6 +354,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"profiling__enable_memory_snapshot": True}, "enable_memory_snapshot = true needs a GPU"),
         ({"model__converters": ["quantize.linear.float8"]}, "quantize.linear.float8 needs a GPU that multiplies"),
         (FLOAT8 | {"quantize__linear__float8__filter_fqns": ["layers", "output"]}, "leaves no layer of this model"),
+        (FLOAT8 | {"quantize__linear__float8__filter_fqns": ["outptu"]}, 'names "outptu", which is in no linear layer'),
         (
             FLOAT8 | {"quantize__linear__float8__filter_fqns": ["auto_filter_small_kn", "output"]},
             "leaves no layer of this model",
@@ -371,6 +372,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "memory snapshot on a CPU",
         "float8 on a CPU",
         "float8 of no layer",
+        "a filter without a match",
         "float8 of no layer that is large enough",
     ],
 )

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import any_models
+from tests import any_models, tiny_models
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.models.any.cut import record
 from torchtitan.models.any.derive import derive
+from torchtitan.models.llama.model import Transformer
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
@@ -233,6 +235,21 @@ def test_an_lstm_counts_two_flops_for_each_weight_and_step_and_as_many_for_each_
     weights = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
     of_inputs = sum(size for name, size in weights.items() if "ih_l0" in name)  # data has no gradient
     assert derive(model, None, torch.randn(1, 5, 8)).flops == 2 * 5 * (3 * sum(weights.values()) - of_inputs)
+
+
+class WithBuffer(Transformer):
+    def __init__(self, args):
+        super().__init__(args)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+def test_a_family_with_a_buffer_which_nothing_would_fill_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_models, "BUFFERED", replace(tiny_models.LLAMA, build=WithBuffer), raising=False)
+    try:
+        with pytest.raises(Refusal, match="has the buffer seen, which nothing fills or saves"):
+            train_here(tiny_config(tmp_path, model__name="tests.tiny_models:BUFFERED"))
+    finally:
+        stop_process_group()
 
 
 class WithoutGradient(nn.Sequential):
