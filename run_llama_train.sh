@@ -37,9 +37,9 @@ fi
 py="$("$here/scripts/setup_env.sh" requirements.txt)"
 cd "$here"
 if [[ "${DOWNLOAD:-0}" != 0 && "${DRY_RUN:-0}" == 0 ]]; then
-  "$py" -m torchtitan.verbs.fetch "$DOWNLOAD" "${CONFIG_FILE:-train_configs/debug_model.toml}" "$@"
+  "$py" -m torchtitan.tools.hub.fetch "$DOWNLOAD" "${CONFIG_FILE:-train_configs/debug_model.toml}" "$@"
 fi
 if [[ "${PROBE:-0}" != 0 ]]; then exec "$py" -m torchtitan probe "$@"; fi
-room=verbs
-if [[ "${PREFLIGHT:-0}" != 0 ]]; then room=preflight; fi
-exec "$py" -m "torchtitan.$room.start" "$@"
+module=tools.start
+if [[ "${PREFLIGHT:-0}" != 0 ]]; then module=launch.preflight.verb; fi
+exec "$py" -m "torchtitan.$module" "$@"

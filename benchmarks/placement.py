@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 
-from torchtitan.planner.placement import Job, Network, read_networks
-from torchtitan.planner.unlike import Pipelines
 from torchtitan.root import ROOT
-from torchtitan.verbs.plan_place import load_of
+from torchtitan.tools.plan.places.placement import Job, Network, read_networks
+from torchtitan.tools.plan.places.unlike import Pipelines
+from torchtitan.tools.plan.places.verb import load_of
 
 NETWORKS = ROOT / "tests/assets/planning/dtfm_networks.toml"
 STAGES, PER_STAGE, LAYERS, DIM, HIDDEN, VOCABULARY = 8, 2, 8, 64, 192, 2048

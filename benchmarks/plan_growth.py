@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.models.families import load_run
-from torchtitan.planner.cluster import read_cluster
-from torchtitan.planner.search import FILLED, Answer, Job, search
+from torchtitan.tools.plan.cluster import read_cluster
+from torchtitan.tools.plan.search import FILLED, Answer, Job, search
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {"8B": "#2a78c8", "70B": "#d9822b", "405B": "#3a9a4b"}

@@ -23,9 +23,9 @@ from benchmarks.run import PRESETS, ROOT
 from torchtitan import hardware
 from torchtitan.launch.node import environment_here, torchrun_here
 from torchtitan.models.families import load_run_or_exit
-from torchtitan.planner.choice import changed
-from torchtitan.planner.cluster import read_cluster
-from torchtitan.planner.search import FILLED, Answer, Choice, Job, search
+from torchtitan.tools.plan.choice import changed
+from torchtitan.tools.plan.cluster import read_cluster
+from torchtitan.tools.plan.search import FILLED, Answer, Choice, Job, search
 
 
 def spread(answer: Answer, limit: float, count: int) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> list[dict[str, Any]
     import torch.distributed as dist
 
     from torchtitan.parallel import collectives
-    from torchtitan.verbs.probe_rank import ON_CPU, ON_GPU, Probe, Step
+    from torchtitan.tools.probe.rank import ON_CPU, ON_GPU, Probe, Step
 
     place, cluster = hardware.read_place(), read_cluster(options.cluster)
     device = hardware.pick_device(place.local_rank)

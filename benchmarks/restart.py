@@ -57,7 +57,7 @@ def run_as_rank() -> None:
 
 
 def main() -> None:
-    from torchtitan.verbs.drill import Run  # imports torch, which only the ranks should time
+    from torchtitan.tools.drill.verb import Run  # imports torch, which only the ranks should time
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks on this machine (default: %(default)s)")

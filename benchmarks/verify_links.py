@@ -19,8 +19,8 @@ import tomli_w
 from benchmarks.verify import KEYS, SHAPES
 from torchtitan.observe.planned import read_steps
 from torchtitan.root import ROOT
-from torchtitan.verbs.plan_layout import run
-from torchtitan.verbs.plan_verify import Trial, choose, judge, shown
+from torchtitan.tools.plan.layout import run
+from torchtitan.tools.plan.verify import Trial, choose, judge, shown
 
 
 def apart(cluster: Path, options: argparse.Namespace) -> Path:

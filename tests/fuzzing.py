@@ -29,13 +29,13 @@ from torchtitan.models.downloads import find_download
 from torchtitan.models.families import find_specs, load_run_or_exit
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
-from torchtitan.planner.cluster import read_cluster
-from torchtitan.planner.network import read_cluster_network
-from torchtitan.planner.placement import read_networks
-from torchtitan.planner.ravnest import read_providers
-from torchtitan.published.rows import read_rows
 from torchtitan.refusal import Refusal
-from torchtitan.verbs.generate import stop_ids
+from torchtitan.tools.plan.cluster import read_cluster
+from torchtitan.tools.plan.places.network import read_cluster_network
+from torchtitan.tools.plan.places.placement import read_networks
+from torchtitan.tools.plan.places.ravnest import read_providers
+from torchtitan.tools.plan.published.rows import read_rows
+from torchtitan.tools.text.writer import stop_ids
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "tests/assets/tokenizer"

@@ -14,7 +14,7 @@ from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
 from torchtitan.parallel import collectives
-from torchtitan.planner.estimate import blank_batch
+from torchtitan.tools.dry_run.estimate import blank_batch
 from torchtitan.training.machine import check_machine
 from torchtitan.training.optimizer import apply_update, build_optimizer
 from torchtitan.training.start import lay_out_ranks

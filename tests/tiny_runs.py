@@ -11,7 +11,7 @@ from torchtitan.config.load import check
 from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
-from torchtitan.verbs.seed_checkpoint import save_seed_checkpoint
+from torchtitan.training.seed_checkpoint import save_seed_checkpoint
 
 BASE = {
     "model.name": "tests.tiny_models:LLAMA",

@@ -22,7 +22,7 @@ def main() -> None:
     refuse_other_torchtitan()  # also where the other's __init__.py was written over ours
     words = [_shipped(word) for word in sys.argv[1:]]
     if words[:1] == ["train"]:
-        from torchtitan.verbs import start
+        from torchtitan.tools import start
 
         os.environ["CONFIG_FILE"] = _shipped(os.environ.get("CONFIG_FILE") or _DEBUG_MODEL)
         start.run(_with_tokenizer(os.environ["CONFIG_FILE"], words[1:]))

@@ -305,7 +305,7 @@ def train_blind_between_ends(
 
 def probe(rank: int, world_size: int, per_node: int) -> list[dict[str, Any]]:
     """A probe of tiny sizes, as if so many of the ranks shared a node."""
-    from torchtitan.verbs.probe_rank import Sizes, measure
+    from torchtitan.tools.probe.rank import Sizes, measure
 
     device = torch.device("cpu")
     collectives.start_process_group(device, rank, world_size, 60)

@@ -13,7 +13,7 @@ from tests.measured_peak import peak_on_cpu
 from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config
 from torchtitan.models.families import plan_model
-from torchtitan.planner.estimate import estimate
+from torchtitan.tools.dry_run.estimate import estimate
 
 BASE: dict[str, Any] = {
     "model__name": "llama3",

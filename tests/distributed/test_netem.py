@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from torchtitan.refusal import Refusal
-from torchtitan.verbs import netem_interface
-from torchtitan.verbs.namespaces import entered, unshared
+from torchtitan.tools.netem import interface as netem_interface
+from torchtitan.tools.netem.namespaces import entered, unshared
 
 ROOT = Path(__file__).parents[2]
 NETEM = [sys.executable, "-m", "torchtitan", "netem"]

@@ -7,8 +7,8 @@ import tomli
 
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
-from torchtitan.planner.cluster import read_cluster
-from torchtitan.verbs.probe_report import write
+from torchtitan.tools.plan.cluster import read_cluster
+from torchtitan.tools.probe.report import write
 
 
 @pytest.mark.parametrize("per_node", [2, 1])

@@ -16,11 +16,11 @@ from tests.stored_models import SHAPES, random_weights, store_run
 from tests.tiny_runs import TINY, tiny_config
 from torchtitan.hardware import Place
 from torchtitan.parallel import collectives
+from torchtitan.tools.hub.convert import run as convert
+from torchtitan.tools.text import writer
+from torchtitan.tools.text.perplexity import evaluate, resolve
 from torchtitan.training.model import give_memory
 from torchtitan.training.start import start_run
-from torchtitan.verbs import generate as generating
-from torchtitan.verbs.convert import run as convert
-from torchtitan.verbs.evaluate import evaluate, resolve
 from torchtitan.weights.stored import load_weights, open_model
 
 VALIDATION = {"validation__dataset_path": "tests/assets/pydocs/validation.jsonl", "validation__seq_len": 64,
@@ -49,7 +49,8 @@ def stored(folder: Path, flavor: str) -> tuple[Path, Path]:
     convert(
         Namespace(
             source=str(run), target=str(hf), to=None, dtype=None, shard_gb=0.0003, tokenizer=None, model=None, push=None
-        )
+        ),
+        [],
     )
     return run, hf
 
@@ -97,10 +98,10 @@ def generated(rank: int, world_size: int, source: str) -> list[list[int | None]]
     if world_size > 1:
         collectives.start_process_group(device, rank, world_size, 60)
         axis = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    model = generating.build_model(open_model(source, "tests.tiny_models:LLAMA"), torch.float32, device, axis)
-    sampling = generating.Sampling(temperature=0.7, top_k=200, top_p=0.95, seed=3)
-    greedy = list(generating.generate(model, 1000, PROMPTS, {1}, 12, generating.Sampling()))
-    return greedy + list(generating.generate(model, 1000, PROMPTS, {1}, 12, sampling))
+    model = writer.build_model(open_model(source, "tests.tiny_models:LLAMA"), torch.float32, device, axis)
+    sampling = writer.Sampling(temperature=0.7, top_k=200, top_p=0.95, seed=3)
+    greedy = list(writer.generate(model, 1000, PROMPTS, {1}, 12, writer.Sampling()))
+    return greedy + list(writer.generate(model, 1000, PROMPTS, {1}, 12, sampling))
 
 
 @pytest.mark.parametrize("flavor", SHAPES)

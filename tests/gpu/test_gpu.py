@@ -11,11 +11,11 @@ from tests.measured_peak import train
 from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config, train_here
 from torchtitan import hardware
+from torchtitan.launch.preflight.facts import check_gpus
 from torchtitan.models.families import plan_model
 from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.collectives import start_process_group, stop_process_group
-from torchtitan.planner.estimate import estimate
-from torchtitan.preflight.facts import check_gpus
+from torchtitan.tools.dry_run.estimate import estimate
 
 pytestmark = [
     pytest.mark.gpu,

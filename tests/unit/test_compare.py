@@ -11,9 +11,9 @@ import pytest
 
 from torchtitan.__main__ import main
 from torchtitan.config.schema import Parallelism
-from torchtitan.verbs import compare
-from torchtitan.verbs.compare_report import Comparison, compare_records, describe, differing_keys, draw
-from torchtitan.verbs.compare_runs import Run, infer_world_size, plan_runs
+from torchtitan.tools.compare import verb as compare
+from torchtitan.tools.compare.report import Comparison, compare_records, describe, differing_keys, draw
+from torchtitan.tools.compare.runs import Run, infer_world_size, plan_runs
 
 BATCH = "[training]\nglobal_batch_size = 8\nsteps = 300\n"
 

@@ -10,12 +10,13 @@ import pytest
 import tomli
 
 from torchtitan.__main__ import main
-from torchtitan.config import export, torchtitan_keys
+from torchtitan.config import torchtitan_keys
 from torchtitan.config.layout import BatchPlan, ParallelDims, plan_batch, plan_layout
 from torchtitan.config.load import IN_THE_FILE_ONLY, ConfigError, load_config, to_toml
 from torchtitan.config.names import flat, key_names, sections
 from torchtitan.config.schema import Config, Float8, Model, Parallelism, RopeScaling, Training
 from torchtitan.models.families import load_run, load_run_or_exit
+from torchtitan.tools import schema as export
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))

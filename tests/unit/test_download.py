@@ -21,8 +21,8 @@ from tests.tiny_runs import TINY
 from torchtitan.__main__ import main
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import build_tokenizer
-from torchtitan.verbs import fetch
-from torchtitan.verbs.download import choose
+from torchtitan.tools.hub import fetch
+from torchtitan.tools.hub.download import choose
 from torchtitan.weights import stored
 from torchtitan.weights.hugging_face import open_hf
 
@@ -304,7 +304,7 @@ def test_a_run_fetches_its_tokenizer_once_where_it_is_told_to(
 ) -> None:
     fetched = []
 
-    def put(args: argparse.Namespace) -> None:
+    def put(args: argparse.Namespace, _: object) -> None:
         fetched.append(args.repo)
         shutil.copytree(ROOT / "tests/assets/tokenizer", args.to, dirs_exist_ok=True)
 

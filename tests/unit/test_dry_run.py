@@ -23,14 +23,14 @@ from torchtitan.models.families import load_run, plan_model
 from torchtitan.models.layers import FeedForward
 from torchtitan.models.llama.args import LlamaArgs, parts
 from torchtitan.models.llama.model import TransformerBlock
-from torchtitan.planner import fit
-from torchtitan.planner.estimate import Estimate, derived, estimate, with_counts
-from torchtitan.planner.fit import what_is_cut
-from torchtitan.planner.footprint import Footprint
-from torchtitan.planner.replay import Replay
-from torchtitan.planner.structure import structure
-from torchtitan.verbs import dry_run_report
-from torchtitan.verbs.dry_run_report import bars, verdict
+from torchtitan.tools.dry_run import cut as fit
+from torchtitan.tools.dry_run import report as dry_run_report
+from torchtitan.tools.dry_run.cut import what_is_cut
+from torchtitan.tools.dry_run.estimate import Estimate, derived, estimate, with_counts
+from torchtitan.tools.dry_run.footprint import Footprint
+from torchtitan.tools.dry_run.replay import Replay
+from torchtitan.tools.dry_run.report import bars, verdict
+from torchtitan.tools.dry_run.structure import structure
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "train_configs").glob("*.toml"))
 UNCOMPILED = ("--compile.no_enable", "--parallelism.no_enable_async_tensor_parallel")

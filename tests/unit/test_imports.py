@@ -35,14 +35,28 @@ SHAPES = (
 FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
 BELOW = (*CONFIG, T + "root", T + "hardware", *SHAPES)  # what every room may import
 ANY = (T + "models.any.blueprint", T + "models.any")  # a user's module; the first without torch
-LAUNCH = (T + "launch", T + "preflight")
+LAUNCH = (T + "launch",)
+START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # not preflight/, not submit/
 ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
 PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer", "lr_schedule"))
 CORE = (*BELOW, *ANY, *ROOMS, T + "models.layers", T + "weights", T + "training")
-TOP = (T + "verbs", T + "__main__", T + "installed", "benchmarks", "train")
-OUTSIDE_THE_CORE = tuple(
-    T + room for room in ("planner", "published", "swarm", "agent", "console", "verbs", "launch", "preflight")
-)
+TOOLS = {  # each tool, and the other tools that it uses
+    "check": (),
+    "compare": (),
+    "drill": ("netem",),
+    "dry_run": (),
+    "hub": ("check",),
+    "netem": ("plan",),
+    "plan": ("check", "compare", "dry_run", "runs"),
+    "probe": ("dry_run", "plan"),
+    "runs": (),
+    "schema": (),
+    "seed_checkpoint": (),
+    "start": ("check", "dry_run"),
+    "text": ("check",),
+    "verbs": (),
+}
+OUTSIDE_THE_CORE = tuple(T + room for room in ("tools", "launch", "swarm", "node", "console"))
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
@@ -108,8 +122,8 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
             f"{family}.spec": (*below, family),
             f"{family}.parallelize": (*below, T + "models.layers", T + "parallel"),
         }.get(module, (*below, T + "models.layers", f"{family}.model"))
-    if within(module, LAUNCH[:1]):
-        return (*BELOW, *LAUNCH[:1])
+    if module in START:
+        return (*BELOW, *START)
     if within(module, LAUNCH):
         return (*BELOW, *LAUNCH)
     for room in ROOMS:
@@ -125,14 +139,11 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return CORE
     if within(module, ("benchmarks",)):
         return ("torchtitan",)
-    if module == T + "installed":
-        return (T + "root", T + "verbs", T + "__main__")
-    if within(module, (T + "planner",)):
-        return (*CORE, T + "planner")
-    if within(module, (T + "published",)):
-        return (*CORE, T + "planner", T + "published")
-    if within(module, TOP):
-        return (*CORE, *LAUNCH, T + "planner", T + "published", T + "verbs")
+    if module in (T + "installed", T + "__main__"):
+        return (T + "refusal", T + "root", T + "tools", T + "__main__")
+    for tool, others in TOOLS.items():
+        if within(module, (T + "tools." + tool,)):
+            return (*CORE, *LAUNCH, *(T + "tools." + name for name in (tool, *others)))
     return None
 
 
@@ -166,7 +177,7 @@ def broken_rules(module: str, source: str) -> list[str]:
             rule = "a family imports torch and its own shapes, so that it can be used alone"
         elif without_torch and found.package == "torch":
             may = not within(module, (*CONFIG, *LAUNCH)) and not module.endswith((".args", ".hf"))  # in functions
-            may = may or module in (T + "launch.ranks", T + "preflight.devices")  # programs of their own
+            may = may or module in (T + "launch.ranks", T + "launch.preflight.devices")  # programs of their own
             rule = "a config is read without torch" if found.at_load or not may else ""
         else:
             rule = f"{found.package} is imported inside the function that needs it" if found.at_load else ""
@@ -218,7 +229,7 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.hardware", "import torch.distributed"),
         ("torchtitan.launch.node", "def f():\n    import torch"),
         ("torchtitan.launch.node", "from torchtitan.observe.log import logger"),
-        ("torchtitan.launch.start", "def f():\n    from torchtitan.preflight import member"),
+        ("torchtitan.launch.start", "def f():\n    from torchtitan.launch.preflight import member"),
         ("torchtitan.models.families", "from torchtitan.models.llama.args import LlamaArgs"),
         ("torchtitan.models.layers", "from torchtitan.models.llama.args import LlamaArgs"),
         ("torchtitan.models.llama.args", "from torch import nn"),
@@ -235,8 +246,8 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.training.loss", "from torchtitan.training.step import StepLoss"),
         ("torchtitan.training.step", "from torchtitan.models.llama.model import Transformer"),
         ("torchtitan.training.start", "from train import main"),
-        ("torchtitan.training.start", "from torchtitan.verbs.generate import sample"),
-        ("train", "from torchtitan.planner.estimate import estimate"),
+        ("torchtitan.training.start", "from torchtitan.tools.text.generate import sample"),
+        ("train", "from torchtitan.tools.dry_run.estimate import estimate"),
         ("torchtitan.elsewhere", "import os"),
     ],
 )
@@ -261,7 +272,7 @@ def test_an_allowed_import_is_left_alone(module, line):
 
 @pytest.mark.parametrize(
     "module",
-    ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.start", "torchtitan.preflight.start"]
+    ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.start", "torchtitan.launch.preflight.verb"]
     + ["torchtitan.models.families"]
     + [f"{family}.spec" for family in FAMILIES],
 )
@@ -317,10 +328,6 @@ def test_a_plain_run_loads_only_the_core_and_less_than_6500_lines():
     loaded = {module_of(path) for path in files}
     assert not [module for module in loaded if within(module, OUTSIDE_THE_CORE)]
     assert lines_of(files) < 6500
-
-
-def test_the_planner_has_less_than_3000_lines():
-    assert lines_of((ROOT / "torchtitan/planner").glob("*.py")) < 3000
 
 
 def lines_of(files):

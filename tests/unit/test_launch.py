@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from torchtitan.__main__ import main
-from torchtitan.launch import submit
-from torchtitan.launch.kubernetes import _literal
 from torchtitan.launch.node import environment_here
 from torchtitan.launch.start import count_gpus, plan_start
+from torchtitan.launch.submit import verb as submit
+from torchtitan.launch.submit.kubernetes import _literal
+from torchtitan.launch.submit.yaml_text import to_yaml
 from torchtitan.launch.variables import first_host, read_node
-from torchtitan.launch.yaml_text import to_yaml
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "launched"  # what each site is given; to renew a file, run its command with --dry-run

@@ -19,8 +19,8 @@ from torchtitan.config.load import ConfigError, load_config
 from torchtitan.observe.run_folder import open_run_folder
 from torchtitan.parallel import collectives
 from torchtitan.refusal import Refusal
+from torchtitan.tools.drill import verb as drill
 from torchtitan.training.validate import Validator
-from torchtitan.verbs import drill
 from torchtitan.weights.targets import make_empty
 
 SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 0}
@@ -258,6 +258,6 @@ def test_an_error_of_the_disk_in_a_verb_is_one_sentence(monkeypatch: pytest.Monk
     def fill(*_: Any) -> None:
         raise OSError(28, "No space left on device", "out/model.safetensors")
 
-    monkeypatch.setattr("torchtitan.verbs.convert.open_model", fill)
+    monkeypatch.setattr("torchtitan.weights.stored.open_model", fill)
     with pytest.raises(SystemExit, match="error: .*No space left on device: 'out/model.safetensors'; check the path"):
         main(["convert", "x", "y"])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from torchtitan.models.families import load_run
-from torchtitan.planner.choice import changed, to_text
-from torchtitan.planner.cluster import read_cluster
-from torchtitan.planner.estimate import estimable, estimate
-from torchtitan.planner.search import Choice, Job, evaluate, moved
+from torchtitan.tools.dry_run.estimate import estimable, estimate
+from torchtitan.tools.plan.choice import changed, to_text
+from torchtitan.tools.plan.cluster import read_cluster
+from torchtitan.tools.plan.search import Choice, Job, evaluate, moved
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan.__main__ import main
-from torchtitan.planner.cost import Rates
-from torchtitan.published.fit import fit, fit_bytes
-from torchtitan.published.rows import Row, read_rows
+from torchtitan.tools.plan.cost import Rates
+from torchtitan.tools.plan.published.fit import fit, fit_bytes
+from torchtitan.tools.plan.published.rows import Row, read_rows
 
 PLANNING = Path(__file__).resolve().parents[1] / "assets" / "planning"
 DEVICE = '[device]\nname = "B200"\nmatrix_tflops = 2250.0\nmemory_gb = 180\nmemory_gbps = 8000\n'

@@ -15,8 +15,8 @@ from torchtitan.__main__ import main
 from torchtitan.models.families import load_run
 from torchtitan.observe.planned import FILE, compare, described, differences, read_plan, read_steps
 from torchtitan.refusal import Refusal
-from torchtitan.verbs import plan_verify
-from torchtitan.verbs.plan_verify import Trial, judge, kendall, measure, regret, shown
+from torchtitan.tools.plan import verify as plan_verify
+from torchtitan.tools.plan.verify import Trial, judge, kendall, measure, regret, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, DEBUG = str(ROOT / "clusters/cpu_1x2.toml"), str(ROOT / "train_configs/debug_model.toml")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from torchtitan.__main__ import main
-from torchtitan.planner.cost import Rates
-from torchtitan.planner.placement import Job, Network, Placement, bottleneck, read_networks, shortest_path
-from torchtitan.planner.ravnest import MOST_CLUSTERS, Provider, form_clusters, ravnest_cost, read_providers
-from torchtitan.published.fit import fit
-from torchtitan.published.rows import Row, read_rows
+from torchtitan.tools.plan.cost import Rates
+from torchtitan.tools.plan.places.placement import Job, Network, Placement, bottleneck, read_networks, shortest_path
+from torchtitan.tools.plan.places.ravnest import MOST_CLUSTERS, Provider, form_clusters, ravnest_cost, read_providers
+from torchtitan.tools.plan.published.fit import fit
+from torchtitan.tools.plan.published.rows import Row, read_rows
 
 PLANNING = Path(__file__).resolve().parents[1] / "assets" / "planning"
 MEGATRON = read_rows(PLANNING / "megatron_selene.toml")

@@ -19,9 +19,9 @@ from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 from torchtitan.launch import addresses
 from torchtitan.launch.node import Node
+from torchtitan.launch.preflight import compare, connection, facts, leader, member, report
 from torchtitan.launch.start import plan_start
 from torchtitan.launch.variables import read_node
-from torchtitan.preflight import compare, connection, facts, leader, member, report
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"10.0.0.1": "eth0", "10.1.0.1": "eth1", "127.0.0.1": "lo"}
@@ -78,17 +78,14 @@ def test_one_node_has_nobody_to_meet(run_all: Run, capsys: pytest.CaptureFixture
 def test_its_verb_ends_with_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONFIG_FILE", str(ROOT / "train_configs/debug_model.toml"))
     monkeypatch.setenv("NGPU", "1")
-    for folder, code in ((tmp_path, False), (Path("/proc/nowhere"), True)):
-        with pytest.raises(SystemExit) as ended:
-            main(["preflight", "--", "--job.dump_folder", str(folder)])
-        assert ended.value.code == code
+    main(["preflight", "--", "--job.dump_folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match="^1$"):
+        main(["preflight", "--", "--job.dump_folder", "/proc/nowhere"])
 
 
 def test_a_dry_run_needs_no_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMM_MODE", "fake_backend")
-    with pytest.raises(SystemExit) as ended:
-        main(["preflight"])
-    assert ended.value.code == 0
+    main(["preflight"])
 
 
 def test_ranks_that_torchrun_gives_are_none_yet(config: Config) -> None:

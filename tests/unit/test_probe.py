@@ -15,11 +15,11 @@ from torchtitan.config.keys_model import Model
 from torchtitan.launch.start import plan_program
 from torchtitan.models.families import find_model
 from torchtitan.models.operations import Attention, Pass, Product, Share
-from torchtitan.planner.cluster import read_cluster
-from torchtitan.planner.cost import Device, Layout, Machine, Rates, step
-from torchtitan.planner.probe import fitted
 from torchtitan.refusal import Refusal
-from torchtitan.verbs.probe_report import matrices, unlike, write
+from torchtitan.tools.plan.cluster import read_cluster
+from torchtitan.tools.plan.cost import Device, Layout, Machine, Rates, step
+from torchtitan.tools.probe.rates import fitted
+from torchtitan.tools.probe.report import matrices, unlike, write
 
 RATES = Rates(product=0.8, size=300.0, attention=0.4, memory=1.0, unfused=3.0, inside=1.0, between=1.0, fsdp=0.5)
 RATES = replace(RATES, latency=1e-5, hop=5e-5, layer=3e-4, optimizer=40.0)

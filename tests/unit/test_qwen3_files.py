@@ -23,7 +23,7 @@ from torchtitan.models.qwen3.hf import from_hf_config, to_hf_config, to_hf_name
 from torchtitan.models.qwen3.model import Transformer
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
-from torchtitan.verbs.generate import Sampling, build_model, generate
+from torchtitan.tools.text.writer import Sampling, build_model, generate
 from torchtitan.weights.checkpoint import save_checkpoint
 from torchtitan.weights.stored import as_section, open_model
 from torchtitan.weights.tensors import Weights

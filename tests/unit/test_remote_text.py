@@ -20,7 +20,7 @@ from torchtitan.data import remote
 from torchtitan.data.remote import RemoteFile
 from torchtitan.data.sources import locate_text, open_source, open_texts
 from torchtitan.refusal import Refusal
-from torchtitan.verbs.tokenizer import all_texts
+from torchtitan.tools.text.tokenizer import all_texts
 
 TEXTS = make_texts(60)
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -87,7 +87,7 @@ def test_a_dataset_on_the_hub_is_read_by_its_url(tmp_path):
     hub.repositories["datasets/owner/texts"] = Repository({"a.jsonl": LINES, "README.md": b"# Texts"})
     script = (
         "from torchtitan.data.sources import locate_text, open_texts\n"
-        "from torchtitan.verbs.tokenizer import all_texts\n"
+        "from torchtitan.tools.text.tokenizer import all_texts\n"
         "print(len(list(all_texts(open_texts(locate_text('', 'hf://datasets/owner/texts/*.jsonl'), 'text')))))"
     )
     settings = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_member"}

@@ -9,7 +9,7 @@ from tests.tiny_runs import tiny_config
 from torchtitan.config.load import to_toml
 from torchtitan.observe.run_folder import claim
 from torchtitan.refusal import Refusal
-from torchtitan.verbs.runs import run
+from torchtitan.tools.runs import run
 
 
 def make(folder: Path, *records: str, **overrides: object) -> Path:
@@ -30,7 +30,7 @@ def test_each_run_has_a_row_with_its_state(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "d/config.toml").write_text("[")
     (make(tmp_path / "e") / ".lock").write_text("process 1 on another-host")
     lock = claim(going)
-    run(argparse.Namespace(folder=str(tmp_path), compare=None))
+    run(argparse.Namespace(folder=str(tmp_path), compare=None), [])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     lock.close()
     assert rows[0] == ["run", "state", "step", "loss", "tok/s", "since", "description"]
@@ -40,10 +40,10 @@ def test_each_run_has_a_row_with_its_state(tmp_path: Path, capsys: pytest.Captur
     assert rows[3][:3] == [str(tmp_path / "c"), "running", "0/10"] and len(rows) == 6
     assert rows[4][1] == "unreadable" and rows[5][1:3] == ["see", "another-host"]
     with pytest.raises(Refusal, match="holds no run"):
-        run(argparse.Namespace(folder=str(tmp_path / "a/one/none"), compare=None))
+        run(argparse.Namespace(folder=str(tmp_path / "a/one/none"), compare=None), [])
 
 
 def test_two_runs_are_compared_by_their_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = make(tmp_path / "a"), make(tmp_path / "b", optimizer__lr=0.5)
-    run(argparse.Namespace(folder="", compare=[str(a), str(b)]))
+    run(argparse.Namespace(folder="", compare=[str(a), str(b)]), [])
     assert capsys.readouterr().out == f"job.dump_folder: {a} | {b}\noptimizer.lr: 0.01 | 0.5\n"

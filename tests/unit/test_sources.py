@@ -16,7 +16,7 @@ from torchtitan.data.location import Location
 from torchtitan.data.sharded_kinds import HubDataset, ParquetFiles, StreamedJsonLines
 from torchtitan.data.sources import locate_text, open_source, open_texts
 from torchtitan.refusal import Refusal
-from torchtitan.verbs import tokenizer as tokenizer_verb
+from torchtitan.tools.text import tokenizer as tokenizer_verb
 
 TEXTS = make_texts(40)
 

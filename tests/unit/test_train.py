@@ -26,8 +26,8 @@ from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism,
 from torchtitan.hardware import Peak, Place
 from torchtitan.models.families import plan_model
 from torchtitan.observe.health import NotFiniteError
+from torchtitan.tools.dry_run.report import dry_run
 from torchtitan.training.machine import check_machine
-from torchtitan.verbs.dry_run_report import dry_run
 
 ROOT = Path(__file__).parents[2]
 KEYS = [

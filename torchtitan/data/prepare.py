@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -260,6 +260,9 @@ def _write_whole(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
+HELP = "tokenise text once, to train from at memory speed"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--dataset_path", help="JSONL, Parquet or text to tokenize: a file, a folder or a quoted glob")
@@ -274,7 +277,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     start = time.perf_counter()
     try:
         meta = prepare(
@@ -286,4 +289,3 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     print(f"{args.out}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens ({meta.dtype}), {seconds:.1f} s")
     print(f'train on it with  [training] dataset_path = "{args.out}"')
-    return 0

@@ -2,8 +2,8 @@
 
     python -m torchtitan.launch.start [options of train.py]
 
-Nothing else here starts a run of several nodes. run_llama_train.sh comes here through verbs/start.py, or
-preflight/start.py.
+Nothing else here starts a run of several nodes. run_llama_train.sh comes here through tools/start.py, or
+launch/preflight/verb.py.
 """
 
 import os

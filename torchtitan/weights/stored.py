@@ -21,8 +21,9 @@ from torchtitan.models.families import SHAPE_KEYS, find_model, find_spec, find_s
 from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
-from torchtitan.weights.checkpoint import open_checkpoint
+from torchtitan.weights.checkpoint import open_checkpoint, save_checkpoint
 from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, read_json, save_hf
+from torchtitan.weights.targets import refuse_existing
 from torchtitan.weights.tensors import Weights, copy_part
 
 
@@ -202,3 +203,13 @@ def _open_other(folder: Path, family: str, open_folder: Callable[[Path], OtherFo
     weights = Weights(str(folder), dict(found.outline), fill)
     weights.check(outline_of(blueprint))
     return StoredModel(weights, family, blueprint, folder, next(iter(found.outline.values())).dtype)
+
+
+def write_checkpoint(source: StoredModel, folder: str, assets: Path, dtype: torch.dtype | None) -> None:
+    """A run folder whose only checkpoint is the model, at step 0."""
+    refuse_existing(folder)
+    build_tokenizer_for(source, assets)
+    own_assets = Path(folder) / "tokenizer"
+    config = source.plain_config(folder, own_assets)
+    copy_tokenizer(source, assets, own_assets)
+    save_checkpoint(source.weights, Storage(f"{folder}/checkpoint"), config.model_dump(mode="json"), dtype)

@@ -1,0 +1,90 @@
+"""Writes a trained model of one's own as safetensors, as a program of torch.export, and as its stages' code."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from torchtitan.checkpoint.storage import Manifest, find_checkpoints
+from torchtitan.data.samples import collate, open_dataset
+from torchtitan.models.any.cut import Cut, divide, record
+from torchtitan.models.any.derive import as_arguments, derive, several_names
+from torchtitan.models.families import find_spec
+from torchtitan.models.spec import ModelSpec
+from torchtitan.refusal import Refusal
+from torchtitan.weights.checkpoint import open_checkpoint
+from torchtitan.weights.targets import refuse_existing
+
+
+def export(checkpoint: str, target: str, num_stages: int) -> None:
+    from safetensors.torch import save_file
+
+    storage, step = find_checkpoints(checkpoint)
+    manifest = storage.examine(step if step >= 0 else max(storage.steps(), default=0))
+    if not isinstance(manifest, Manifest):
+        raise Refusal(f"{checkpoint} holds no checkpoint: {manifest}; name a run folder or a folder step-N")
+    spec = find_spec(manifest.config["model"]["name"])
+    if spec.shape is not None:
+        raise Refusal(f"{manifest.config['model']['name']} is a family of the recipe; use convert, for Hugging Face")
+    refuse_existing(target)
+    model = spec.build().eval()
+    weights = open_checkpoint(storage, manifest.step)
+    state, saved_names = model.state_dict(), _saved_names(model)
+    for name, tensor in state.items():
+        weights.fill(saved_names.get(name, name), tensor)
+    out = Path(target)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, out / "model.safetensors")
+    print(f"step {manifest.step}: {len(state)} tensors in {out / 'model.safetensors'}")
+    sample = _sample(spec)
+    _write_program(model, sample, out / "model.pt2")
+    for number, text in enumerate(_stages(model, spec, sample, num_stages) if num_stages else []):
+        (out / f"stage-{number}.txt").write_text(text)
+        print(f"stage {number}: {out / f'stage-{number}.txt'}")
+
+
+def _saved_names(model: nn.Module) -> dict[str, str]:
+    """A checkpoint holds a tensor with several names once, under the first."""
+    groups = (
+        several_names(model.named_parameters(remove_duplicate=False)),
+        several_names(model.named_buffers(remove_duplicate=False)),
+    )
+    return {name: names[0] for group in groups for names in group for name in names}
+
+
+def _sample(spec: ModelSpec) -> Any:
+    dataset, _ = open_dataset(spec.data, "train")
+    sample = next(iter(dataset))
+    return collate([sample, sample])[0]
+
+
+def _write_program(model: nn.Module, inputs: Any, file: Path) -> None:
+    args, kwargs = as_arguments(inputs)
+    batch = torch.export.Dim("batch")
+    dims = tree_map(lambda leaf: {0: batch} if isinstance(leaf, torch.Tensor) else None, (args, kwargs))
+    names = inspect.signature(model.forward).parameters
+    by_name = dict(zip(names, dims[0], strict=False)) | dims[1]
+    try:
+        program = torch.export.export(model, args, kwargs, dynamic_shapes=by_name)
+    except Exception as error:
+        print(f"torch.export cannot record this model ({str(error).partition(chr(10))[0]}), so there is no {file.name}")
+        return
+    torch.export.save(program, file)
+    print(f"program for any batch size: {file}")
+
+
+def _stages(model: nn.Module, spec: ModelSpec, inputs: Any, count: int) -> list[str]:
+    """What each pipeline stage would compute, and its parameters."""
+    known = derive(model, spec.layers, inputs)
+    graph = record(model, known.parts, known.inputs)
+    stages = divide(known.parts, graph, count)
+    cut = Cut(graph, [stage[0].name for stage in stages], [name for name, _ in model.named_buffers()])
+    texts = []
+    for number, stage in enumerate(stages):
+        code = torch.fx.GraphModule(model, cut.graph(number)).code
+        held = [f"{part.name}: {part.parameters:,} parameters, {part.flops:,} FLOPs a sample" for part in stage]
+        texts.append("\n".join([*held, code]))
+    return texts

@@ -1,0 +1,114 @@
+"""Lists the runs below a folder, or what two of them do differently.
+
+python -m torchtitan runs                          every run below outputs/
+python -m torchtitan runs outputs --compare A B    the keys in which two run folders differ
+"""
+
+import argparse
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from torchtitan.config.names import flat
+from torchtitan.refusal import Refusal
+
+_MOVED = ("earlier", "load_only")  # folders of a run that hold others' records
+
+
+HELP = "list the runs below a folder, or compare two"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", default="outputs", help="where to look (default: %(default)s)")
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two run folders: the keys in which they differ")
+
+
+def run(args: argparse.Namespace, _: Sequence[str]) -> None:
+    if args.compare:
+        print("\n".join(compare(*map(Path, args.compare))))
+        return
+    folders = find_runs(Path(args.folder))
+    if not folders:
+        raise Refusal(f"{args.folder} holds no run (a folder with config.toml); name another folder")
+    rows = [["run", "state", "step", "loss", "tok/s", "since", "description"], *map(row, folders)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+
+
+def find_runs(folder: Path) -> list[Path]:
+    found = (path.parent for path in folder.rglob("config.toml"))
+    return sorted(path for path in found if not set(_MOVED) & set(path.relative_to(folder).parts))
+
+
+def row(folder: Path) -> list[str]:
+    try:
+        config = read_config(folder)
+    except Refusal:
+        return [str(folder), "unreadable", "", "", "", "", ""]
+    last = last_record(folder / "metrics.jsonl")
+    steps, step = config.get("training.steps", 0), last.get("step", 0)
+    changed = max(path.stat().st_mtime for path in folder.iterdir() if path.is_file())
+    age = time.time() - changed
+    since = f"{age / 86400:.0f} d" if age > 86400 else f"{age / 3600:.0f} h" if age > 3600 else f"{age / 60:.0f} min"
+    state = "finished" if step >= steps else state_of(folder / ".lock")
+    loss, speed = last.get("loss"), last.get("tokens_per_second")
+    return [
+        str(folder),
+        state,
+        f"{step}/{steps}",
+        f"{loss:.4f}" if loss is not None else "",
+        f"{speed:,.0f}" if speed is not None else "",
+        since,
+        str(config.get("job.description", "")),
+    ]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return flat(tomli.loads((folder / "config.toml").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{folder / 'config.toml'} cannot be read: {error}; name a run folder") from None
+
+
+def last_record(file: Path) -> Mapping[str, Any]:
+    """The last whole line; a run may be writing another."""
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def state_of(file: Path) -> str:
+    """What became of the process that wrote the lock. To try the lock itself would refuse a run that starts now."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    if not (found := re.fullmatch(r"process (\d+) on (.+)", text)):
+        return "stopped"
+    process, host = int(found[1]), found[2]
+    if host != socket.gethostname():
+        return f"see {host}"
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return "stopped"
+    except OSError:  # it is another user's
+        return "running"
+    return "running"
+
+
+def compare(a: Path, b: Path) -> list[str]:
+    ours, theirs = read_config(a), read_config(b)
+    keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+    lines = [f"{key}: {ours.get(key, 'absent')} | {theirs.get(key, 'absent')}" for key in keys]
+    return lines or ["both have the same configuration"]

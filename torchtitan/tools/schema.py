@@ -1,0 +1,50 @@
+"""Writes the schema for its readers: a JSON Schema for editors, and tables of all keys for docs/configuration.md.
+
+python -m torchtitan schema
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.config.names import sections
+from torchtitan.config.schema import Config, DataSource, RopeScaling, Section
+
+SCHEMA_FILE = Path("train_configs/schema.json")
+DOC_FILE = Path("docs/configuration.md")
+_BEGIN, _END = "<!-- keys: written by `python -m torchtitan schema` -->", "<!-- end of keys -->"
+# Tables that a file may have; Config() has none of them, so sections() does not list them.
+_TABLES_IN_FILES: dict[str, type[Section]] = {"[training.sources]": DataSource, "model.rope_scaling": RopeScaling}
+
+
+def to_json_schema() -> str:
+    """The JSON Schema from which an editor completes, explains and checks the keys of a TOML file."""
+    return json.dumps(Config.model_json_schema(), indent=1, sort_keys=True) + "\n"
+
+
+def with_key_tables(page: str) -> str:
+    """The page with new tables between its two marks: every key with its default and its help text."""
+    before, after = page.split(_BEGIN)[0], page.split(_END)[1]
+    tables = [_table(name, section) for name, section in (sections() | _TABLES_IN_FILES).items()]
+    return f"{before}{_BEGIN}\n\n{''.join(tables)}{_END}{after}"
+
+
+HELP = "bring train_configs/schema.json and docs/configuration.md up to date"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "The working directory must be the repository."
+
+
+def run(args: argparse.Namespace, options: Sequence[str]) -> None:
+    SCHEMA_FILE.write_text(to_json_schema(), encoding="utf-8")
+    DOC_FILE.write_text(with_key_tables(DOC_FILE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _table(name: str, section: type[Section]) -> str:
+    rows = []
+    for key, field in section.model_fields.items():
+        default = "none" if field.default is None else "required" if field.is_required() else json.dumps(field.default)
+        rows.append(f"| `{key}` | `{default}` | {field.description} |\n")
+    return f"### `[{name}]`\n\n{section.__doc__}\n\n| key | default | |\n| --- | --- | --- |\n{''.join(rows)}\n"

@@ -1,0 +1,67 @@
+"""The verbs of `python -m torchtitan`: a table of their modules. A module is loaded when its verb is typed.
+
+Each module has HELP (one line), add_arguments(parser) and run(args, options). What follows `--` on the command line are
+the options; a verb that takes some says in its parser's epilog what they are.
+"""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
+VERBS = {
+    "train and data": {
+        "prepare": "data.prepare",
+        "tokenizer train": "tools.text.tokenizer",
+        "download": "tools.hub.download",
+        "seed_checkpoint": "tools.seed_checkpoint",
+    },
+    "look and check": {
+        "check": "tools.check",
+        "dry_run": "tools.dry_run.verb",
+        "runs": "tools.runs",
+        "compare": "tools.compare.verb",
+        "drill": "tools.drill.verb",
+        "schema": "tools.schema",
+    },
+    "several machines": {
+        "plan": "tools.plan.verb",
+        "plan measured": "tools.plan.measured",
+        "plan rows": "tools.plan.published.verb",
+        "plan place": "tools.plan.places.verb",
+        "probe": "tools.probe.verb",
+        "netem": "tools.netem.verb",
+        "launch": "launch.submit.verb",
+        "preflight": "launch.preflight.verb",
+    },
+    "after training": {
+        "generate": "tools.text.generate",
+        "eval": "tools.text.evaluate",
+        "convert": "tools.hub.convert",
+        "export": "tools.hub.export",
+    },
+}
+MODULES = {verb: f"torchtitan.{module}" for group in VERBS.values() for verb, module in group.items()}
+
+
+def find(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The verb that these words begin with, of two words or one, or "" if there is none; and the words behind it."""
+    for length in (2, 1):
+        if (verb := " ".join(argv[:length])) in MODULES:
+            return verb, argv[length:]
+    return "", argv
+
+
+def load(verb: str) -> tuple[ModuleType, argparse.ArgumentParser]:
+    module = importlib.import_module(MODULES[verb])
+    form = argparse.RawDescriptionHelpFormatter  # the examples keep their lines
+    parser = argparse.ArgumentParser(f"python -m torchtitan {verb}", description=module.__doc__, formatter_class=form)
+    module.add_arguments(parser)
+    return module, parser
+
+
+def listing() -> str:
+    lines = ["usage: python -m torchtitan VERB ...", "VERB --help explains a verb; --version shows the version"]
+    for group, verbs in VERBS.items():
+        lines += ["", f"{group}:", *(f"  {verb:16} {load(verb)[0].HELP}" for verb in verbs)]
+    return "\n".join(lines)
