@@ -19,7 +19,7 @@
 #              Options are then those of `python -m torchtitan probe`, such as --out clusters/here.toml.
 # PREFLIGHT_SECRET  a word that only this run's nodes know (default: the run id)
 # LOG_RANK     local ranks whose output each node shows, such as 0,1  default: 0
-# DRY_RUN      1: check the configuration, print the command and start nothing
+# PRINT_ONLY   1: check the configuration, print the command and start nothing (also under its older name DRY_RUN)
 # DOWNLOAD     1: fetch the tokenizer if its folder has none, with HF_TOKEN; OWNER/NAME: from this repository
 # PYTHON       the Python to use                   default: .venv beside this file, else python3, else a new .venv
 # The script also reads the variables of PyTorchJob, Kubeflow Trainer, Run:ai, Slurm and SkyPilot (docs/launching.md).
@@ -36,7 +36,7 @@ if [[ $# == 1 && ($1 == --help || $1 == -h) ]]; then
 fi
 py="$("$here/scripts/setup_env.sh" requirements.txt)"
 cd "$here"
-if [[ "${DOWNLOAD:-0}" != 0 && "${DRY_RUN:-0}" == 0 ]]; then
+if [[ "${DOWNLOAD:-0}" != 0 && "${PRINT_ONLY:-${DRY_RUN:-0}}" == 0 ]]; then
   "$py" -m torchtitan.tools.hub.fetch "$DOWNLOAD" "${CONFIG_FILE:-train_configs/debug_model.toml}" "$@"
 fi
 if [[ "${PROBE:-0}" != 0 ]]; then exec "$py" -m torchtitan probe "$@"; fi

@@ -2,7 +2,9 @@
 # Runs the tests, or with --lint ruff and mypy. Installs what is missing into .venv.
 #
 #     ./run_tests.sh                       all tests
-#     ./run_tests.sh tests/unit -k stream  any arguments of pytest
+#     ./run_tests.sh tests/data -k stream  any arguments of pytest
+#     ./run_tests.sh --quick               in two minutes: without tests/distributed, the dry run, the planner's long
+#                                          searches, the compiler, an installation, and the memory of a conversion
 #     ./run_tests.sh --lint
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -21,5 +23,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests start many small proc
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1  # a test that needs the network is a bug
 unset TOKENIZERS_PARALLELISM
 unset PYTHONDONTWRITEBYTECODE # else every process compiles what it imports
-if (($# == 0)); then set -- --numprocesses 2 --no-loadscope-reorder; fi # tests/conftest.py divides the tests
+if [[ "${1:-}" == --quick ]]; then
+  set -- -m "not slow" --numprocesses 2 --no-loadscope-reorder "${@:2}"
+elif (($# == 0)); then
+  set -- --numprocesses 2 --no-loadscope-reorder # tests/conftest.py divides the tests
+fi
 exec "$py" -m pytest "$@"

@@ -7,57 +7,45 @@ configuration, the data and the seed, never of how many processes share the work
 """
 
 import gc
-import os
+import signal
 import sys
+
+if __name__ == "__main__":  # Ctrl-C during the imports ends Python without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from torchtitan.config.load import to_toml, with_seed
 from torchtitan.config.schema import Config
-from torchtitan.hardware import Place, end_with_launcher, read_place
-from torchtitan.models.families import load_run_or_exit
+from torchtitan.hardware import EXIT_UNFINISHED, Place, end_with_launcher, read_place
+from torchtitan.models.families import load_run_or_exit, refuse_other_programs
 from torchtitan.models.spec import Blueprint
-
-if __name__ == "__main__":  # before torch is loaded, so that --help and a mistake in the file answer at once
-    place = read_place()
-    config, blueprint = load_run_or_exit(sys.argv[1:], place.world_size, place.rank)
-    for asked, verb in (
-        (config.comm.mode == "fake_backend", "dry_run"),
-        (config.checkpoint.create_seed_checkpoint, "seed_checkpoint"),
-    ):
-        if asked:  # torchtitan has a key where this recipe has a verb
-            os.execv(sys.executable, [sys.executable, "-m", "torchtitan", verb, "--", *sys.argv[1:]])
-    gc.disable()  # imports leave no garbage, and looking for it takes a quarter of their time
-
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from torchtitan.observe.failure import leave
-from torchtitan.observe.interrupt import EXIT_CODE, Interrupt
 from torchtitan.observe.log import logger, start_logging, wants_color
-from torchtitan.observe.metrics import MetricsWriter
-from torchtitan.observe.profiling import profile
-from torchtitan.observe.run_folder import start_record
-from torchtitan.observe.watch import PeerError, Watch
-from torchtitan.parallel import collectives
-from torchtitan.refusal import Refusal
-from torchtitan.training.checkpoints import Checkpoints
-from torchtitan.training.optimizer import build_optimizer
-from torchtitan.training.report import Reporter
-from torchtitan.training.start import start_run
-from torchtitan.training.update import Update
-from torchtitan.training.validate import Validator
+from torchtitan.refusal import PeerError, Refusal, ends_in_a_line
 
 
-@record  # under torchrun, the error shown is that of the rank that failed first
 def main(config: Config, blueprint: Blueprint, place: Place) -> None:
+    # torch is loaded only now, so that --help and a mistake in the configuration answer at once.
+    from torchtitan.observe.interrupt import Interrupt
+    from torchtitan.observe.metrics import MetricsWriter
+    from torchtitan.observe.profiling import profile
+    from torchtitan.observe.run_folder import start_record
+    from torchtitan.parallel import collectives
+    from torchtitan.training.checkpoints.restore import Checkpoints
+    from torchtitan.training.optimizer import build_optimizer
+    from torchtitan.training.report import Reporter
+    from torchtitan.training.start import start_run
+    from torchtitan.training.update import Update
+    from torchtitan.training.validate import Validator
+
     training, comm = config.training, config.comm
 
     # The ranks meet. Everything that can be refused is refused before that.
     run = start_run(config, blueprint, place, records=True)
-    watch = Watch(run.folder, comm.init_timeout_seconds, run.mesh.groups)
+    watch = run.start_watch(comm.init_timeout_seconds)
     peak = run.find_peak()
     attention = run.pick_attention()
 
     # The run starts at step 0 or after a checkpoint.
-    checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step)
+    checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step, watch)
     seed = run.agree_on_seed(checkpoints.seed)
     recorded = with_seed(config, seed)  # the configuration that repeats this run
     loader, held_out = run.build_training_loader(seed), run.build_validation_loader()
@@ -65,12 +53,11 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     logger.info(f"{run.describe_model()}, seed {seed}")
     if (total := config.lr_scheduler.total_steps or 0) > training.steps:
         logger.info(f"the learning rate follows a schedule of {total} steps (lr_scheduler.total_steps)")
-    optimizer = build_optimizer(
-        model.named_parameters(), config.optimizer, config.compile, run.blueprint.spec.takes_muon
-    )
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile, run.blueprint.takes_muon)
     forward_backward = run.build_forward_backward(model)
     update = Update(config, model, optimizer, run.mesh.stage_group)
-    begun = step = checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
+    saves = checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
+    begun = step = checkpoints.start.step
     update.after_update()
 
     # Rank 0 writes the records.
@@ -81,7 +68,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             print(to_toml(recorded))
         writer = MetricsWriter(recorded, records, step, training.steps, checkpoints.tokens_at, run.unit)
     collectives.make_trace_folder(comm, run.folder, run.device)
-    reporter = Reporter(run, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
+    reporter = Reporter(run, watch, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer)
     sampler = None
     if config.metrics.sample_freq is not None:
@@ -93,11 +80,11 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     stopping = False
-    with attention, profiler as step_ended, watch, interrupt, checkpoints:
+    with attention, profiler as step_ended, watch, interrupt, saves:
         while step < training.steps and not stopping:
             batch = reporter.wait_for(loader.next)
             has_ended, is_asked_to_stop, is_time_up = collectives.agree(
-                batch is None, interrupt.is_asked(), checkpoints.is_time_up()
+                batch is None, interrupt.is_asked(), saves.is_time_up()
             )
             if batch is None or has_ended:
                 loader.end()
@@ -109,12 +96,12 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             run.seed_draws(seed, step)
             loss = forward_backward(batch.to(run.device))
             reporter.phases.mark()
-            gradient_norm = update.apply()
+            gradient_norm = update.apply(loss.count)
             reporter.add(batch.origin, loss, gradient_norm)
 
-            saves = checkpoints.due(step, is_time_up)
+            saving = saves.due(step, is_time_up)
             stopping = is_asked_to_stop and step < training.steps
-            if saves or reporter.due(step):  # losses are judged before they are saved
+            if saving or reporter.due(step):  # losses are judged before they are saved
                 reporter.flush(step, update.learning_rate)
             if validator.due(step) and not stopping:
                 with reporter.paused():
@@ -122,9 +109,9 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             if sampler is not None and sampler.due(step):
                 with reporter.paused():
                     sampler(step)
-            if saves and not stopping:  # after validation, so that a run resumed from here does not repeat it
+            if saving and not stopping:  # after validation, so that a run resumed from here does not repeat it
                 with reporter.paused():
-                    checkpoints.save(step, reporter.skips_in_a_row)
+                    saves.save(step, reporter.skips_in_a_row)
             if step == begun + 1:  # the slow first step is over
                 collectives.set_timeout(comm.train_timeout_seconds, run.mesh.groups)
                 watch.set_timeout(comm.train_timeout_seconds)
@@ -133,7 +120,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             step_ended()
 
         reporter.flush(step, update.learning_rate)
-        checkpoints.finish(step, reporter.skips_in_a_row, is_last=not stopping)
+        saves.finish(step, reporter.skips_in_a_row, is_last=not stopping)
         validator.finish(step, goes_on=stopping)  # after a kill here, the next start makes it up
 
     loader.close()
@@ -141,16 +128,22 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     run.stop()
     if stopping:
         logger.info(interrupt.how_to_go_on)
-        raise SystemExit(EXIT_CODE)
+        raise SystemExit(EXIT_UNFINISHED)
 
 
 if __name__ == "__main__":
+    place = read_place()
+    config, blueprint = load_run_or_exit(sys.argv[1:], place.world_size, place.rank)
     end_with_launcher()
-    gc.freeze()  # so that no later collection looks through the imports
     start_logging(place.rank, wants_color(config.metrics.disable_color_printing))
+    gc.disable()  # imports leave no garbage, and looking for it takes a quarter of their time
     try:
-        main(config, blueprint, place)
-    except KeyboardInterrupt:  # before the loop, where `Interrupt` would have ended the step first
-        raise SystemExit(130) from None
+        refuse_other_programs(config, sys.argv[1:])
+        with ends_in_a_line("stopped before the first step"):  # in the loop, `Interrupt` ends the step first
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            record(main)(config, blueprint, place)  # under torchrun, the error of the rank that failed first is shown
     except Refusal as error:
+        from torchtitan.observe.failure import leave
+
         leave(error, shown=isinstance(error, PeerError))

@@ -15,11 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.config.schema import DataSource
-from torchtitan.data.documents import JsonLines
-from torchtitan.data.loader import build_loader
-from torchtitan.data.prepare import prepare
-from torchtitan.data.sources import locate_text
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.batch import OwnSlots, Shape
+from torchtitan.data.cursor import Order
+from torchtitan.data.loader import Loader, open_sources
+from torchtitan.data.prepared.prepare import prepare
+from torchtitan.data.texts.documents import JsonLines
+from torchtitan.data.texts.sources import locate_text
+from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 
 def main() -> None:
@@ -66,19 +68,11 @@ def write_documents(path: Path, count: int, chars: int) -> str:
 
 
 def measure(path: str, tokenizer: Tokenizer, args: argparse.Namespace, block_causal: bool) -> float:
-    loader = build_loader(
-        [DataSource(dataset="benchmark", dataset_path=path)],
-        tokenizer,
-        seq_len=args.seq_len,
-        global_batch_size=args.global_batch_size,
-        num_streams=args.global_batch_size,
-        dp_rank=0,
-        dp_size=1,
-        seed=0,
-        epochs=-1,
-        shuffle=True,
-        block_causal=block_causal,
-    )
+    source, size = DataSource(dataset="benchmark", dataset_path=path), args.global_batch_size
+    layout = OwnSlots(size, size, dp_rank=0, dp_size=1)
+    sources = open_sources([source], tokenizer, layout, -1, divided=False, pads=False)
+    shape = Shape(args.seq_len, tokenizer.eos_id, block_causal, pin_memory=False, pad_last=False)
+    loader = Loader(sources, tokenizer, layout, shape, Order(size, seed=0, shuffle=True))
     for _ in range(5):  # do not count what the loader has read ahead before the clock starts
         loader.next()
     start, num_tokens = time.perf_counter(), 0

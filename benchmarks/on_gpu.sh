@@ -7,7 +7,7 @@
 #
 # PRESETS  the presets for benchmarks.run      default: gpu-8b gpu-8b-float8 gpu-1b; gpu-1b on less than 100 GiB
 # PEERS    the presets for benchmarks.peers    default: the first of PRESETS; "" for none
-# PLANNED  the preset for benchmarks.planned   default: the last of PRESETS
+# PLANNED  the preset for benchmarks.plan.planned   default: the last of PRESETS
 # ONLY     the peers: trainer, lit, titan      default: titan
 # WHEELS   a folder with wheels of all packages that python3 lacks: requirements.txt, the peers', and their dependencies
 # OUT      the folder for logs and results     default: outputs/on_gpu
@@ -52,6 +52,6 @@ for preset in $presets; do
   fi
 done
 part 60 probe env NGPU="${NGPU:-1}" "$PYTHON" -m torchtitan probe --dtype bfloat16 --out "$out/here.toml"
-part 150 planned "$PYTHON" -m benchmarks.planned "${PLANNED:-${presets##* }}" --cluster "$out/here.toml" --out "$out/planned.json"
+part 150 planned "$PYTHON" -m benchmarks.plan.planned "${PLANNED:-${presets##* }}" --cluster "$out/here.toml" --out "$out/planned.json"
 printf '%s\n' '== ended' "${ended[@]}"
 [[ "${ended[*]}" != *"exit code "[1-9]* ]]

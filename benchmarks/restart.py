@@ -41,7 +41,8 @@ def run_as_rank() -> None:
 
     from torchtitan import hardware
     from torchtitan.parallel import collectives
-    from torchtitan.training import checkpoints, data, model, report, step
+    from torchtitan.training import data, model, report, step
+    from torchtitan.training.checkpoints import restore as checkpoints
 
     marks["torch and the project are imported"] = time.time()
     note(collectives, "start_process_group", "the ranks have met")

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from torchtitan.checkpoint.manager import Checkpointer
-from torchtitan.training.checkpoints import Checkpoints
+from torchtitan.training.checkpoints.restore import Checkpoints
 from torchtitan.training.step import ForwardBackward
 
 MODES = ("disabled", "async", "async_with_pinned_mem")

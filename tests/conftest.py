@@ -11,6 +11,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a scri
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "distributed" in item.path.parts:
+            item.add_marker("slow")
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))  # the longest part begins first
 
 

@@ -1,10 +1,15 @@
 """`python -m torchtitan VERB`: the tools around training; tools/verbs.py lists them."""
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from torchtitan.refusal import Refusal
+if __name__ == "__main__":  # Ctrl-C during the imports ends Python without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from torchtitan.refusal import Refusal, ends_in_a_line
 from torchtitan.root import VERSION
 from torchtitan.tools import verbs
 
@@ -13,15 +18,19 @@ def main(argv: Sequence[str]) -> None:
     verb, words = verbs.find(argv)
     if not verb:
         raise SystemExit(_answer(argv[0] if argv else "--help"))
-    module, parser = verbs.load(verb)
-    end = words.index("--") if "--" in words else len(words)
-    args, options = parser.parse_args(words[:end]), words[end + 1 :]
-    if options and not parser.epilog:
-        parser.error(f"nothing may follow --, but {' '.join(options)} does; leave it out")
     try:
-        code = module.run(args, options)
+        with ends_in_a_line("stopped"):
+            module, parser = verbs.load(verb)
+            end = words.index("--") if "--" in words else len(words)
+            args, options = parser.parse_args(words[:end]), words[end + 1 :]
+            if options and not parser.epilog:
+                parser.error(f"nothing may follow --, but {' '.join(options)} does; leave it out")
+            code = module.run(args, options)
     except Refusal as error:
         raise SystemExit(f"error: {error}") from None
+    except BrokenPipeError:  # `| head` has seen enough; Python flushes stdout once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except OSError as error:
         if error.filename is None and error.errno is None:
             raise

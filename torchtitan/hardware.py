@@ -53,6 +53,7 @@ class Place:
     world_size: int
 
 
+EXIT_UNFINISHED = 75  # "try again" in sysexits.h: the run is unfinished, and the same command resumes it
 _PLACE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
@@ -188,6 +189,7 @@ def measure_matmul_flops(
     return 2 * n**3 / best
 
 
+@functools.cache
 def advise_type(device: "torch.device", used: str) -> str:
     """Return advice for a GPU that only emulates bfloat16, and a CPU that multiplies the other dtype faster, or "".
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
-INSIDE = Path(__file__).parent / "shipped"  # pip puts them there (setup.py)
-ROOT = INSIDE if INSIDE.is_dir() else Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).parent
+INSIDE = PACKAGE / "shipped"  # pip puts them there (setup.py)
+ROOT = INSIDE if INSIDE.is_dir() else PACKAGE.resolve().parent
 VERSION = "0.2.0"

@@ -22,12 +22,14 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from tests.tiny_runs import TINY, tiny_config, train_here
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.schema import Float8
-from torchtitan.data import loader, sources
+from torchtitan.data import loader
+from torchtitan.data.texts import sources
 from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
 from torchtitan.models.layers import rope_table
 from torchtitan.models.llama.model import TransformerBlock
 from torchtitan.observe.health import NotFiniteError
+from torchtitan.own_model import run as own_run
 from torchtitan.parallel import collectives
 from torchtitan.parallel.float8 import apply_float8, float8_plan, update_float8_scales
 from torchtitan.parallel.parts import ModelParts
@@ -35,7 +37,6 @@ from torchtitan.parallel.tensor import overlap_communication
 from torchtitan.refusal import Refusal
 from torchtitan.training import model
 from torchtitan.training import run as run_module
-from torchtitan.training.any import run as any_run
 from torchtitan.training.loss import cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer
 from torchtitan.training.start import start_run
@@ -291,7 +292,7 @@ def train_blind_between_ends(
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("this rank needs no data")
 
-    hidden = [(sources, "locate_text"), (loader, "open_source"), (any_run, "SampleLoader")]
+    hidden = [(sources, "locate_text"), (loader, "open_source"), (own_run, "SampleLoader")]
     before = [getattr(module, name) for module, name in hidden]
     try:
         if rank not in (0, world_size - 1):

@@ -1,41 +1,42 @@
-"""Ranks that are started once and serve all the tests of this folder: importing torch costs more than most tests."""
+"""Ranks that are started once and serve all the tests of this folder: torch's first step costs more than most tests."""
 
 import functools
 import gc
 import multiprocessing
 import os
+import pickle
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
+from tests import started
+
+ROOT = Path(__file__).parents[2]
+
 NUM_RANKS = 8
-START_SECONDS = 200  # importing torch in all of them
+START_SECONDS = 200  # of the process that they are forked from, which imports torch
 TEST_SECONDS = 100
 _OF_A_LATER_TORCH = "needs torch 2.13 on a CPU"  # what the code refuses on torch 2.11
 
 
-def _serve(rank: int, pipe: Connection) -> None:
-    os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost", "LOCAL_RANK": str(rank), "RANK": str(rank)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun: who starts the ranks serves their store
-    import torch
-
-    import train  # noqa: F401
-
-    gc.collect()
-    frozen = _caches_of_torch()
+def serve(pipe: Connection) -> None:
+    """What a rank does: `python -m tests.distributed.rank`."""
+    gc.unfreeze()  # to find the caches among what was there when this process was forked
+    rank, frozen = int(os.environ["RANK"]), _caches_of_torch()
     gc.freeze()  # what is loaded by now is no test's: not to be looked through after each
-    torch.set_num_threads(1)
     pipe.send("ready")
     while True:
-        job = pipe.recv()
-        if job is None:
+        try:
+            function, world_size, port, args = pipe.recv()
+        except (EOFError, ConnectionResetError):  # the tests have ended
             return
-        function, world_size, port, args = job
         os.environ |= {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
         try:
             answer = function(rank, world_size, *args), None
@@ -43,7 +44,7 @@ def _serve(rank: int, pipe: Connection) -> None:
             answer = None, traceback.format_exc()
         finally:
             _forget(frozen)
-        pipe.send(answer)
+        pipe.send_bytes(pickle.dumps(answer))  # tensors by value
 
 
 def _caches_of_torch() -> list[Any]:
@@ -77,17 +78,20 @@ class Ranks:
     """Calls `function(rank, world_size, *args)` on the first ranks and returns their answers."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
         self._start()
 
     def _start(self) -> None:
         self._pipes, self._processes = [], []
-        for rank in range(NUM_RANKS):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
-            process.start()
+        # as under torchrun: who starts the ranks serves their store
+        env = os.environ | {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        env["PYTHONPATH"] = str(Path(__file__).parent)  # a test's functions are found by the name of its file
+        for rank in map(str, range(NUM_RANKS)):
+            ours, theirs = multiprocessing.Pipe()
+            command = [sys.executable, "-m", "tests.distributed.rank", str(theirs.fileno())]
+            own = {"RANK": rank, "LOCAL_RANK": rank}
+            self._processes.append(started.Popen(command, cwd=ROOT, env=env | own, pass_fds=[theirs.fileno()]))
             self._pipes.append(ours)
-            self._processes.append(process)
+            theirs.close()
         for pipe in self._pipes:
             assert pipe.poll(START_SECONDS) and pipe.recv() == "ready"
 
@@ -102,8 +106,8 @@ class Ranks:
                 errors.append(f"rank {rank} gave no answer")
                 continue
             try:
-                answer, error = pipe.recv()
-            except EOFError:
+                answer, error = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
                 answer, error = None, "its process has died"
             answers.append(answer)
             errors += [f"rank {rank}: {error}"] if error else []
@@ -118,7 +122,7 @@ class Ranks:
     def stop(self) -> None:
         for process in self._processes:
             process.kill()
-            process.join()
+            process.wait()
 
 
 @pytest.fixture(scope="session")

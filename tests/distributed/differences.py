@@ -1,4 +1,4 @@
-"""How far each layout's loss, gradient norm and parameters are from one process's: the tables of docs/parallelism.md.
+"""How far each layout's loss, gradient norm and parameters are from one process's: docs/layouts-measured.md.
 
 python -m tests.distributed.differences
 python -m tests.distributed.differences compiled

@@ -20,7 +20,7 @@ def keys(model: str, local_batch_size: int = 8, **more: Any) -> dict[str, Any]:
     degrees = {"pp": "pipeline_parallel_degree", "schedule": "pipeline_parallel_schedule"}
     degrees |= {"replicate": "data_parallel_replicate_degree", "size": "pipeline_parallel_microbatch_size"}
     return {
-        "model__name": f"tests.any_models:{model}",
+        "model__name": f"tests.own_model.any_models:{model}",
         "training__local_batch_size": local_batch_size,
         "training__epochs": -1,
         "validation__enable": model != "TOWERS",  # a stream that cannot be divided

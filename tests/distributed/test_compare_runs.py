@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import started
 from tests.tiny_runs import read_records
 
 pytest.importorskip("matplotlib")
@@ -24,7 +25,7 @@ def start(folder: Path, b: str, *words: str) -> "subprocess.Popen[str]":
     files = [str(folder / name) for name in ("a.toml", "b.toml")]
     command = [sys.executable, "-m", "torchtitan", "compare", *files, "--out", str(folder / "out"), *words]
     pipe, environment = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return started.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def compare(folder: Path, b: str, *words: str) -> tuple[int, str, str]:

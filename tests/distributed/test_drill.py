@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import started
 from torchtitan.tools.drill.faults import FAULTS
-from torchtitan.tools.drill.places import Place
-from torchtitan.tools.drill.run import Run
+from torchtitan.tools.drill.places import Site
+from torchtitan.tools.drill.run import BreakableRun
 
 ROOT = Path(__file__).parents[2]
 # A small disk that exists only for this process, so the drill may fill it.
@@ -24,9 +25,9 @@ def drill(tmp_path: Path, *words: str) -> str:
     apart = ["unshare", "--mount", *(["--user", "--map-root-user"] if os.geteuid() else [])]
     trial = [*apart, "mount", "-t", "tmpfs", "trial", str(tmp_path)]
     if shutil.which("unshare") and subprocess.run(trial, capture_output=True).returncode == 0:
-        command = [*apart, "bash", "-c", IN_A_SMALL_DISK, str(tmp_path), *command]
+        command = [*apart, "bash", "-c", IN_A_SMALL_DISK, str(tmp_path), *started.IN_PLACE, *command[1:]]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    done = started.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -46,17 +47,17 @@ def test_a_run_of_ones_own_that_saves_too_seldom_is_drilled_with_an_interval_and
         (["--on", "all", "--", "--training.steps", "4"], "--on drills the small model of this verb; give it, or"),
     ):
         command = [sys.executable, "-m", "torchtitan", "drill", "--out", str(tmp_path / "out"), *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        done = started.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 1 and message in done.stderr
 
 
 def test_every_kind_of_fault_fits_a_ride() -> None:
-    on_disk = [name for name, fault in FAULTS.items() if fault.fits(Place(), ROOT)]
+    on_disk = [name for name, fault in FAULTS.items() if fault.fits(Site(), ROOT)]
     assert {"all checkpoints damaged", "the disk of the checkpoints away"} < {*on_disk} < FAULTS.keys()
 
 
 def test_a_drill_that_ends_early_leaves_no_process_behind(tmp_path: Path) -> None:
-    run = Run(tmp_path, 1, 10, [], 0.0, Place())
+    run = BreakableRun(tmp_path, 1, 10, [], 0.0, Site())
     with (tmp_path / "run.log").open("ab") as run.log, subprocess.Popen(["sleep", "60"]) as process:
         run.launchers = [process]
         with pytest.raises(ValueError, match="the drill took longer than --minutes; see the end of .*run.log"):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.conftest import Ranks
-from tests.measured_peak import peak_on_cpu
 from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config
+from tests.tools.measured_peak import peak_on_cpu
 from torchtitan.models.families import plan_model
 from torchtitan.tools.dry_run.estimate import estimate
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import started
 from tests.distributed.test_layouts import differences
 from tests.tiny_runs import read_records, train_here
 from torchtitan.config.load import load_config
@@ -147,6 +148,7 @@ def test_nodes_train_as_one_process_does(
     """As on a fresh Debian, each host's name means 127.0.1.1 to itself, and nothing to the other nodes."""
     command = ["./run_llama_train.sh", *TINY_RUN, "--job.dump_folder", str(tmp_path), *layout.split()]
     env = env | {"RDZV_TIMEOUT": "90", "RANK": "7", "WORLD_SIZE": "9"}  # these two count containers
+    env["PYTHON"] = started.python(tmp_path)
     outputs = outputs_of([nodes.start(node, command, "127.0.1.1", **env) for node in range(num_nodes)], 200)
     assert f"mesh {mesh}" in outputs[0] and "trained 2 steps" in outputs[0], outputs
     assert "[rank0]:" in outputs[0] and not any("[rank0]:" in output for output in outputs[1:])
@@ -256,18 +258,18 @@ def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     connect += "log.start_logging({0}, False); c.start_process_group(torch.device('cpu'), {0}, 2, 3)"
     env = {"MASTER_PORT": "29510", "WORLD_SIZE": "2", "name_means": "10.1.0.1{}"}
     ranks = {rank: [sys.executable, "-c", connect.format(rank)] for rank in (0, 1)}
-    started = {"gloo": {rank: nodes.start(rank, ranks[rank], RANK=str(rank), **env) for rank in ranks}}
+    outputs = {"gloo": {rank: nodes.start(rank, ranks[rank], RANK=str(rank), **env) for rank in ranks}}
     for i, (name, (settings, _)) in enumerate(FAILURES.items()):
-        started[name] = {}
+        outputs[name] = {}
         for node, given in settings.items():
             env = {"NNODES": str(len(settings)), "MASTER_PORT": str(29520 + i), "CONFIG_FILE": CONFIG}
             env |= {key: value if key == "name_means" else value.format(**words) for key, value in given.items()}
             options = ["--job.dump_folder", str(folder), "--checkpoint.enable", *env.pop("options", "").split()]
             command = [sys.executable, "-m", "torchtitan", "preflight", "--", *options]
-            started[name][node] = nodes.start(node, command, cwd=Path(env.pop("cwd", ROOT)), **env)
+            outputs[name][node] = nodes.start(node, command, cwd=Path(env.pop("cwd", ROOT)), **env)
     return {
         name: {node: (outputs_of([process])[0], process.returncode) for node, process in of.items()}
-        for name, of in started.items()
+        for name, of in outputs.items()
     }
 
 
@@ -298,7 +300,7 @@ def test_ranks_meet_on_a_machine_whose_loopback_has_only_ipv6(nodes: Nodes, tmp_
     """The host name means 127.0.0.1, as in the files of this machine."""
     script = ["./run_llama_train.sh", *TINY_RUN, "--job.dump_folder", str(tmp_path)]
     command = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", ONLY_IPV6, "sh", *script]
-    env = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NGPU": "2", "CONFIG_FILE": CONFIG}
+    env = os.environ | {"PYTHON": started.python(tmp_path), "OMP_NUM_THREADS": "1", "NGPU": "2", "CONFIG_FILE": CONFIG}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert len(read_records(tmp_path)) == 2

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import own_family
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import differences
+from tests.models import own_family
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.__main__ import main
 from torchtitan.weights.stored import open_model

@@ -9,8 +9,8 @@ import torch
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import COMPILED, differences, layout, of_one_process, parameter_difference
+from tests.models.test_qwen3_files import FAMILY, store_run
 from tests.tiny_models import QWEN3
-from tests.unit.test_qwen3_files import FAMILY, store_run
 from torchtitan.__main__ import main
 from torchtitan.hardware import Place
 from torchtitan.tools.text.writer import Sampling, build_model, generate

@@ -16,11 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)  # README's commands take as many cores as there are, and others may use them
+README = (ROOT / "README.md").read_text()
 COMMANDS = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    for line in block.splitlines()
-    if line and not line.startswith("#")
+    *(line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()),
+    *re.findall(r"^\| [^|]* \| `([^`]+)` \| \[", README, re.MULTILINE),  # in the table: what, command, page
 ]
 SHORT = "--training.steps 3 --training.seq_len 64 --lr_scheduler.warmup_steps 1 --metrics.log_freq 1"
 SHORT += " --validation.steps 1"
@@ -61,13 +60,11 @@ def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
         command = "python -m torchtitan check train_configs/llama3_8b.toml --world_size 8"
     if "check train_configs/llama3_8b.toml" in command:  # README downloads the tokenizer first
         shutil.copytree(ROOT / "tests/assets/tokenizer", clone / "assets/hf/Llama-3.1-8B", dirs_exist_ok=True)
-    if "torchtitan download" in command:
-        command += " --help"  # tests/unit/test_download.py gives it to a hub that is here
+    if re.search("torchtitan (compare|download|drill)", command):
+        command += " --help"  # tests/tools/ and tests/distributed/test_drill.py run them
     elif "torchtitan plan place" in command:
         command += " --steps 100"
-    elif command.startswith("./run_tests.sh"):
-        command += " --collect-only -q tests/unit"
-    elif "run_llama_train.sh" in command and not any(word in command for word in ("--help", "COMM_MODE", "DRY_RUN")):
+    elif "run_llama_train.sh" in command and not any(word in command for word in ("--help", "PRINT_ONLY")):
         command = f"{command.replace('--training.steps 20', '')} {SHORT}"
     command = re.sub(r"(^|\s)(\.venv/bin/)?python\b", rf"\1{sys.executable}", command)
     done = run(command, clone)

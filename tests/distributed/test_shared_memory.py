@@ -12,14 +12,18 @@ from torchtitan.parallel.fsdp import ReduceScatterOfOne
 from torchtitan.parallel.shared_memory import SharedMemory
 
 
+def in_shared_memory() -> set[Path]:
+    return {file for file in Path("/dev/shm").iterdir() if not file.name.startswith("sem.")}  # Python's, of any program
+
+
 @pytest.mark.parametrize("folder_of_rank_1", ["/dev/shm", "/no/such/folder"])
 def test_ranks_of_one_machine_exchange_what_gloo_would_bring(ranks: Ranks, folder_of_rank_1: str) -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = in_shared_memory()
     for shared, came, expected in ranks(cases.exchange, 3, folder_of_rank_1):
         assert shared is (folder_of_rank_1 == "/dev/shm")
         for one, other in zip(came, expected, strict=True):
             assert torch.equal(one, other)
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert in_shared_memory() <= before
 
 
 def test_nothing_is_left_behind_where_another_rank_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,11 +33,11 @@ def test_nothing_is_left_behind_where_another_rank_is_gone(monkeypatch: pytest.M
     class Group:
         rank, size = (lambda self: 0), (lambda self: 2)
 
-    before = set(Path("/dev/shm").iterdir())
+    before = in_shared_memory()
     monkeypatch.setattr(dist, "broadcast_object_list", fail)
     with pytest.raises(RuntimeError, match="closed by peer"):
         SharedMemory(Group()).parts(10, torch.uint8)  # type: ignore[arg-type]
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert in_shared_memory() <= before
 
 
 def test_on_one_rank_input_and_output_are_one() -> None:

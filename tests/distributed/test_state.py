@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests import any_models
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.distributed.test_any_model import keys
+from tests.own_model import any_models
 from tests.tiny_runs import tiny_config
 from torchtitan.__main__ import main
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.data.draws import seed_draws
-from torchtitan.training.lr_schedule import learning_rate_factor
+from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
 from torchtitan.weights.checkpoint import open_checkpoint
 
 STEPS = 4

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.measured_peak import train
 from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config, train_here
+from tests.tools.measured_peak import train
 from torchtitan import hardware
 from torchtitan.launch.preflight.facts import check_gpus
 from torchtitan.models.families import plan_model

@@ -1,6 +1,8 @@
 """Prints --help: the sections of the configuration, or the keys of some of them with the values of the file."""
 
 import json
+import os
+import sys
 import textwrap
 import types
 from collections.abc import Sequence
@@ -27,6 +29,13 @@ _EXAMPLES = """\
 
 def print_help(argv: Sequence[str], config: Config, prog: str) -> None:
     """`config` has the values of the file, which the options override."""
+    try:
+        print(_text(argv, config, prog), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; Python flushes stdout once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _text(argv: Sequence[str], config: Config, prog: str) -> str:
     place = next(i for i, word in enumerate(argv) if word in WORDS)
     asked = argv[place + 1] if place + 1 < len(argv) and not argv[place + 1].startswith("-") else ""
     known = sections()
@@ -34,15 +43,17 @@ def print_help(argv: Sequence[str], config: Config, prog: str) -> None:
         chosen = [name for name in known if asked == "all" or f"{name}.".startswith(f"{asked}.")]
         if not chosen:
             raise SystemExit(f"--help {asked}: no such section; use all, or one of {', '.join(known)}")
-        print("\n\n".join(_section(name, config) for name in chosen))
-        return
-    print(f"usage: {prog} [--job.config_file FILE.toml] [--SECTION.KEY VALUE ...]\n")
-    print("Train a language model. Every key of the TOML file is an option here and overrides the file.\n")
-    print(_EXAMPLES.format(run=prog if prog != "train.py" else "./run_llama_train.sh"))
-    print("\nSections:")
+        return "\n\n".join(_section(name, config) for name in chosen)
+    lines = [
+        f"usage: {prog} [--job.config_file FILE.toml] [--SECTION.KEY VALUE ...]\n",
+        "Train a language model. Every key of the TOML file is an option here and overrides the file.\n",
+        _EXAMPLES.format(run=prog if prog != "train.py" else "./run_llama_train.sh"),
+        "\nSections:",
+    ]
     for name, section in known.items():
         about = str(section.__doc__).partition(". ")[0].partition(": ")[0].partition(", if")[0].rstrip(".")
-        print(f"  {name:<24}{about} ({len(section.model_fields)} keys)")
+        lines.append(f"  {name:<24}{about} ({len(section.model_fields)} keys)")
+    return "\n".join(lines)
 
 
 def _section(name: str, config: Config) -> str:

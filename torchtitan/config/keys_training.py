@@ -66,8 +66,8 @@ class LRScheduler(Section):
     """Number of steps in which the learning rate rises linearly from zero to its peak."""
 
     total_steps: PositiveInt | None = None
-    """Length of the schedule in steps; None: `training.steps`. With a larger number the run ends before the schedule
-    does."""
+    """Length of the schedule in steps. None: the file's `training.steps`, also if the command line trains fewer. With a
+    larger number the run ends before the schedule does."""
 
     decay_ratio: Fraction | None = None
     """Share of the schedule that the decay at its end takes. None: the decay starts where the warmup ends."""

@@ -38,7 +38,7 @@ class Batch:
     """One rank's sequences of a global batch, in slot order."""
 
     inputs: torch.Tensor  # int64 [B, S]
-    labels: torch.Tensor  # int64 [B, S]; the loss skips IGNORED_LABEL
+    labels: torch.Tensor  # int64 [B, S]; the loss skips IGNORED
     document_ids: torch.Tensor | None  # int32 [B, S]; in each sequence they count from 0
     origin: Origin
 
@@ -53,7 +53,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Layout:
+class OwnSlots:
     """Which slots of the global batch, and which streams, belong to this rank."""
 
     global_batch_size: int

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchtitan.data.documents import Documents
 from torchtitan.data.permutation import permute
-from torchtitan.data.sharded import ShardedTexts
+from torchtitan.data.texts.documents import Documents
+from torchtitan.data.texts.sharded import ShardedTexts
 from torchtitan.observe.log import logger
 
 INDEX_BLOCK = 256  # permuted indices are computed in blocks of this size, which spreads the cost of a call

@@ -1,7 +1,8 @@
 """Global batches that are the same on every layout: each rank reads its own streams, ahead of the training step.
 
-Stream i mod num_streams serves slot i of a global batch, and each data-parallel rank owns an equal number of
-consecutive streams. The saved state has one entry per stream, so a resumed run can give a stream to another rank.
+Slot i of a global batch gets its sequences from stream (i mod num_streams), and each data-parallel rank owns an equal
+number of consecutive streams. The saved state has one entry per stream, so a resumed run can give a stream to another
+rank.
 """
 
 import functools
@@ -15,15 +16,16 @@ import numpy as np
 import torch
 
 from torchtitan.config.schema import DataSource
-from torchtitan.data.batch import Ahead, Batch, Layout, Origin, Shape, read_ahead
+from torchtitan.data.batch import Ahead, Batch, Origin, OwnSlots, Shape, read_ahead
 from torchtitan.data.cursor import Order, Source
-from torchtitan.data.documents import allow_open_files
-from torchtitan.data.fingerprint import fingerprint
-from torchtitan.data.packing import IGNORED_LABEL, Packed, Packer
-from torchtitan.data.sharded import ShardedTexts
-from torchtitan.data.sources import open_source
+from torchtitan.data.packing import Packed, Packer
 from torchtitan.data.stream import Stream, due_source, sample_mean_tokens
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.texts.documents import allow_open_files
+from torchtitan.data.texts.sharded import ShardedTexts
+from torchtitan.data.texts.sources import open_source
+from torchtitan.data.tokenizers.fingerprint import fingerprint
+from torchtitan.data.tokenizers.tokenizer import Tokenizer
+from torchtitan.models.spec import IGNORED
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
@@ -32,18 +34,22 @@ FEW_DOCUMENTS = 20  # per stream; with fewer, much of the data is still unread w
 
 
 class Loader:
-    """Call `next()` from one thread only. `close()` ends the background thread."""
+    """Call `next()` from one thread only. `close()` ends the background thread.
+
+    With `any_says_so` (validation: every token, once), which tells whether any rank says True, a rank without data
+    gives sequences of ignored labels until no rank has a label left.
+    """
 
     def __init__(
         self,
-        sources: list[Source],
+        sources: Sequence[Source],
         tokenizer: Tokenizer,
-        layout: Layout,
+        layout: OwnSlots,
         shape: Shape,
         order: Order,
         any_says_so: Callable[[bool], bool] | None = None,
     ) -> None:
-        self._sources, self._tokenizer = sources, tokenizer
+        self._sources, self._tokenizer = list(sources), tokenizer
         self._layout, self._shape, self._order, self._any_says_so = layout, shape, order, any_says_so
         self._stop: Callable[[], Any] | None = None
         self.reset()
@@ -156,56 +162,29 @@ class Loader:
         inputs = torch.full((len(slots), shape.seq_len), shape.pad_id, dtype=torch.int64)
         ids = torch.zeros(inputs.shape, dtype=torch.int32) if shape.block_causal else None
         packed = [Packed(0, None, None)] * len(slots)
-        return Batch(inputs, torch.full_like(inputs, IGNORED_LABEL), ids, Origin(slots, packed, self._sources))
+        return Batch(inputs, torch.full_like(inputs, IGNORED), ids, Origin(slots, packed, self._sources))
 
 
-def build_loader(
-    sources: Sequence[DataSource],
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    global_batch_size: int,
-    num_streams: int,
-    dp_rank: int,
-    dp_size: int,
-    seed: int,
-    epochs: int,
-    shuffle: bool,
-    block_causal: bool,
-    pin_memory: bool = False,
-    divided: bool = False,
-    any_says_so: Callable[[bool], bool] | None = None,
-) -> Loader:
-    """This rank's streams of the sources; of `divided` ones, only the documents for training or for validation.
-
-    With `any_says_so` (validation: every token, once), which tells whether any rank says True, a rank without data
-    gives sequences of ignored labels until no rank has a label left.
-    """
-    pads = any_says_so is not None
-    assert global_batch_size % num_streams == 0 and num_streams % dp_size == 0, "see config.layout.plan_batch"
-    opened = []
-    for source in sources:
+def open_sources(
+    given: Sequence[DataSource], tokenizer: Tokenizer, layout: OwnSlots, epochs: int, *, divided: bool, pads: bool
+) -> list[Source]:
+    """Open the sources; of `divided` ones, only the documents for training, or with padding those for validation."""
+    sources = []
+    for source in given:
         data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
         if divided and not isinstance(data, ShardedTexts):
-            from torchtitan.data.held_out import Part
+            from torchtitan.data.texts.held_out import Part
 
             data = Part(data, is_held_out=pads)
         if isinstance(data, ShardedTexts):
-            allow_open_files(num_streams // dp_size)  # each stream keeps one of its files open
+            allow_open_files(len(layout.own_streams))  # each stream keeps one of its files open
         name = source.dataset_path or source.dataset
         source_epochs = epochs if source.epochs is None else source.epochs
-        mean_tokens = sample_mean_tokens(data, tokenizer) if len(sources) > 1 else 0.0
-        opened.append(Source(name, data, source.weight, source_epochs, mean_tokens, may_run_short=pads))
+        mean_tokens = sample_mean_tokens(data, tokenizer) if len(given) > 1 else 0.0
+        sources.append(Source(name, data, source.weight, source_epochs, mean_tokens, may_run_short=pads))
         if not pads:  # with padding, a stream without data is no error
-            check_size(opened[-1], num_streams)
-    return Loader(
-        opened,
-        tokenizer,
-        Layout(global_batch_size, num_streams, dp_rank, dp_size),
-        Shape(seq_len, tokenizer.eos_id, block_causal, pin_memory, pads),
-        Order(num_streams, seed, shuffle),
-        any_says_so,
-    )
+            check_size(sources[-1], layout.num_streams)
+    return sources
 
 
 def end_thread(thread: threading.Thread, stop: threading.Event) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from torchtitan.data.batch import Batch, Origin
-from torchtitan.data.packing import IGNORED_LABEL
+from torchtitan.models.spec import IGNORED
 
 
 def no_text(rows: int, seq_len: int) -> Batch:
     inputs = torch.zeros(rows, seq_len, dtype=torch.int64)
-    return Batch(inputs, torch.full_like(inputs, IGNORED_LABEL), None, Origin([], [], []))
+    return Batch(inputs, torch.full_like(inputs, IGNORED), None, Origin([], [], []))
 
 
 class NoData:

@@ -11,8 +11,7 @@ import numpy as np
 
 from torchtitan.data.cursor import DocumentRef
 from torchtitan.data.stream import Stream
-
-IGNORED_LABEL = -100
+from torchtitan.models.spec import IGNORED
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Packer:
         if document_ids is not None:
             self._separate(starts, labels, document_ids)
         num_labels = max(filled - 1, 0)
-        labels[num_labels:] = IGNORED_LABEL
+        labels[num_labels:] = IGNORED
         return Packed(num_labels, first, self._ref)
 
     def _open_document(self) -> np.ndarray | None:
@@ -88,4 +87,4 @@ class Packer:
             document_ids[start:end] = number
             if start:
                 # The last token of a document must not predict the first token of the next.
-                labels[start - 1] = IGNORED_LABEL
+                labels[start - 1] = IGNORED

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from torchtitan.data.cursor import Cursor, DocumentRef, IndexedCursor, Order, Source
-from torchtitan.data.documents import Documents
 from torchtitan.data.permutation import permute
-from torchtitan.data.sharded import ShardedTexts
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.texts.documents import Documents
+from torchtitan.data.texts.sharded import ShardedTexts
+from torchtitan.data.tokenizers.tokenizer import Tokenizer
 
 
 class Stream:
@@ -59,7 +59,7 @@ class Stream:
 
 def _cursor(source: Source, number: int, order: Order, stream: int, tokenizer: Tokenizer) -> Cursor:
     if isinstance(source.data, ShardedTexts):
-        from torchtitan.data.sharded_cursor import ShardedCursor
+        from torchtitan.data.texts.sharded_cursor import ShardedCursor
 
         return ShardedCursor(source, source.data, number, order, stream, tokenizer)
     return IndexedCursor(source, source.data, number, order, stream)

@@ -9,7 +9,11 @@ ranks' own exit code for "try again".
 import logging
 import signal
 
-EXIT_CODE = 75  # see torchtitan/observe/interrupt.py
+if __name__ == "__main__":  # Ctrl-C during the imports ends Python without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from torchtitan.hardware import EXIT_UNFINISHED
+
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 
 
@@ -22,7 +26,7 @@ def main() -> None:
     try:
         torchrun()
     except SignalException as asked:
-        raise SystemExit(EXIT_CODE if asked.sigval in _PASSED_ON else 128 + asked.sigval) from None
+        raise SystemExit(EXIT_UNFINISHED if asked.sigval in _PASSED_ON else 128 + asked.sigval) from None
 
 
 if __name__ == "__main__":

@@ -20,19 +20,15 @@ from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import way_to_head
 from torchtitan.launch.node import KEEP_FREED_MEMORY, Node, loopback_settings, num_cores
 from torchtitan.launch.variables import read_node
-from torchtitan.models.families import load_run_or_exit
-from torchtitan.models.spec import Blueprint
+from torchtitan.models.families import load_run_or_exit, other_program
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 
 _SMI_SECONDS = 60  # the first call on a machine is slow
 
 
-Complete = Callable[[Config, Blueprint, int], list[str]]
-
-
 @dataclass(frozen=True)
-class Start:
+class NodeStart:
     """What this node will start."""
 
     understood: str  # one line for the user: what the launcher's variables were taken to mean
@@ -42,16 +38,10 @@ class Start:
     config: Config | None = None
 
 
-def plan_start(
-    env: Mapping[str, str],
-    options: list[str],
-    gpus: int,
-    complete: Complete = lambda *_: [],
-    on_terminal: bool = False,
-) -> Start:
-    """Check the configuration, then plan torchrun, or train.py itself where one process is enough.
+def plan_start(env: Mapping[str, str], options: list[str], gpus: int, on_terminal: bool = False) -> NodeStart:
+    """Check the configuration, then plan torchrun, or the program itself where one process is enough.
 
-    `complete` gives options for what the configuration leaves to be found. `on_terminal`: a person is watching.
+    `on_terminal`: a person is watching.
     """
     config = env.get("CONFIG_FILE") or "train_configs/debug_model.toml"
     if mode := env.get("COMM_MODE"):
@@ -59,7 +49,7 @@ def plan_start(
     train_py = "train.py" if Path.cwd() == ROOT else str(ROOT / "train.py")
     train = [train_py, "--job.config_file", config, *options]
     if {"--help", "-h"} & set(options):
-        return Start("", {}, train)
+        return NodeStart("", {}, train)
     if second := next((option for option in options if re.match("--job.config[_-]file", option)), None):
         raise Refusal(f"{second} is given, but this script reads the file from CONFIG_FILE; use CONFIG_FILE=FILE.toml")
     shown_ranks = _shown_ranks(env)
@@ -75,28 +65,29 @@ def plan_start(
             print(error, file=sys.stderr)
             raise SystemExit(2) from None
     else:
-        checked, blueprint = load_run_or_exit(train[1:], node.world_size, rank=0)
-        train += complete(checked, blueprint, node.world_size)
+        checked, _ = load_run_or_exit(train[1:], node.world_size, rank=0)
+    if verb := other_program(checked):
+        train = ["-m", "torchtitan", verb, "--", *train[1:]]
 
     settings = {} if fake else _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
     understood = _understood(node, f"training {config}", gpus)
     if fake or is_alone:
         if fake or {"WORLD_SIZE", "RANK"} & set(env):  # some platforms number their containers with these names
             settings |= {"WORLD_SIZE": str(node.world_size), "RANK": "0"}
-        return Start(understood, settings, train, None if fake else node, checked)
+        return NodeStart(understood, settings, train, None if fake else node, checked)
     meeting, own_address = _settings_to_meet(env, node)
     arguments = [*node.torchrun(shown_ranks, own_address, on_terminal), *train]
-    return Start(understood, settings | meeting, arguments, node, checked)
+    return NodeStart(understood, settings | meeting, arguments, node, checked)
 
 
-def plan_program(env: Mapping[str, str], what: str, program: list[str], gpus: int) -> Start:
+def plan_program(env: Mapping[str, str], what: str, program: list[str], gpus: int) -> NodeStart:
     """Plan the ranks of a program other than train.py, on the nodes of a training run."""
     node = replace(read_node(env, gpus), restarts=0)
     settings = _allocator_and_threads(env, node) if gpus == 0 else _gpu_allocator(env)
     if node.world_size > 1:
         meeting, own_address = _settings_to_meet(env, node)
         settings, program = settings | meeting, [*node.torchrun(_shown_ranks(env), own_address), *program]
-    return Start(_understood(node, what, gpus), settings, program, node)
+    return NodeStart(_understood(node, what, gpus), settings, program, node)
 
 
 def _shown_ranks(env: Mapping[str, str]) -> str:
@@ -150,7 +141,7 @@ def _understood(node: Node, what: str, gpus: int) -> str:
 
 
 def only_prints(env: Mapping[str, str]) -> bool:
-    return (env.get("DRY_RUN") or "0") != "0"
+    return (env.get("PRINT_ONLY") or env.get("DRY_RUN") or "0") != "0"
 
 
 def count_gpus(visible: str | None) -> int:
@@ -173,16 +164,14 @@ def count_gpus(visible: str | None) -> int:
     return gpus
 
 
-def main(
-    options: list[str],
-    check: Callable[[Start, int], bool] = lambda start, gpus: True,
-    complete: Complete = lambda *_: [],
-) -> None:
+def main(options: list[str], check: Callable[[NodeStart, int], bool] = lambda start, gpus: True) -> None:
     """Print the command and become it, if `check` (a preflight, given the start and the number of GPUs) passes."""
-    become(lambda gpus: plan_start(os.environ, options, gpus, complete, sys.stderr.isatty()), check)
+    become(lambda gpus: plan_start(os.environ, options, gpus, sys.stderr.isatty()), check)
 
 
-def become(plan: Callable[[int], Start], check: Callable[[Start, int], bool] = lambda start, gpus: True) -> None:
+def become(
+    plan: Callable[[int], NodeStart], check: Callable[[NodeStart, int], bool] = lambda start, gpus: True
+) -> None:
     """Print the command that is planned for so many GPUs, and become it."""
     try:
         gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))

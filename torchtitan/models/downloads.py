@@ -6,13 +6,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from torchtitan.models.spec import Blueprint, HuggingFace, ModelSpec
+from torchtitan.models.spec import Blueprint, Family, HuggingFace
 from torchtitan.refusal import Refusal
 
 _OWNERS = {"llama-": "meta-llama", "qwen": "Qwen", "smollm": "HuggingFaceTB", "gpt2": "openai-community"}
 
 
-def find_download(folder: Path, specs: Mapping[str, ModelSpec], family: str | None = None) -> tuple[str, Blueprint]:
+def find_download(folder: Path, specs: Mapping[str, Family], family: str | None = None) -> tuple[str, Blueprint]:
     """Read family and shape from config.json of a Hugging Face folder; refuse a model that no family reads.
 
     `specs`: the families that may read the folder, by name. `family`: the one that the user says it is.
@@ -32,7 +32,7 @@ def find_download(folder: Path, specs: Mapping[str, ModelSpec], family: str | No
         if hugging_face is not None and (family or hugging_face.model_type == model_type):
             return name, Blueprint(str(folder), spec, _read_shape(path, hugging_face, content))
     if family:
-        raise Refusal(f"{family} does not read Hugging Face's files; give its ModelSpec `hugging_face`")
+        raise Refusal(f"{family} does not read Hugging Face's files; give its Family `hugging_face`")
     raise Refusal(
         f"{path} has model_type = {model_type!r}, which no family here is; name the one that reads it, as --model "
         f"path/to/file.py:SPEC"

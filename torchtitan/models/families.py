@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
@@ -12,10 +13,10 @@ from typing import Any
 from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config, Model
 from torchtitan.models.rules import find_refusals
-from torchtitan.models.spec import Blueprint, ModelSpec
+from torchtitan.models.spec import Blueprint, Family, ModelSpec
 from torchtitan.refusal import Refusal
 
-# name -> where its ModelSpec is, imported when a run asks for it
+# name -> where its Family is, imported when a run asks for it
 FAMILIES = {
     "llama3": "torchtitan.models.llama.spec:LLAMA3",
     "llama2": "torchtitan.models.llama.spec:LLAMA2",
@@ -44,6 +45,21 @@ def load_run_or_exit(
         raise SystemExit(2) from None
 
 
+def other_program(config: Config) -> str | None:
+    """The verb that this recipe has where torchtitan has a key."""
+    if config.comm.mode == "fake_backend":
+        return "dry_run"
+    return "seed_checkpoint" if config.checkpoint.create_seed_checkpoint else None
+
+
+def refuse_other_programs(config: Config, argv: Sequence[str]) -> None:
+    """train.py only trains; ./run_llama_train.sh starts the verb instead."""
+    if verb := other_program(config):
+        key = "comm.mode = fake_backend" if verb == "dry_run" else "checkpoint.create_seed_checkpoint = true"
+        command = shlex.join(["python", "-m", "torchtitan", verb, "--", *argv])
+        raise Refusal(f"{key} trains nothing; start ./run_llama_train.sh with these options, or: {command}")
+
+
 def plan_model(config: Config, origin: str = "the configuration") -> Blueprint:
     """The model that a valid configuration names. Raises ConfigError if the model cannot run under it."""
     try:
@@ -58,10 +74,10 @@ def plan_model(config: Config, origin: str = "the configuration") -> Blueprint:
 def find_model(model: Model) -> Blueprint:
     """The flavor's shape, with the keys of [model] over it."""
     spec = find_spec(model.name)
-    if spec.shape is None:
-        from torchtitan.models.any.blueprint import find_any_model
+    if isinstance(spec, ModelSpec):
+        from torchtitan.own_model.blueprint import find_own_model
 
-        return find_any_model(model.name, spec)
+        return find_own_model(model.name, spec)
     known = {field.name: field for field in fields(spec.shape)}
     said = {key: getattr(model, key) for key in SHAPE_KEYS if getattr(model, key) is not None}
     if unknown := [key for key in said if key not in known]:
@@ -93,12 +109,19 @@ SHAPE_KEYS = (
 )
 
 
-def find_specs(family: str | None = None) -> dict[str, ModelSpec]:
-    return {name: find_spec(name) for name in ([family] if family else FAMILIES)}
+def find_families(family: str | None = None) -> dict[str, Family]:
+    return {name: find_family(name) for name in ([family] if family else FAMILIES)}
+
+
+def find_family(name: str) -> Family:
+    spec = find_spec(name)
+    if isinstance(spec, ModelSpec):
+        raise Refusal(f"{name} is a model of your own, and this needs a family that reads text (docs/models.md)")
+    return spec
 
 
 @functools.cache
-def find_spec(name: str) -> ModelSpec:
+def find_spec(name: str) -> Family | ModelSpec:
     """The family that `model.name` stands for: a name of the table, `package.module:SPEC` or `path/to/file.py:SPEC`."""
     place, _, attribute = FAMILIES.get(name, name).rpartition(":")
     if not place:
@@ -108,10 +131,10 @@ def find_spec(name: str) -> ModelSpec:
         )
     module = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
     spec = getattr(module, attribute, None)
-    if not isinstance(spec, ModelSpec):
+    if not isinstance(spec, Family | ModelSpec):
         raise Refusal(
             f'model.name = "{name}": {place} has no ModelSpec called {attribute}; define {attribute} = ModelSpec(...) '
-            f"there (torchtitan/models/spec.py)"
+            f"or Family(...) there (torchtitan/models/spec.py)"
         )
     return spec
 

@@ -12,8 +12,9 @@ from torchtitan.refusal import Refusal
 def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
     """All mistakes that depend on the model."""
     if not blueprint.reads_text:
-        from torchtitan.models.any.blueprint import refusals
+        from torchtitan.own_model.blueprint import OwnBlueprint, refusals
 
+        assert isinstance(blueprint, OwnBlueprint)
         yield from refusals(blueprint, config)
         return
     refused = list(find_tensor_parallel_refusals(blueprint, config))
@@ -90,7 +91,7 @@ def find_tensor_parallel_refusals(blueprint: Blueprint, config: Config) -> Itera
     if degree > 1 and blueprint.spec.tensor_plan is None:
         yield (
             f"parallelism.tensor_parallel_degree = {degree}, but {blueprint.name} has no tensor_plan that says how "
-            f"ranks share its weights; use 1, or give its ModelSpec one"
+            f"ranks share its weights; use 1, or give its Family one"
         )
 
 

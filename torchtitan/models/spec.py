@@ -1,7 +1,7 @@
 """All that the recipe knows of a family of models, and of one model. Importing this file imports no torch.
 
-A family is one `ModelSpec`. Its functions import torch when they are called, so that a launcher or a planner reads
-shapes in a moment. docs/models.md shows how to write one.
+A family is one `Family` (docs/models.md), and a model of your own is one `ModelSpec` (docs/any-model.md). Their
+functions import torch when they are called, so that a launcher or a planner reads shapes in a moment.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torchtitan.config.schema import Config
 from torchtitan.refusal import Refusal
+
+IGNORED = -100  # label of a position that adds nothing to the loss
 
 if TYPE_CHECKING:
     import torch
@@ -55,19 +57,14 @@ def _nothing(*_: Any) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """A family of models, or one model of your own, of which only `build` and `data` are needed.
+class Family:
+    """A family of models that read text. Its shape is a frozen dataclass whose fields are keys of [model]."""
 
-    A family's shape is a frozen dataclass whose fields are keys of [model]. Without a shape the recipe derives what it
-    has to know from the module and one sample (docs/any-model.md).
-    """
-
-    build: Callable[..., nn.Module]  # the whole model; a family's takes a shape and builds on torch's current device
-    # A family, which reads text:
-    shape: type[Any] | None = None
+    build: Callable[[Any], nn.Module]  # takes a shape, and builds the whole model on torch's current device
+    shape: type[Any]
+    parts: Callable[[Any, int], Sequence[Part]]  # of a shape, at a length of sequence; in the order of forward
+    initialize: Callable[[str, Tensor, Any, torch.Generator], None]  # a whole parameter, by its name
     flavors: Mapping[str, Any] = field(default_factory=dict)
-    parts: Callable[[Any, int], Sequence[Part]] = lambda shape, seq_len: ()  # in the order of forward
-    initialize: Callable[[str, Tensor, Any, torch.Generator], None] | None = None  # a whole parameter, by its name
     # Styles of tensor parallelism by module, `layers.*.` for every layer: shape, split_sequence, loss_parallel.
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None
     tied: Callable[[Any], tuple[str, str] | None] = lambda shape: None  # names of one parameter; the first is saved
@@ -76,12 +73,22 @@ class ModelSpec:
     refusals: Callable[[Any, Config], Iterator[str]] = _nothing  # what is impossible, and what to type instead
     hugging_face: HuggingFace | None = None
     other_formats: Mapping[str, Callable[[Path], OtherFormat]] = field(default_factory=dict)  # by the marking file
-    # A model of your own:
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model of your own, with its data: the recipe derives the rest from the module and one sample.
+
+    docs/any-model.md explains each field.
+    """
+
+    build: Callable[[], nn.Module]
     data: Any = None  # a torch Dataset of (inputs, target), or a function that returns one and may take `split`
     loss: Callable[[Any, Any], Any] | None = None  # output, target -> a mean over samples, or (sum, count)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)  # likewise, for validation
     step: Callable[[nn.Module, Any, Any], Any] | None = None  # model, inputs, target -> the loss, instead of `loss`
     layers: str | None = None  # the name of the list of layers; without it, the module's children are cut between
+    tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None  # see Family; shape is None
     data_workers: int = 0  # processes that read samples
     data_is_random: bool = False  # a sample draws random numbers, which are then seeded by epoch and number
 
@@ -91,12 +98,12 @@ class Blueprint:
     """One model of a family, before it is built."""
 
     name: str
-    spec: ModelSpec
+    spec: Family
     shape: Any
+    reads_text: ClassVar[bool] = True  # false of a model of one's own (own_model/blueprint.py)
 
-    @property
-    def reads_text(self) -> bool:
-        return self.spec.shape is not None
+    def takes_muon(self, name: str) -> bool:
+        return self.spec.takes_muon(name)
 
     @property
     def tied(self) -> tuple[str, str] | None:

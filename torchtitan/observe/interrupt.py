@@ -11,7 +11,6 @@ from torchtitan.observe.log import logger
 # A cluster or a terminal signals every process, and torchrun forwards its own: what follows a signal within this time
 # is the same one. torchrun makes a SIGTERM of a second Ctrl-C.
 _ONE_WARNING_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0, signal.SIGUSR1: 3.0}
-EXIT_CODE = 75  # "try again" in sysexits.h: the run is unfinished, and the same command resumes it
 
 
 class Interrupt:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import CausalBias, causal_lower_right
-from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     from torch.distributed._functional_collectives import all_gather_single_autograd
@@ -55,11 +54,10 @@ def piece_masks(seq_len: int, axis: DeviceMesh, documents: Tensor | None) -> Mas
         head, tail = documents.chunk(2, dim=2)
         return head, tail
     piece_len = seq_len // (2 * size)
-    with _disable_current_modes():  # torch cannot make the bias from a dry run's fake tensors
-        return CausalPieces(
-            head=causal_lower_right(piece_len, (rank + 1) * piece_len),
-            tail=causal_lower_right(piece_len, (2 * size - rank) * piece_len),
-        )
+    return CausalPieces(
+        head=causal_lower_right(piece_len, (rank + 1) * piece_len),
+        tail=causal_lower_right(piece_len, (2 * size - rank) * piece_len),
+    )
 
 
 class GatheredAttention(nn.Module):

@@ -17,9 +17,6 @@ class LossScale:
         self.factor = torch.full((), FIRST_FACTOR, device=device)
         self._steps = torch.zeros((), dtype=torch.int32, device=device)
 
-    def unscale(self, norm: Tensor) -> Tensor:
-        return norm / self.factor.to(norm.device)
-
     def adapt(self, norm: Tensor) -> None:
         """Set the factor of the next step."""
         overflowed = (~norm.isfinite()).float().to(self.factor.device)

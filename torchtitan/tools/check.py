@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from torchtitan.config.schema import Config, DataSource, Training, Validation
-from torchtitan.data.sources import locate_text
-from torchtitan.data.tokenizer_files import find_file
+from torchtitan.data.texts.sources import locate_text
+from torchtitan.data.tokenizers.files import find_file
+from torchtitan.models.describe import describe_configured
 from torchtitan.models.families import load_run_or_exit
-from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 
 HELP = "find what would stop a run on this machine, without torch"
@@ -31,20 +31,6 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     if missing := what_is_missing(config):
         raise Refusal("\n  ".join([f"{origin} has no mistake, but this machine lacks what it names:", *missing]))
     print(f"{origin}: {describe_configured(blueprint, config)}: no mistake")
-
-
-def describe_configured(blueprint: Blueprint, config: Config) -> str:
-    return describe_model(blueprint, config.training.mixed_precision_param, config.training.seq_len)
-
-
-def describe_model(blueprint: Blueprint, dtype: str, length: int | None = None) -> str:
-    """What a tool reads, in a line, so that a wrong folder or file is seen at once."""
-    shape = blueprint.shape
-    if shape is None:
-        return f"{blueprint.name}, a model of your own, {dtype}"
-    size = f"{blueprint.num_parameters:,} parameters in " if shape.vocab_size else ""
-    context = f"up to {shape.max_seq_len:,} tokens" if length is None else f"{length:,} of {shape.max_seq_len:,} tokens"
-    return f"{blueprint.name}, {size}{shape.n_layers} layers of {shape.dim:,}, {dtype}, context {context}"
 
 
 def what_is_missing(config: Config, writes: bool = True) -> list[str]:

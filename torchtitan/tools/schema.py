@@ -1,4 +1,4 @@
-"""Writes the schema for its readers: a JSON Schema for editors, and tables of all keys for docs/configuration.md.
+"""Writes the references: a JSON Schema for editors, all keys for docs/configuration.md, all verbs for docs/verbs.md.
 
 python -m torchtitan schema
 """
@@ -10,9 +10,10 @@ from pathlib import Path
 
 from torchtitan.config.names import sections
 from torchtitan.config.schema import Config, DataSource, RopeScaling, Section
+from torchtitan.tools import verbs
 
 SCHEMA_FILE = Path("train_configs/schema.json")
-DOC_FILE = Path("docs/configuration.md")
+DOC_FILE, VERBS_FILE = Path("docs/configuration.md"), Path("docs/verbs.md")
 _BEGIN, _END = "<!-- keys: written by `python -m torchtitan schema` -->", "<!-- end of keys -->"
 # Tables that a file may have; Config() has none of them, so sections() does not list them.
 _TABLES_IN_FILES: dict[str, type[Section]] = {"[training.sources]": DataSource, "model.rope_scaling": RopeScaling}
@@ -23,14 +24,14 @@ def to_json_schema() -> str:
     return json.dumps(Config.model_json_schema(), indent=1, sort_keys=True) + "\n"
 
 
-def with_key_tables(page: str) -> str:
-    """The page with new tables between its two marks: every key with its default and its help text."""
+def with_keys(page: str) -> str:
+    """The page with new lists between its two marks: every key with its default and its help text."""
     before, after = page.split(_BEGIN)[0], page.split(_END)[1]
-    tables = [_table(name, section) for name, section in (sections() | _TABLES_IN_FILES).items()]
-    return f"{before}{_BEGIN}\n\n{''.join(tables)}{_END}{after}"
+    lists = [_keys(name, section) for name, section in (sections() | _TABLES_IN_FILES).items()]
+    return f"{before}{_BEGIN}\n\n{''.join(lists)}{_END}{after}"
 
 
-HELP = "bring train_configs/schema.json and docs/configuration.md up to date"
+HELP = "bring train_configs/schema.json, docs/configuration.md and docs/verbs.md up to date"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     SCHEMA_FILE.write_text(to_json_schema(), encoding="utf-8")
-    DOC_FILE.write_text(with_key_tables(DOC_FILE.read_text(encoding="utf-8")), encoding="utf-8")
+    DOC_FILE.write_text(with_keys(DOC_FILE.read_text(encoding="utf-8")), encoding="utf-8")
+    VERBS_FILE.write_text(verbs.page(), encoding="utf-8")
 
 
-def _table(name: str, section: type[Section]) -> str:
-    rows = []
+def _keys(name: str, section: type[Section]) -> str:
+    items = []
     for key, field in section.model_fields.items():
         default = "none" if field.default is None else "required" if field.is_required() else json.dumps(field.default)
-        rows.append(f"| `{key}` | `{default}` | {field.description} |\n")
-    return f"### `[{name}]`\n\n{section.__doc__}\n\n| key | default | |\n| --- | --- | --- |\n{''.join(rows)}\n"
+        items.append(f"- **`{key}`** `{default}`: {field.description}\n")
+    return f"### `[{name}]`\n\n{section.__doc__}\n\n{''.join(items)}\n"

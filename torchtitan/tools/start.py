@@ -3,15 +3,20 @@
 run_llama_train.sh ends with this module: the mistake is said once, before any rank exists.
 """
 
+import os
+import signal
 import sys
+from dataclasses import replace
 
-from torchtitan.config.schema import Config
-from torchtitan.launch.start import Start, main
-from torchtitan.models.spec import Blueprint
+if __name__ == "__main__":  # Ctrl-C during the imports ends Python without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from torchtitan.launch.start import NodeStart, become, plan_start
+from torchtitan.models.families import plan_model
 from torchtitan.tools.check import what_is_missing
 
 
-def is_complete(start: Start, _: int) -> bool:
+def is_complete(start: NodeStart, _: int) -> bool:
     if start.config is None or start.node is None:
         return True
     missing = what_is_missing(start.config, writes=start.node.rank == 0 or start.node.num_nodes == 1)
@@ -20,19 +25,22 @@ def is_complete(start: Start, _: int) -> bool:
     return not missing
 
 
-def fitted_cut(config: Config, blueprint: Blueprint, world_size: int) -> list[str]:
-    """The cut of a pipeline whose ranks have only so much memory."""
-    parallelism = config.parallelism
+def with_cut(start: NodeStart) -> NodeStart:
+    """The start of a run whose pipeline is cut to its ranks' memory, if the configuration asks for that."""
+    if start.config is None or start.node is None:
+        return start
+    parallelism = start.config.parallelism
     if parallelism.pipeline_parallel_memory_gib is None or parallelism.pipeline_parallel_layer_counts is not None:
-        return []
+        return start
     from torchtitan.tools.dry_run.cut import fit
 
-    counts = fit(config, blueprint, world_size)
-    return ["--parallelism.pipeline_parallel_layer_counts", *map(str, counts)]
+    counts = fit(start.config, plan_model(start.config), start.node.world_size)
+    cut = ["--parallelism.pipeline_parallel_layer_counts", *map(str, counts)]
+    return replace(start, arguments=[*start.arguments, *cut])
 
 
 def run(options: list[str]) -> None:
-    main(options, check=is_complete, complete=fitted_cut)
+    become(lambda gpus: with_cut(plan_start(os.environ, options, gpus, sys.stderr.isatty())), is_complete)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from types import ModuleType
 
 VERBS = {
     "train and data": {
-        "prepare": "data.prepare",
+        "prepare": "data.prepared.prepare",
         "tokenizer train": "tools.text.tokenizer",
         "download": "tools.hub.download",
         "seed_checkpoint": "tools.seed_checkpoint",
@@ -54,8 +54,11 @@ def find(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 def load(verb: str) -> tuple[ModuleType, argparse.ArgumentParser]:
     module = importlib.import_module(MODULES[verb])
-    form = argparse.RawDescriptionHelpFormatter  # the examples keep their lines
-    parser = argparse.ArgumentParser(f"python -m torchtitan {verb}", description=module.__doc__, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        f"python -m torchtitan {verb}",
+        description=module.__doc__,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=110),  # examples keep their lines
+    )
     module.add_arguments(parser)
     return module, parser
 
@@ -65,3 +68,24 @@ def listing() -> str:
     for group, verbs in VERBS.items():
         lines += ["", f"{group}:", *(f"  {verb:16} {load(verb)[0].HELP}" for verb in verbs)]
     return "\n".join(lines)
+
+
+def page() -> str:
+    """docs/verbs.md: what --help says of each verb."""
+    about = "Written by `python -m torchtitan schema` from what `VERB --help` shows."
+    lines = ["# Every verb of `python -m torchtitan`", "", about]
+    for group, verbs in VERBS.items():
+        lines += ["", f"## {group.capitalize()}"]
+        for verb in verbs:
+            module, parser = load(verb)
+            lines += [
+                "",
+                f"### {verb}",
+                "",
+                f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+                "",
+                "```text",
+                parser.format_help().strip(),
+                "```",
+            ]
+    return "\n".join(lines) + "\n"

@@ -4,10 +4,12 @@ import torch
 
 from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config, DataSource, Training, Validation
-from torchtitan.data.loader import Loader, build_loader
-from torchtitan.data.location import IN_ANY_ORDER
-from torchtitan.data.sources import SHIPPED, locate_text
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.batch import OwnSlots, Shape
+from torchtitan.data.cursor import Order
+from torchtitan.data.loader import Loader, open_sources
+from torchtitan.data.texts.location import IN_ANY_ORDER
+from torchtitan.data.texts.sources import SHIPPED, locate_text
+from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.hardware import Place
 from torchtitan.models.stages import holds_an_end
 from torchtitan.observe.log import logger
@@ -48,23 +50,21 @@ def build_training_loader(
     config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, seed: int, device: torch.device
 ) -> Loader:
     """This rank's streams of the training data."""
-    training = config.training
+    training, layout = config.training, _layout(plan, mesh)
     single = DataSource(dataset=training.dataset, dataset_path=training.dataset_path, text_key=training.text_key)
-    return build_loader(
-        training.sources or [single],
-        tokenizer,
-        seq_len=training.seq_len,
-        global_batch_size=plan.global_batch_size,
-        num_streams=plan.num_streams,
-        dp_rank=mesh.batch.get_local_rank(),
-        dp_size=mesh.dims.dp,
-        seed=seed,
-        epochs=training.epochs,
-        shuffle=training.shuffle,
-        block_causal=config.model.attn_mask_type == "block_causal",
-        pin_memory=device.type == "cuda",
-        divided=holds_out(config),
-    )
+    given, divided = training.sources or [single], holds_out(config)
+    sources = open_sources(given, tokenizer, layout, training.epochs, divided=divided, pads=False)
+    shape = _shape(config, training.seq_len, tokenizer, device, pads=False)
+    return Loader(sources, tokenizer, layout, shape, Order(plan.num_streams, seed, training.shuffle))
+
+
+def _layout(plan: BatchPlan, mesh: Mesh) -> OwnSlots:
+    return OwnSlots(plan.global_batch_size, plan.num_streams, mesh.batch.get_local_rank(), mesh.dims.dp)
+
+
+def _shape(config: Config, seq_len: int, tokenizer: Tokenizer, device: torch.device, pads: bool) -> Shape:
+    block_causal, pin_memory = config.model.attn_mask_type == "block_causal", device.type == "cuda"
+    return Shape(seq_len, tokenizer.eos_id, block_causal, pin_memory, pads)
 
 
 def build_validation_loader(
@@ -84,19 +84,7 @@ def build_validation_loader(
             f"validation reads every 20th document of {source.dataset_path}, and training the others; to validate on "
             "other text, set validation.dataset_path"
         )
-    return build_loader(
-        [source],
-        tokenizer,
-        seq_len=validation.seq_len,
-        global_batch_size=plan.global_batch_size,
-        num_streams=plan.num_streams,
-        dp_rank=mesh.batch.get_local_rank(),
-        dp_size=mesh.dims.dp,
-        seed=0,
-        epochs=1,
-        shuffle=False,
-        block_causal=config.model.attn_mask_type == "block_causal",
-        divided=divided,
-        any_says_so=any_says_so,
-        pin_memory=device.type == "cuda",
-    )
+    layout = _layout(plan, mesh)
+    sources = open_sources([source], tokenizer, layout, 1, divided=divided, pads=True)
+    shape = _shape(config, validation.seq_len, tokenizer, device, pads=True)
+    return Loader(sources, tokenizer, layout, shape, Order(plan.num_streams, 0, shuffle=False), any_says_so)

@@ -14,44 +14,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Compile
-
-IGNORED = -100  # label of a position that adds nothing to the loss
+from torchtitan.models.spec import IGNORED
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def _largest(rows: Tensor) -> Tensor:
-    return rows.amax(1, keepdim=True).float()
+def build_loss(compile_: Compile) -> LossFunction:
+    """Return the loss function, compiled if the configuration asks for it."""
+    if not (compile_.enable and "loss" in compile_.components):
+        return cross_entropy_sum
+    compiled = partial(torch.compile, backend=compile_.backend, fullgraph=True)
+    largest, sum_rows, write_exponentials = map(compiled, (_largest, _sum_rows, _write_exponentials))
+    return partial(cross_entropy_sum, kernels=_Kernels(largest, sum_rows, write_exponentials, most_chunks=None))
 
 
-def _sum_rows(rows: Tensor, largest: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract each row's largest value; return the value at the row's place, and the sum of the exponentials."""
-    x = rows.float() - largest
-    return x.gather(1, place), x.exp_().sum(1, keepdim=True)
-
-
-def _write_exponentials(rows: Tensor, largest: Tensor, factor: Tensor) -> None:
-    rows.copy_((rows.float() - largest).exp_().mul_(factor))
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    """The loss's three passes. Uncompiled they take a few rows at a time; compiled, each takes all rows at once."""
-
-    largest: Callable[[Tensor], Tensor] = _largest
-    sum_rows: Callable[..., Any] = _sum_rows
-    write_exponentials: Callable[..., Any] = _write_exponentials
-    least_elements: int = 1 << 20  # smallest chunk, in float32 elements: what a CPU's caches hold
-    most_chunks: int | None = 32  # chunks grow where there would be more than this; None: one chunk
-
-    def chunks(self, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        size = len(logits)
-        if self.most_chunks is not None:
-            size = max(1, max(self.least_elements, logits.numel() // self.most_chunks) // logits.shape[1])
-        return zip(*(tensor.split(size) for tensor in (logits, *others)), strict=True)
-
-
-def cross_entropy_sum(logits: Tensor, labels: Tensor, kernels: _Kernels | None = None) -> Tensor:
+def cross_entropy_sum(logits: Tensor, labels: Tensor, kernels: "_Kernels | None" = None) -> Tensor:
     """Sum the cross-entropy of logits [B, S, V] and labels [B, S]. Ranks may split the logits by vocabulary."""
     group, first = None, 0
     if isinstance(logits, DTensor):
@@ -69,7 +46,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int, kernels: _Kernels
+        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int, kernels: "_Kernels"
     ) -> Tensor:
         place, is_own = _places(labels, first, logits.shape[1])
         largest = kernels.largest(logits)
@@ -107,10 +84,32 @@ def _places(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
     return place.clamp(0, size - 1), (labels != IGNORED) & (place >= 0) & (place < size)
 
 
-def build_loss(compile_: Compile) -> LossFunction:
-    """Return the loss function, compiled if the configuration asks for it."""
-    if not (compile_.enable and "loss" in compile_.components):
-        return cross_entropy_sum
-    compiled = partial(torch.compile, backend=compile_.backend, fullgraph=True)
-    largest, sum_rows, write_exponentials = map(compiled, (_largest, _sum_rows, _write_exponentials))
-    return partial(cross_entropy_sum, kernels=_Kernels(largest, sum_rows, write_exponentials, most_chunks=None))
+def _largest(rows: Tensor) -> Tensor:
+    return rows.amax(1, keepdim=True).float()
+
+
+def _sum_rows(rows: Tensor, largest: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract each row's largest value; return the value at the row's place, and the sum of the exponentials."""
+    x = rows.float() - largest
+    return x.gather(1, place), x.exp_().sum(1, keepdim=True)
+
+
+def _write_exponentials(rows: Tensor, largest: Tensor, factor: Tensor) -> None:
+    rows.copy_((rows.float() - largest).exp_().mul_(factor))
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """The loss's three passes. Uncompiled they take a few rows at a time; compiled, each takes all rows at once."""
+
+    largest: Callable[[Tensor], Tensor] = _largest
+    sum_rows: Callable[..., Any] = _sum_rows
+    write_exponentials: Callable[..., Any] = _write_exponentials
+    least_elements: int = 1 << 20  # smallest chunk, in float32 elements: what a CPU's caches hold
+    most_chunks: int | None = 32  # chunks grow where there would be more than this; None: one chunk
+
+    def chunks(self, logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        size = len(logits)
+        if self.most_chunks is not None:
+            size = max(1, max(self.least_elements, logits.numel() // self.most_chunks) // logits.shape[1])
+        return zip(*(tensor.split(size) for tensor in (logits, *others)), strict=True)

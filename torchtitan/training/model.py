@@ -30,7 +30,6 @@ def build_model(config: Config, blueprint: Blueprint, mesh: Mesh, device: torch.
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-        assert blueprint.spec.initialize is not None
         blueprint.spec.initialize(name, whole, blueprint.shape, generator)
         copy_part(parameter, whole.__getitem__)
     copy_first_replica(model.parameters(), mesh.devices["dp_replicate"])

@@ -16,6 +16,7 @@ from torchtitan.hardware import Peak, peak_memory_gib
 from torchtitan.observe.health import judge_window
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
+from torchtitan.observe.peers.alone import Alone
 from torchtitan.observe.phases import Phases
 from torchtitan.parallel.collectives import max_over, sum_over
 from torchtitan.refusal import Refusal
@@ -27,14 +28,20 @@ class Reporter:
     """Collects steps until one is logged. Only `flush` makes the host wait for the device."""
 
     def __init__(
-        self, run: Run, writer: MetricsWriter | None, peak: Peak, tokens_at: Callable[[int], int], skips_in_a_row: int
+        self,
+        run: Run,
+        watch: Alone,
+        writer: MetricsWriter | None,
+        peak: Peak,
+        tokens_at: Callable[[int], int],
+        skips_in_a_row: int,
     ) -> None:
         self.metrics, self.training, self.writer = run.config.metrics, run.config.training, writer
         self.skips_on_device = run.config.optimizer.leaves_out_updates  # an update without a finite gradient norm
         self.loss_group, self.world_size, self.device = run.mesh.losses.get_group(), run.place.world_size, run.device
         self.tokens_per_step, self.flops_per_token, self.peak = run.tokens_per_step, run.flops_per_token, peak
-        self.talks = run.blueprint.reads_text and run.config.checkpoint.enable and not run.config.checkpoint.load_only
-        self.clock = Clock()
+        self.talks = run.talks
+        self.clock, self.watch = Clock(), watch
         self.num_steps = 0  # trained by this process
         self.losses: list[float] = []  # of each logged window, for `summary`
         self.tokens_at, self.phases = tokens_at, Phases(run.device)
@@ -85,7 +92,8 @@ class Reporter:
         """Write the record of the steps since the last one; raises NotFiniteError if they must end the run."""
         if not self._shares:
             return
-        losses, largest, own, norms = self._read()
+        with self.watch.reading():
+            losses, largest, own, norms = self._read()
         verdict = judge_window(
             losses,
             norms,
@@ -114,7 +122,8 @@ class Reporter:
     def paused(self) -> Iterator[None]:
         """Stop the clock inside. Steps still queued on the device are completed first and count as training."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            with self.watch.reading():
+                torch.cuda.synchronize(self.device)
         with self.clock.outside_training():
             yield
 

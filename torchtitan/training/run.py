@@ -14,10 +14,11 @@ from torchtitan.config.layout import BatchPlan, ParallelDims
 from torchtitan.config.schema import Config
 from torchtitan.data.draws import seed_draws
 from torchtitan.data.loader import Loader
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.hardware import Peak, Place
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger
+from torchtitan.observe.peers.alone import Alone
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
@@ -47,7 +48,12 @@ class Run:
     @property
     def unit(self) -> str:
         """What a model reads."""
-        return "tokens" if self.blueprint.reads_text else "samples"
+        return "tokens"
+
+    @property
+    def talks(self) -> bool:
+        """Whether `generate` can continue a text with what this run saves."""
+        return self.config.checkpoint.enable and not self.config.checkpoint.load_only
 
     @property
     def tokens_per_step(self) -> int:
@@ -56,6 +62,14 @@ class Run:
     @property
     def flops_per_token(self) -> int:
         return self.blueprint.flops_per_token(self.config.training.seq_len)
+
+    def start_watch(self, timeout_seconds: float) -> Alone:
+        """Put the training loop inside. Set `step` at each step, and call `set_timeout` when the timeout changes."""
+        if self.place.world_size == 1:
+            return Alone()
+        from torchtitan.observe.peers.watch import Watch
+
+        return Watch(self.folder, timeout_seconds, self.mesh.groups)
 
     def describe_model(self) -> str:
         name, parameters = self.blueprint.name, self.blueprint.num_parameters

@@ -6,27 +6,24 @@ from torchtitan.hardware import Place
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger
 from torchtitan.observe.run_folder import start_record
-from torchtitan.observe.watch import Watch
-from torchtitan.training.checkpoints import Checkpoints
+from torchtitan.training.checkpoints.restore import Checkpoints
 from torchtitan.training.optimizer import build_optimizer
 from torchtitan.training.start import start_run
 
 
 def save_seed_checkpoint(config: Config, blueprint: Blueprint, place: Place) -> None:
     run = start_run(config, blueprint, place, records=True)
-    watch = Watch(run.folder, config.comm.init_timeout_seconds, run.mesh.groups)
-    checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step)
+    watch = run.start_watch(config.comm.init_timeout_seconds)
+    checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step, watch)
     seed = run.agree_on_seed(checkpoints.seed)
     recorded = with_seed(config, seed)
     loader, model = run.build_training_loader(seed), run.build_model(seed)
-    optimizer = build_optimizer(
-        model.named_parameters(), config.optimizer, config.compile, run.blueprint.spec.takes_muon
-    )
-    checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile, run.blueprint.takes_muon)
+    saves = checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
     if place.rank == 0:
         start_record(run.folder, recorded, goes_on=checkpoints.resumes)
-    with watch, checkpoints:
-        checkpoints.finish(0, checkpoints.skips_in_a_row, is_last=False)
+    with watch, saves:
+        saves.finish(0, checkpoints.skips_in_a_row, is_last=False)
     logger.info(f"saved the initial weights of {run.describe_model()}, seed {seed}, as step 0 in {run.folder}")
     loader.close()
     run.stop()

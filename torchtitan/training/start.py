@@ -12,7 +12,7 @@ import torch
 from torchtitan import hardware
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.hardware import Place
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.run_folder import claim, open_run_folder
@@ -75,6 +75,6 @@ def lay_out_ranks(
     folder = folder or Path(config.job.dump_folder)
     if blueprint.reads_text:
         return Run(config, blueprint, place, device, tokenizer, batch, mesh, folder, lock)
-    from torchtitan.training.any.run import AnyRun, with_structure
+    from torchtitan.own_model.run import OwnRun, with_structure
 
-    return with_structure(AnyRun(config, blueprint, place, device, None, batch, mesh, folder, lock))
+    return with_structure(OwnRun(config, blueprint, place, device, None, batch, mesh, folder, lock))

@@ -10,10 +10,11 @@ from torch import Tensor
 from torchtitan.config.schema import Parallelism, Training
 from torchtitan.data.batch import Batch
 from torchtitan.models.layers import document_mask
+from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
-from torchtitan.training.loss import IGNORED, LossFunction
+from torchtitan.training.loss import LossFunction
 
 if TYPE_CHECKING:
     from torchtitan.parallel.context import Masks
@@ -25,6 +26,7 @@ class StepLoss:
 
     share: Tensor  # this rank's part of the global mean: the sum over ranks with other tokens is the mean
     own: Tensor  # the mean over this rank's own tokens
+    count: Tensor | None = None  # what the gradients are still to be divided by, where it is known only afterwards
 
 
 class ForwardBackward:

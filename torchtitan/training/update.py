@@ -7,8 +7,8 @@ from torch.distributed import ProcessGroup
 from torchtitan.config.schema import Config
 from torchtitan.parallel.collectives import GlobalNorm
 from torchtitan.parallel.parts import ModelParts
-from torchtitan.training.lr_schedule import learning_rate_factor
 from torchtitan.training.optimizer import apply_update, update_in_backward
+from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
 
 
 class Update:
@@ -28,14 +28,17 @@ class Update:
         factor = learning_rate_factor(step, self.config.lr_scheduler, self.config.training.steps)
         self.learning_rate = self.config.optimizer.lr * factor
 
-    def apply(self) -> Tensor:
-        """Clip the gradients and update. Returns the gradient norm before clipping, still on the device."""
+    def apply(self, count: Tensor | None = None) -> Tensor:
+        """Divide the gradients by `count`, clip them and update. Returns their norm before, still on the device."""
         self._norm.add(*self.model.own_gradients())
         gradient_norm = self._norm.total()
-        scale, max_norm = self.model.loss_scale, self.config.training.max_norm
+        scale, divisor = self.model.loss_scale, count
         if scale is not None:
-            gradient_norm = scale.unscale(gradient_norm)
-        apply_update(self.optimizer, self.learning_rate, gradient_norm, max_norm, scale.factor if scale else 1.0)
+            divisor = scale.factor if count is None else count * scale.factor
+        if divisor is not None:
+            gradient_norm = gradient_norm / divisor.to(gradient_norm.device)
+        max_norm = self.config.training.max_norm
+        apply_update(self.optimizer, self.learning_rate, gradient_norm, max_norm, 1.0 if divisor is None else divisor)
         if scale is not None:
             scale.adapt(gradient_norm)
         self.after_update()

@@ -51,8 +51,6 @@ class Validator:
             remaining -= 1
             totals += self.forward_backward.evaluate(batch.to(self.device), self.local_batch_size)
         free_gathered(self.forward_backward.model.stages.values())
-        sums = iter(sum_over(totals, self.group).tolist())
-        (loss, tokens), *metrics = (
-            (total / max(1, count), int(count)) for total, count in zip(sums, sums, strict=True)
-        )
-        return loss, tokens, dict(zip(names, (mean for mean, _ in metrics), strict=True))
+        pairs = sum_over(totals, self.group).view(-1, 2).tolist()  # of the loss, then of each metric: sum and count
+        loss, *metrics = (total / max(1, count) for total, count in pairs)
+        return loss, int(pairs[0][1]), dict(zip(names, metrics, strict=True))

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import Config, Job, Model, Parallelism
-from torchtitan.data.prompts import follow_training
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.tokenizers.prompts import follow_training
+from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.downloads import find_download
-from torchtitan.models.families import SHAPE_KEYS, find_model, find_spec, find_specs
+from torchtitan.models.families import SHAPE_KEYS, find_families, find_family, find_model
 from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
@@ -62,7 +62,7 @@ def open_model(path: str, family: str | None = None) -> StoredModel:
     folder = Path(path)
     if (folder / "config.json").is_file():
         return _open_hf(folder, family)
-    for name, spec in find_specs(family).items():
+    for name, spec in find_families(family).items():
         for mark, open_folder in spec.other_formats.items():
             if (folder / mark).is_file():
                 return _open_other(folder, name, open_folder)
@@ -128,7 +128,7 @@ def write_hf(
     hugging_face = source.blueprint.spec.hugging_face
     if hugging_face is None:
         raise Refusal(
-            f"{source.family} does not say how Hugging Face names its weights; give its ModelSpec `hugging_face`"
+            f"{source.family} does not say how Hugging Face names its weights; give its Family `hugging_face`"
         )
     tokenizer = build_tokenizer_for(source, assets)
     stored = dtype or next(iter(source.weights.outline.values())).dtype
@@ -167,7 +167,7 @@ def _rows_of_embedding(blueprint: Blueprint, weights: Weights) -> int:
 
 
 def _open_hf(folder: Path, family: str | None) -> StoredModel:
-    family, blueprint = find_download(folder, find_specs(family), family)
+    family, blueprint = find_download(folder, find_families(family), family)
     assert blueprint.spec.hugging_face is not None
     to_name = blueprint.spec.hugging_face.to_name
     weights, outline = open_hf(folder), outline_of(blueprint)
@@ -199,7 +199,7 @@ def _open_other(folder: Path, family: str, open_folder: Callable[[Path], OtherFo
         whole = found.read(name)
         copy_part(tensor, lambda part: whole[part])
 
-    blueprint = Blueprint(str(folder), find_spec(family), found.shape)
+    blueprint = Blueprint(str(folder), find_family(family), found.shape)
     weights = Weights(str(folder), dict(found.outline), fill)
     weights.check(outline_of(blueprint))
     return StoredModel(weights, family, blueprint, folder, next(iter(found.outline.values())).dtype)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan.launch.preflight import member
-from torchtitan.launch.start import Start, count_gpus, main, plan_start
+from torchtitan.launch.start import NodeStart, count_gpus, main, plan_start
 
 HELP = "check that all nodes of a run can reach each other and are alike"
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     return 0 if nodes_are_ready(plan_start(os.environ, list(options), gpus), gpus) else 1
 
 
-def nodes_are_ready(start: Start, gpus: int) -> bool:
+def nodes_are_ready(start: NodeStart, gpus: int) -> bool:
     if start.node is None or start.config is None:  # a dry run needs no nodes
         return True
     return member.run(start.node, start.config, {**os.environ, **start.settings}, gpus)

@@ -1,6 +1,6 @@
 """`python -m torchtitan launch SITE`: one description of a job, submitted to Slurm, Run:ai, Kubernetes or SkyPilot.
 
-    python -m torchtitan launch k8s --config train_configs/llama3_8b.toml --nodes 2 --gpus 8 --image IMAGE --dry-run
+    python -m torchtitan launch k8s --config train_configs/llama3_8b.toml --nodes 2 --gpus 8 --image IMAGE --print
 
 The job runs run_llama_train.sh on each node. This verb installs and builds nothing; the site's own client submits.
 """
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, default=8, help="GPUs on each machine; 0 trains on the CPU (default: %(default)s)"
     )
     parser.add_argument("--gpu_kind", help="kind of GPU, such as H100; sky needs it, other sites refuse it")
-    parser.add_argument("--image", help="container image, built from the Dockerfile; runai and k8s need it")
+    parser.add_argument("--image", help="container image, built from the Dockerfile; runai, k8s and jobset need it")
     parser.add_argument(
         "--mount",
         action="append",
@@ -79,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api", type=int, choices=(1, 2), default=2, help="1 uses the older interface: runai submit-dist, PyTorchJob"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
+    parser.add_argument(
+        "--print", "--dry-run", dest="prints", action="store_true", help="print the submission, and submit nothing"
+    )
     parser.epilog = "Everything after -- goes to train.py."
 
 
@@ -154,13 +156,13 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     world_size = job.nodes * int(processes) if processes.isdigit() else None
     load_run_or_exit(["--job.config_file", job.config, *options], world_size, rank=0)
     submission = SITES[args.site, args.api](job)
-    if args.dry_run:
+    if args.prints:
         print(submission)
         return 0
     client = submission.command[0]
     if not shutil.which(client):
         raise Refusal(
-            f"{client} is not on PATH; install it here, or take the output of --dry-run to a machine that has it"
+            f"{client} is not on PATH; install it here, or take the output of --print to a machine that has it"
         )
     if submission.file:
         submission.file.parent.mkdir(parents=True, exist_ok=True)

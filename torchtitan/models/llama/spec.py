@@ -14,7 +14,7 @@ from torchtitan.models.llama.args import (
     takes_muon,
     tied,
 )
-from torchtitan.models.spec import HuggingFace, ModelSpec, OtherFormat
+from torchtitan.models.spec import Family, HuggingFace, OtherFormat
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,8 @@ def open_meta(folder: Path) -> OtherFormat:
     return open_meta(folder)
 
 
-def _family(flavors: Mapping[str, LlamaArgs]) -> ModelSpec:
-    return ModelSpec(
+def _family(flavors: Mapping[str, LlamaArgs]) -> Family:
+    return Family(
         shape=LlamaArgs,
         flavors=flavors,
         parts=parts,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan.models.qwen3 import hf
 from torchtitan.models.qwen3.args import FLAVORS, Qwen3Args, parts, refusals, takes_muon, tied
-from torchtitan.models.spec import HuggingFace, ModelSpec
+from torchtitan.models.spec import Family, HuggingFace
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def operations(args: Qwen3Args, share: "Share") -> "Work":
     return decoder(args, share, head_norms=True)
 
 
-QWEN3 = ModelSpec(
+QWEN3 = Family(
     shape=Qwen3Args,
     flavors=FLAVORS,
     parts=parts,

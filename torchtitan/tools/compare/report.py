@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.config.names import flat, key_names
 from torchtitan.refusal import Refusal
-from torchtitan.tools.compare.runs import Run
+from torchtitan.tools.compare.runs import ComparedRun
 
 _MOST_ROWS = 12
 
@@ -112,7 +112,7 @@ def _value(dotted: dict[str, Any], name: str) -> Any:
     return {key: value for key, value in dotted.items() if key.startswith(f"{name}.")}
 
 
-def differing_keys(a: Run, b: Run) -> tuple[list[str], list[str]]:
+def differing_keys(a: ComparedRun, b: ComparedRun) -> tuple[list[str], list[str]]:
     """A line for each key that differs, in two lists: keys that set how to compute, and keys that set what to train."""
     how: list[str] = []
     what: list[str] = []
@@ -131,7 +131,7 @@ def differing_keys(a: Run, b: Run) -> tuple[list[str], list[str]]:
     return how, what
 
 
-def describe(a: Run, b: Run, comparison: Comparison) -> str:
+def describe(a: ComparedRun, b: ComparedRun, comparison: Comparison) -> str:
     """The whole result as text."""
     how, what = differing_keys(a, b)
     seq_len = a.config.training.seq_len
@@ -181,7 +181,7 @@ def import_figure() -> Any:
     return Figure
 
 
-def draw(a: Run, b: Run, comparison: Comparison, path: Path) -> None:
+def draw(a: ComparedRun, b: ComparedRun, comparison: Comparison, path: Path) -> None:
     """Draw both loss curves and, below them, the differences with their bounds."""
     floor = 1e-9  # a logarithmic axis cannot show 0; the last bit of a float32 is 6e-8
     figure = import_figure()(figsize=(9, 7), layout="constrained")

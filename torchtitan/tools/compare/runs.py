@@ -25,7 +25,7 @@ _TAIL_LINES = 40
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """One of the two runs: its command line, and the values that its configuration resolves to."""
 
     name: str  # A or B
@@ -58,7 +58,7 @@ def infer_world_size(parallelism: Parallelism) -> int:
     return math.prod(abs(degree) for key, degree in parallelism if key.endswith("_degree"))
 
 
-def plan_runs(args: argparse.Namespace, options: Sequence[str]) -> tuple[Run, Run]:
+def plan_runs(args: argparse.Namespace, options: Sequence[str]) -> tuple[ComparedRun, ComparedRun]:
     """Plan both runs; refuse a pair that cannot be compared before either starts."""
     for option in options:
         if option.partition("=")[0].replace("-", "_") in ("__job.config_file", "__job.dump_folder"):
@@ -86,7 +86,7 @@ def plan_runs(args: argparse.Namespace, options: Sequence[str]) -> tuple[Run, Ru
 
 def plan_run(
     name: str, file: str, options: Sequence[str], seed: int, steps: int | None, world_size: int | None, out: Path
-) -> Run:
+) -> ComparedRun:
     argv = ["--job.config_file", file, *options, "--debug.seed", str(seed), "--metrics.log_freq", "1"]
     argv += ["--job.dump_folder", str(out / name.lower())]
     given = load_config(argv)
@@ -105,10 +105,14 @@ def plan_run(
         raise Refusal(f"--world_size_{name.lower()} = {world_size}, but a run has at least one rank; use 1 or more")
     config = load_config(argv, world_size)
     dims = plan_layout(config.parallelism, world_size)
-    return Run(name, file, argv, config, dims, world_size, plan_batch(config.training, dims.dp).global_batch_size)
+    return ComparedRun(
+        name, file, argv, config, dims, world_size, plan_batch(config.training, dims.dp).global_batch_size
+    )
 
 
-def train(run: Run, limit_seconds: float | None = None, more: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def train(
+    run: ComparedRun, limit_seconds: float | None = None, more: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Run train.py in its own processes, with its output in a log; returns its records.
 
     A run that takes longer than the limit is ended. `more`: environment variables.

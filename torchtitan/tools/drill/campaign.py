@@ -17,8 +17,8 @@ from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import load_config
 from torchtitan.refusal import Refusal
 from torchtitan.tools.drill.faults import FAULTS
-from torchtitan.tools.drill.places import Place
-from torchtitan.tools.drill.run import Run
+from torchtitan.tools.drill.places import Site
+from torchtitan.tools.drill.run import BreakableRun
 
 _STEPS_OF_A_FAULT = 8  # at most; with fewer left, the run is finished and a fresh one meets the next fault
 
@@ -27,7 +27,7 @@ class Campaign:
     """One configuration in one place: an undisturbed run, and one that is broken again and again."""
 
     def __init__(
-        self, out: Path, ranks: int, options: Sequence[str], place: Place, deadline: float, args: argparse.Namespace
+        self, out: Path, ranks: int, options: Sequence[str], place: Site, deadline: float, args: argparse.Namespace
     ) -> None:
         self.out, self.chance = out, random.Random(f"{args.seed} {out.name}")
         section = load_config(["--checkpoint.enable", *options], ranks)
@@ -35,8 +35,8 @@ class Campaign:
         if section.checkpoint.interval > steps // 4:  # a fault needs a checkpoint to break, and one before it
             options = [*options, "--checkpoint.interval", str(max(1, steps // 12))]
             print(f"checkpoint.interval = {options[-1]}, so that each fault has something to break")
-        self.untouched = Run(out / "untouched", ranks, steps, options, deadline, place)
-        self.broken = Run(out / "broken", ranks, steps, options, deadline, place)
+        self.untouched = BreakableRun(out / "untouched", ranks, steps, options, deadline, place)
+        self.broken = BreakableRun(out / "broken", ranks, steps, options, deadline, place)
 
     def ride(self, count: int) -> list[str]:
         """Returns what was lost."""
@@ -107,7 +107,7 @@ class Campaign:
             found += [] if ours == theirs else [f"{name} differs"]
         return found + _differences(self.broken.storage(), self.untouched.storage(), self.broken.steps)
 
-    def _both(self) -> tuple[Run, Run]:
+    def _both(self) -> tuple[BreakableRun, BreakableRun]:
         return self.broken, self.untouched
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.tools.drill.places import ObjectStore, Place, TwoNodes
-from torchtitan.tools.drill.run import Run, send
+from torchtitan.tools.drill.places import ObjectStore, Site, TwoNodes
+from torchtitan.tools.drill.run import BreakableRun, send
 
 _LEFT_FOR_LOGS_BYTES = 4 << 20
 _SMALL_DISK_BYTES = 4 << 30  # a disk of this size may be filled without harm to others
@@ -28,38 +28,38 @@ class Outcome:
 
 
 NOTHING = Outcome(broke=False)
-Act = Callable[[Run, random.Random], Outcome]
+Act = Callable[[BreakableRun, random.Random], Outcome]
 
 
 @dataclass(frozen=True)
 class Fault:
     act: Act
-    fits: Callable[[Place, Path], bool] = lambda place, out: True
+    fits: Callable[[Site, Path], bool] = lambda place, out: True
     needs_checkpoint: bool = False
 
 
-def _kill_one(run: Run, chance: random.Random) -> Outcome:
+def _kill_one(run: BreakableRun, chance: random.Random) -> Outcome:
     if not (workers := run.workers()):
         return NOTHING
     send(chance.choice(workers), signal.SIGKILL)
     return Outcome()
 
 
-def _kill_all(run: Run, _: random.Random) -> Outcome:
+def _kill_all(run: BreakableRun, _: random.Random) -> Outcome:
     going = run.is_going()
     run.kill()
     return Outcome(going)
 
 
-def _kill_a_launcher(run: Run, chance: random.Random) -> Outcome:
+def _kill_a_launcher(run: BreakableRun, chance: random.Random) -> Outcome:
     launcher = chance.choice(run.launchers)
     if launcher.poll() is not None:
         return NOTHING
-    launcher.kill()  # its ranks must end by themselves; `Run.end` finds those that do not
+    launcher.kill()  # its ranks must end by themselves; `BreakableRun.end` finds those that do not
     return Outcome()
 
 
-def _kill_while_writing(run: Run, _: random.Random) -> Outcome:
+def _kill_while_writing(run: BreakableRun, _: random.Random) -> Outcome:
     storage = run.storage()
     known = set(storage.steps())
 
@@ -73,7 +73,7 @@ def _kill_while_writing(run: Run, _: random.Random) -> Outcome:
     return Outcome(came)
 
 
-def _kill_at_the_end(run: Run, chance: random.Random) -> Outcome:
+def _kill_at_the_end(run: BreakableRun, chance: random.Random) -> Outcome:
     """While the run validates for the last time, or saves its last checkpoint."""
     came = run.wait_until(lambda: run.records()[-1:] == [run.steps], poll_seconds=0.002)
     time.sleep(chance.random() * 0.1)
@@ -82,14 +82,14 @@ def _kill_at_the_end(run: Run, chance: random.Random) -> Outcome:
     return Outcome(came and going)
 
 
-def _stop_one(run: Run, chance: random.Random) -> Outcome:
+def _stop_one(run: BreakableRun, chance: random.Random) -> Outcome:
     if not (workers := run.workers()):
         return NOTHING
     send(chance.choice(workers), signal.SIGSTOP)
     return Outcome()
 
 
-def _ask_to_end(run: Run, _: random.Random) -> Outcome:
+def _ask_to_end(run: BreakableRun, _: random.Random) -> Outcome:
     workers = run.workers()
     for worker in workers:
         send(worker, signal.SIGTERM)
@@ -99,7 +99,7 @@ def _ask_to_end(run: Run, _: random.Random) -> Outcome:
 def _damage(how: Callable[[bytes, random.Random], bytes | None], files: str = "") -> Act:
     """Damages one of these files of the newest checkpoint."""
 
-    def act(run: Run, chance: random.Random) -> Outcome:
+    def act(run: BreakableRun, chance: random.Random) -> Outcome:
         run.kill()
         complete, storage = run.complete(), run.storage()
         if len(complete) < 2:
@@ -137,7 +137,7 @@ def _change_the_place_in_the_data(content: bytes, _: random.Random) -> bytes:
     return content[:last] + b"%d" % ((int(content[last : last + 1]) + 1) % 10) + content[last + 1 :]
 
 
-def _make_unreadable(run: Run, chance: random.Random) -> Outcome:
+def _make_unreadable(run: BreakableRun, chance: random.Random) -> Outcome:
     """A file that may not be read, a link that leads to itself, or a folder in its place."""
     run.kill()
     if len(complete := run.complete()) < 2:
@@ -152,7 +152,7 @@ def _make_unreadable(run: Run, chance: random.Random) -> Outcome:
     return Outcome(damaged=(complete[0],))
 
 
-def _refused(run: Run, says: str) -> tuple[str, ...]:
+def _refused(run: BreakableRun, says: str) -> tuple[str, ...]:
     """Start the run where it has to be refused; returns what went otherwise."""
     before, records, said = run.files(), run.told("metrics.jsonl"), len(run.said())
     run.start()
@@ -163,7 +163,7 @@ def _refused(run: Run, says: str) -> tuple[str, ...]:
     return (*problems, *([f"a refused start changed {', '.join(changed[:5])}"] if changed else []))
 
 
-def _damage_all(run: Run, chance: random.Random) -> Outcome:
+def _damage_all(run: BreakableRun, chance: random.Random) -> Outcome:
     """No checkpoint is left that could be used: a start must not begin anew. Then all are put back."""
     run.kill()
     if not run.complete():
@@ -180,7 +180,7 @@ def _damage_all(run: Run, chance: random.Random) -> Outcome:
     return Outcome(problems=problems)
 
 
-def _take_the_disk_away(run: Run, _: random.Random) -> Outcome:
+def _take_the_disk_away(run: BreakableRun, _: random.Random) -> Outcome:
     """The folder of checkpoints is a link, and what it leads to is not mounted. Then it is back."""
     run.kill()
     folder, disk, aside = (run.folder / "checkpoint", run.folder.parent / "disk", run.folder.parent / "disk.away")
@@ -194,12 +194,12 @@ def _take_the_disk_away(run: Run, _: random.Random) -> Outcome:
     return Outcome(problems=problems)
 
 
-def _wait_for_a_failed_save(run: Run) -> bool:
+def _wait_for_a_failed_save(run: BreakableRun) -> bool:
     before = run.said().count("failed: ")
     return run.wait_until(lambda: run.said().count("failed: ") > before)
 
 
-def _forbid_writing(run: Run, _: random.Random) -> Outcome:
+def _forbid_writing(run: BreakableRun, _: random.Random) -> Outcome:
     folder = run.folder / "checkpoint"
     if not run.wait_until(folder.exists):
         return NOTHING
@@ -212,7 +212,7 @@ def _forbid_writing(run: Run, _: random.Random) -> Outcome:
     return Outcome(failed)
 
 
-def _fill_the_disk(run: Run, _: random.Random) -> Outcome:
+def _fill_the_disk(run: BreakableRun, _: random.Random) -> Outcome:
     filler = run.folder.parent / "filler"
     try:
         with filler.open("wb", buffering=0) as file:
@@ -227,7 +227,7 @@ def _fill_the_disk(run: Run, _: random.Random) -> Outcome:
     return Outcome(failed)
 
 
-def _take_the_store_away(run: Run, chance: random.Random) -> Outcome:
+def _take_the_store_away(run: BreakableRun, chance: random.Random) -> Outcome:
     """The object store answers nothing for some seconds. The run may go on, or end and lose nothing."""
     assert isinstance(run.place, ObjectStore)
     going = run.is_going()
@@ -237,7 +237,7 @@ def _take_the_store_away(run: Run, chance: random.Random) -> Outcome:
     return Outcome(going)
 
 
-def _pull_the_cable(run: Run, _: random.Random) -> Outcome:
+def _pull_the_cable(run: BreakableRun, _: random.Random) -> Outcome:
     """The nodes no longer reach each other until the head node's ranks have ended; the other cannot know why."""
     assert isinstance(run.place, TwoNodes)
     going = run.is_going()
@@ -249,15 +249,15 @@ def _pull_the_cable(run: Run, _: random.Random) -> Outcome:
     return Outcome(going)
 
 
-def _is_on_disk(place: Place, _: Path) -> bool:
+def _is_on_disk(place: Site, _: Path) -> bool:
     return place.is_on_disk()
 
 
-def _obeys_permissions(place: Place, _: Path) -> bool:
+def _obeys_permissions(place: Site, _: Path) -> bool:
     return place.is_on_disk() and not isinstance(place, TwoNodes)  # in a namespace of its own a user is root
 
 
-def _is_small_disk(place: Place, out: Path) -> bool:
+def _is_small_disk(place: Site, out: Path) -> bool:
     return place.is_on_disk() and shutil.disk_usage(out).total <= _SMALL_DISK_BYTES
 
 

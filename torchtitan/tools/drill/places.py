@@ -19,7 +19,7 @@ _START_SECONDS = 30
 Launcher = tuple[Sequence[str], Sequence[str], Mapping[str, str]]  # words before Python, torchrun, environment
 
 
-class Place:
+class Site:
     """This machine and a folder on its disk."""
 
     def launchers(self, ranks: int) -> list[Launcher]:
@@ -36,7 +36,7 @@ class Place:
     def close(self) -> None: ...
 
 
-class ObjectStore(Place):
+class ObjectStore(Site):
     """moto, a server that speaks S3, in a process of its own."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ exec sleep infinity
 """
 
 
-class TwoNodes(Place):
+class TwoNodes(Site):
     """Two network namespaces of this machine, joined by a cable that can be pulled."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
-from torchtitan.tools.drill.places import Place
+from torchtitan.tools.drill.places import Site
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_LEAVE = 5
@@ -24,7 +24,7 @@ _SECONDS_FOR_OTHER_NODES = 40  # torchrun itself waits 30 s for its ranks
 
 
 @dataclass
-class Run:
+class BreakableRun:
     """train.py under torchrun. The run's folder in the command line identifies its processes."""
 
     folder: Path
@@ -32,7 +32,7 @@ class Run:
     steps: int
     options: Sequence[str]
     deadline: float
-    place: Place
+    place: Site
 
     def start(self) -> None:
         words = ["train.py", *self.options, "--job.dump_folder", str(self.folder), "--checkpoint.enable"]

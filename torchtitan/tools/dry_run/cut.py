@@ -17,7 +17,7 @@ _OF_PARAMETERS = ("parameters", "gradients", "optimizer")  # the kinds of memory
 
 
 @dataclass(frozen=True)
-class Rates:
+class BytesPer:
     """What a rank holds by its last estimate: bytes for each parameter, and for each FLOP (kept for backward)."""
 
     by_parameter: float
@@ -41,7 +41,7 @@ def fit(config: Config, blueprint: Blueprint, world_size: int) -> list[int]:
     parts, ranks = what_is_cut(config, blueprint)
     if len(parts) < len(ranks):
         raise Refusal(f"the model has {len(parts)} parts, fewer than the {len(ranks)} pipeline stages; use fewer ranks")
-    rates: list[Rates | None] = [None] * len(limits)
+    rates: list[BytesPer | None] = [None] * len(limits)
     known: dict[tuple[int, tuple[range, ...]], Estimate] = {}
     tried: dict[tuple[int, ...], float] = {}  # the largest share of its limit that a rank holds
 
@@ -83,7 +83,7 @@ def fit(config: Config, blueprint: Blueprint, world_size: int) -> list[int]:
 def what_is_cut(config: Config, blueprint: Blueprint) -> tuple[list[Part], tuple[int, ...]]:
     """The units that stages are made of, and the rank of each stage."""
     if not blueprint.reads_text:
-        from torchtitan.training.any.build import num_stages, plan_ranks
+        from torchtitan.own_model.build import num_stages, plan_ranks
 
         degree, schedule = config.parallelism.pipeline_parallel_degree, config.parallelism.pipeline_parallel_schedule
         return [*blueprint.parts()], plan_ranks([[]] * num_stages(schedule, degree), schedule, degree).ranks
@@ -98,11 +98,11 @@ def _together(parts: Sequence[Part]) -> Part:
     return replace(parts[0], parameters=sum(p.parameters for p in parts), flops=sum(p.flops for p in parts))
 
 
-def _rates(found: Estimate, held: Sequence[Part]) -> Rates:
+def _rates(found: Estimate, held: Sequence[Part]) -> BytesPer:
     static = sum(found.peak.get(kind, 0) for kind in _OF_PARAMETERS)
     whole = _together(held)
-    return Rates(static / max(1, whole.parameters), (found.peak_bytes - static) / max(1, whole.flops))
+    return BytesPer(static / max(1, whole.parameters), (found.peak_bytes - static) / max(1, whole.flops))
 
 
-def _bytes(rates: Rates, parts: Sequence[Part]) -> float:
+def _bytes(rates: BytesPer, parts: Sequence[Part]) -> float:
     return sum(rates.by_parameter * part.parameters + rates.by_flop * part.flops for part in parts)

@@ -23,15 +23,15 @@ from torch.utils._pytree import tree_map_only
 from torchtitan.config.layout import plan_batch
 from torchtitan.config.schema import Config
 from torchtitan.data.batch import Batch, Origin
-from torchtitan.data.tokenizer import build_tokenizer
+from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
-from torchtitan.models.any.blueprint import AnyBlueprint
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import plan_stages
+from torchtitan.own_model.blueprint import OwnBlueprint
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint
-from torchtitan.tools.dry_run.kernels import apply_gpu_attention, gpu_norms
+from torchtitan.tools.dry_run.kernels import apply_gpu_attention, gpu_norms, real_biases
 from torchtitan.tools.dry_run.replay import Replay
 from torchtitan.training.optimizer import build_optimizer, make_states
 from torchtitan.training.start import lay_out_ranks
@@ -89,6 +89,7 @@ def estimate(
         model = run.lay_out_model()
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
+        stack.enter_context(real_biases())
         if gpu:
             stack.enter_context(gpu_norms())
             for part in model.stages.values():
@@ -105,7 +106,7 @@ def estimate(
             modules = {name: module for part in model.stages.values() for name, module in part.named_modules()}
             Replay(footprint).apply(modules[name] for name in blueprint.layers if name in modules)
         forward_backward = run.build_forward_backward(model)
-        optimizer = build_optimizer(model.named_parameters(), config.optimizer, takes_muon=blueprint.spec.takes_muon)
+        optimizer = build_optimizer(model.named_parameters(), config.optimizer, takes_muon=blueprint.takes_muon)
         make_states(optimizer)  # from its second step on, a run holds the states throughout the step
         states = [value for state in optimizer.state.values() for value in state.values()]
         footprint.mark((value for value in states if isinstance(value, Tensor)), "optimizer")
@@ -113,9 +114,9 @@ def estimate(
         footprint.moved.clear()
 
         update.begin(1)
-        forward_backward(blank_batch(config, run.blueprint, run.dims.dp))
+        loss = forward_backward(blank_batch(config, run.blueprint, run.dims.dp))
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
-        update.apply()
+        update.apply(loss.count)
         parameters = sum(p.numel() for p in model.parameters())
         return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved))
 
@@ -128,7 +129,7 @@ def with_counts(config: Config, counts: Sequence[int]) -> Config:
 
 def derived(config: Config, blueprint: Blueprint, world_size: int) -> Blueprint:
     """The blueprint with what a run finds out first: a tokenizer's vocabulary, the structure of a user's module."""
-    if not isinstance(blueprint, AnyBlueprint):
+    if not isinstance(blueprint, OwnBlueprint):
         if blueprint.shape.vocab_size is not None:
             return blueprint
         return blueprint.with_vocabulary(build_tokenizer(config.model.hf_assets_path).vocab_size)
@@ -141,8 +142,8 @@ def derived(config: Config, blueprint: Blueprint, world_size: int) -> Blueprint:
 def blank_batch(config: Config, blueprint: Blueprint, dp: int) -> Any:
     """The batch that the loader gives one rank for a step, with all values 0."""
     rows = plan_batch(config.training, dp).global_batch_size // dp
-    if isinstance(blueprint, AnyBlueprint):
-        from torchtitan.data.samples import SampleBatch, SampleOrigin
+    if isinstance(blueprint, OwnBlueprint):
+        from torchtitan.own_model.samples import SampleBatch, SampleOrigin
 
         example = blueprint.known.example, blueprint.known.target
         inputs, target = tree_map_only(Tensor, lambda t: torch.zeros(rows, *t.shape[1:], dtype=t.dtype), example)

@@ -4,13 +4,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from torchtitan.parallel import context
 from torchtitan.parallel.context import GatheredAttention
 
 
@@ -40,6 +43,19 @@ class _FusedNorm(torch.autograd.Function):
         x, weight, _ = ctx.saved_tensors
         of_weight = None if weight is None else arriving.sum(tuple(range(x.ndim - ctx.num_dims)))
         return torch.empty_like(x), None, of_weight
+
+
+@contextmanager
+def real_biases() -> Iterator[None]:
+    """Inside, context parallelism's causal biases are real: torch cannot make one from fake tensors."""
+    make = context.causal_lower_right
+
+    def without_modes(*size: int) -> CausalBias:
+        with _disable_current_modes():
+            return make(*size)
+
+    with mock.patch.object(context, "causal_lower_right", without_modes):
+        yield
 
 
 def apply_gpu_attention(model: nn.Module) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.hardware import peak_memory_gib
+from torchtitan.models.describe import describe_model
 from torchtitan.observe.log import logger, start_logging
 from torchtitan.refusal import Refusal
-from torchtitan.tools.check import describe_model
 from torchtitan.tools.hub import push
 
-HELP = "weights from and to Hugging Face, and from Meta's files"
+HELP = "turn weights into and from Hugging Face's form, and from Meta's files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ NOTES = ".cache/huggingface/download"  # huggingface_hub notes the commit of eac
 
 def choose(kind: str, repo: str, names: list[str], include: list[str] | None = None) -> list[str]:
     """Which of a repository's files to fetch."""
-    from torchtitan.data.file_kinds import READABLE, kind_by_name
+    from torchtitan.data.texts.file_kinds import READABLE, kind_by_name
 
     def matching(*patterns: str) -> list[str]:
         return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -89,7 +89,7 @@ def fetch(kind: str, repo: str, commit: str, sizes: dict[str, int], folder: Path
 def describe(kind: str, folder: Path, names: list[str]) -> tuple[str, str]:
     """A summary of what the recipe finds in the folder, and the command to run next."""
     if kind == "tokenizer":
-        from torchtitan.data.tokenizer import build_tokenizer
+        from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 
         what = f"{build_tokenizer(folder).vocab_size:,} ids"
         for config in sorted(Path("train_configs").glob("*.toml")):
@@ -102,7 +102,7 @@ def describe(kind: str, folder: Path, names: list[str]) -> tuple[str, str]:
         count = sum(tensor.numel() for tensor in open_model(str(folder)).weights.outline.values())
         next_one = f"python -m torchtitan generate --checkpoint {quote(str(folder))} --prompt 'Once upon a time'"
         return f"{count:,} parameters", next_one
-    from torchtitan.data.sources import locate_text
+    from torchtitan.data.texts.sources import locate_text
 
     what, next_one = f"all {locate_text('', str(folder)).kind}", "./run_llama_train.sh --training.dataset_path "
     held_out = [name for name in names if re.search(r"(?<![a-z])(valid|test|dev|eval)", name.lower())]
@@ -189,10 +189,10 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, lambda *_: _stop(folder))
         if kind == "model" and "config.json" in names:  # refuse an unusable model before fetching 100 GB of it
             from torchtitan.models.downloads import find_download
-            from torchtitan.models.families import find_specs
+            from torchtitan.models.families import find_families
 
             fetch(kind, repo, info.sha, {"config.json": sizes["config.json"]}, folder)
-            find_download(folder, find_specs(args.model), args.model)
+            find_download(folder, find_families(args.model), args.model)
         fetch(kind, repo, info.sha, {name: sizes[name] for name in names}, folder)
     except errors.HFValidationError as error:
         raise Refusal(f"{repo} is not the name of a repository ({error}); give owner/name") from error

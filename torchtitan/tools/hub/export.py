@@ -7,7 +7,7 @@ python -m torchtitan export outputs/digits digits-model --stages 2    and what e
 import argparse
 from collections.abc import Sequence
 
-HELP = "a trained model of your own, as safetensors and a program"
+HELP = "take a trained model of your own away, as safetensors and a program"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import fcntl
 import sys
 from pathlib import Path
 
-from torchtitan.data.tokenizer_files import find_file
+from torchtitan.data.tokenizers.files import find_file
 from torchtitan.models.downloads import name_on_the_hub
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from torchtitan.checkpoint.storage import Manifest, find_checkpoints
-from torchtitan.data.samples import collate, open_dataset
-from torchtitan.models.any.cut import Cut, divide, record
-from torchtitan.models.any.derive import as_arguments, derive, several_names
 from torchtitan.models.families import find_spec
 from torchtitan.models.spec import ModelSpec
+from torchtitan.own_model.cut import Cut, divide, record
+from torchtitan.own_model.derive import as_arguments, derive, several_names
+from torchtitan.own_model.samples import collate, open_dataset
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.targets import refuse_existing
@@ -27,7 +27,7 @@ def export(checkpoint: str, target: str, num_stages: int) -> None:
     if not isinstance(manifest, Manifest):
         raise Refusal(f"{checkpoint} holds no checkpoint: {manifest}; name a run folder or a folder step-N")
     spec = find_spec(manifest.config["model"]["name"])
-    if spec.shape is not None:
+    if not isinstance(spec, ModelSpec):
         raise Refusal(f"{manifest.config['model']['name']} is a family of the recipe; use convert, for Hugging Face")
     refuse_existing(target)
     model = spec.build().eval()

@@ -1,10 +1,9 @@
-"""`python -m torchtitan plan CONFIG.toml --cluster FILE.toml`: the fastest layouts of a run, before it is paid for."""
+"""A plan for nodes that are alike: the fastest layouts, what they consist of, and the best as a configuration."""
 
 import argparse
 import json
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ import numpy as np
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Config
-from torchtitan.models.families import load_run_or_exit, plan_model
+from torchtitan.models.families import plan_model
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.planned import described
 from torchtitan.refusal import Refusal
-from torchtitan.tools.check import describe_configured
 from torchtitan.tools.plan.choice import changed, fixed_keys, is_possible, left_out, to_text
 from torchtitan.tools.plan.cluster import Cluster, read_cluster
 from torchtitan.tools.plan.look import consists_of, operations
@@ -28,49 +26,84 @@ from torchtitan.tools.plan.search import FILLED, Answer, Choice, Job, Table, mov
 _BAR = 30
 
 
-def run(args: argparse.Namespace, options: Sequence[str]) -> tuple[Config, Job, Cluster, Answer]:
-    began = time.perf_counter()
-    cluster = read_cluster(args.cluster)
-    config, blueprint = load_run_or_exit(["--job.config_file", args.file, *options], None, 0, prog="plan")
-    if args.show < 1:
-        raise Refusal(f"--show {args.show}: use 1 or more")
-    job = job_of(config, blueprint, cluster.num_devices, options)
-    answer = search(job, cluster, max(args.show, args.verify or 0))
-    print(
-        f"{config.job.description} on {cluster.name}: {job.global_batch} sequences of {job.seq_len:,} tokens a step\n"
-        f"{describe_configured(blueprint, config)}\n"
-        f"{answer.num_layouts:,} layouts, {answer.num_fitting:,} of them in {FILLED:.0%} of the memory, "
-        f"{time.perf_counter() - began:.1f} s; rests on {cluster.rests_on}"
-    )
-    for line in left_out(config):
-        print(f"not known: {line}")
-    if not answer.best:
+class Like:
+    """The fastest layouts on nodes that are alike."""
+
+    def __init__(self, args: argparse.Namespace, config: Config, blueprint: Blueprint, options: Sequence[str]) -> None:
+        self.config, self.cluster = config, read_cluster(args.cluster)
+        self.name, self.rests_on, self.notes = self.cluster.name, self.cluster.rests_on, left_out(config)
+        self.job = job_of(config, blueprint, self.cluster.num_devices, options)
+        self.answer = search(self.job, self.cluster, max(args.show, args.verify or 0))
+        self.found = bool(self.answer.best)
+
+    def counted(self) -> str:
+        answer = self.answer
+        return f"{answer.num_layouts:,} layouts, {answer.num_fitting:,} of them in {FILLED:.0%} of the memory"
+
+    def nothing_fits(self) -> str:
+        answer, cluster = self.answer, self.cluster
         least = min(float(table.peak.min()) for table in answer.tables) / 2**30 if answer.tables else 0
-        raise Refusal(
+        return (
             f"none of {answer.num_layouts:,} layouts fits {FILLED:.0%} of {cluster.memory_bytes / 2**30:.0f} GiB on "
             f"{cluster.num_devices} devices; the smallest needs {least:.1f}. Use more devices, or release keys after --"
         )
-    print(_listing(job, cluster, answer))
-    if args.explain:
-        table, index, _ = _entry(answer, answer.best[0])
-        print(_explained(job, answer))
-        print(operations(job, cluster, table.choice(index), table.counts))
-    if args.what_if:
-        print(_what_if(job, cluster, answer))
-    if args.schedules or args.drawing:
-        _pipelines(job, cluster, answer, args.drawing)
-    if args.out:
-        _write(args.out, config, job, cluster, answer, [args.file, *options])
-    return config, job, cluster, answer
+
+    def listing(self) -> str:
+        return _listing(self.job, self.cluster, self.answer)
+
+    def explained(self) -> str:
+        table, index, _ = _entry(self.answer, self.answer.best[0])
+        parts = operations(self.job, self.cluster, table.choice(index), table.counts)
+        return f"{_explained(self.job, self.answer)}\n{parts}"
+
+    def seconds(self) -> float:
+        table, index, _ = _entry(self.answer, self.answer.best[0])
+        return float(table.total[index])
+
+    def others(self) -> dict[str, Cluster]:
+        """Machines that would change the answer."""
+        cluster, device = self.cluster, self.cluster.machine.device
+        wider = replace(cluster.machine, device=replace(device, between=2 * device.between))
+        return {
+            "twice the bandwidth between nodes": replace(cluster, machine=wider),
+            "half the memory": replace(cluster, memory_bytes=cluster.memory_bytes / 2),
+            "one node fewer": replace(cluster, num_devices=cluster.num_devices - device.per_node),
+        }
+
+    def on(self, other: Cluster) -> tuple[float, str] | None:
+        """Seconds and name of the fastest layout on other machines."""
+        found = search(self.job, other, 1) if other.num_devices else None
+        if found is None or not found.best:
+            return None
+        table, at, choice = _entry(found, found.best[0])
+        return float(table.total[at]), named(choice)
+
+    def draw(self, drawing: Path | None, schedules: bool) -> None:
+        if schedules or drawing:
+            _pipelines(self.job, self.cluster, self.answer, drawing)
+
+    def write(self, path: Path, command: Sequence[str]) -> None:
+        """The best layout that `check` accepts, as a configuration of its own."""
+        for place in self.answer.best:
+            name = named(_entry(self.answer, place)[2])
+            try:
+                write_layout(path, self.config, self.job, self.cluster, self.answer, place, command)
+            except ConfigError as error:
+                print(f"{name} is passed over: {error}", file=sys.stderr)
+                continue
+            print(f"{path}, {path.with_suffix('.json')}: {name}")
+            return
+        best = len(self.answer.best)
+        raise Refusal(f"--out {path}: none of the {best} best layouts passes check; use a larger --show")
 
 
 def job_of(config: Config, blueprint: Blueprint, num_devices: int, options: Sequence[str]) -> Job:
-    if blueprint.spec.operations is None:
+    if not blueprint.reads_text or blueprint.spec.operations is None:
         raise Refusal(
-            f"{config.model.name} does not say what it computes; give its ModelSpec operations (docs/planner.md)"
+            f"{config.model.name} does not say what it computes; plan needs a Family with operations (docs/models.md)"
         )
     if blueprint.shape.vocab_size is None:
-        from torchtitan.data.tokenizer import build_tokenizer
+        from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 
         blueprint = blueprint.with_vocabulary(build_tokenizer(config.model.hf_assets_path).vocab_size)
     batch = config.training.global_batch_size
@@ -101,7 +134,7 @@ def _listing(job: Job, cluster: Cluster, answer: Answer) -> str:
     """The best layouts, then the fastest ones that do not fit, each with what sets it apart from the best."""
     flops = job.blueprint.flops_per_token(job.seq_len) * job.global_batch * job.seq_len
     width = max(len(named(_entry(answer, place)[2])) for place in (*answer.best, *answer.too_large[:3]))
-    lines = [f"     {'layout':<{width}}  s a step   tokens/s    MFU    GiB  instead of the first"]
+    lines = [f"     {'layout':<{width}}  s a step   tokens/s    MFU    GiB  slower than no. 1, because of"]
     for number, place in enumerate((*answer.best, *answer.too_large[:3])):
         table, index, choice = _entry(answer, place)
         seconds, peak = float(table.total[index]), float(table.peak[index]) / 2**30
@@ -163,27 +196,6 @@ def _explained(job: Job, answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def _what_if(job: Job, cluster: Cluster, answer: Answer) -> str:
-    device = cluster.machine.device
-    wider = replace(cluster.machine, device=replace(device, between=2 * device.between))
-    others = {
-        "twice the bandwidth between nodes": replace(cluster, machine=wider),
-        "half the memory": replace(cluster, memory_bytes=cluster.memory_bytes / 2),
-        "one node fewer": replace(cluster, num_devices=cluster.num_devices - device.per_node),
-    }
-    lines = ["what would change the answer:"]
-    table, index, _ = _entry(answer, answer.best[0])
-    for name, other in others.items():
-        found = search(job, other, 1) if other.num_devices else None
-        if found is None or not found.best:
-            lines.append(f"  {name}: nothing fits, or the batch of {job.global_batch} does not divide")
-            continue
-        there, at, choice = _entry(found, found.best[0])
-        change = float(there.total[at]) / float(table.total[index]) - 1
-        lines.append(f"  {name}: {float(there.total[at]):.3f} s ({change:+.1%}), {named(choice)}")
-    return "\n".join(lines)
-
-
 def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None) -> None:
     """The first listed layout that has a pipeline, simulated."""
     from torchtitan.tools.plan.look import draw
@@ -206,19 +218,6 @@ def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None)
             print(f"{drawing}: this pipeline over time")
 
 
-def _write(path: Path, config: Config, job: Job, cluster: Cluster, answer: Answer, command: list[str]) -> None:
-    """The best layout that `check` accepts, as a configuration of its own."""
-    for place in answer.best:
-        try:
-            write_layout(path, config, job, cluster, answer, place, command)
-        except ConfigError as error:
-            print(f"{named(_entry(answer, place)[2])} is passed over: {error}", file=sys.stderr)
-            continue
-        print(f"{path}, {path.with_suffix('.json')}: {named(_entry(answer, place)[2])}")
-        return
-    raise Refusal(f"--out {path}: none of the {len(answer.best)} best layouts passes check; use a larger --show")
-
-
 def write_layout(
     path: Path,
     config: Config,
@@ -234,13 +233,6 @@ def write_layout(
     text, checked = to_text(planned, cluster.num_devices)
     plan_model(checked)
     seconds, peak = float(table.total[index]), float(table.peak[index]) / 2**30
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f"# {named(choice)}, on {cluster.name} ({cluster.num_devices} ranks).\n"
-        f"# Predicted: {seconds:.3f} s a step, {peak:.1f} GiB; rests on {cluster.rests_on}.\n"
-        f"# From: python -m torchtitan plan {shlex.join(command)} --cluster ...\n\n{text}",
-        encoding="utf-8",
-    )
     said = {
         "layout": named(choice),
         "seconds": seconds,
@@ -250,5 +242,17 @@ def write_layout(
         "rests_on": cluster.rests_on,
         "run": described(checked.model_dump()),
     }
-    path.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    head = [
+        f"{named(choice)}, on {cluster.name} ({cluster.num_devices} ranks).",
+        f"Predicted: {seconds:.3f} s a step, {peak:.1f} GiB; rests on {cluster.rests_on}.",
+    ]
+    write_plan(path, head, command, text, said)
     return said
+
+
+def write_plan(path: Path, head: Sequence[str], command: Sequence[str], text: str, said: dict[str, Any]) -> None:
+    """A configuration under comments that say where it comes from, and its prediction beside it."""
+    lines = [*head, f"From: python -m torchtitan plan {shlex.join(command)} --cluster ..."]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"# {line}\n" for line in lines) + f"\n{text}", encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from torchtitan.tools.plan.timeline import Timeline
 COLORS = {"F": "#6aa9e9", "B": "#f0a860", "I": "#f0a860", "W": "#8cc98c"}
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 _SVG_WIDTH, _SVG_ROW = 1200, 22
-_SIZE, _ROW, _LEFT, _TOP = 1600, 26, 70, 30  # pixels of a PNG
+_LEFT, _TOP = 70, 30
 
 
 def operations(job: Job, cluster: Cluster, choice: Choice, counts: Mapping[int, Sequence[int]]) -> str:
@@ -85,36 +85,10 @@ def consists_of(kind: str, kinds: Mapping[str, float], kept: float) -> list[tupl
 
 
 def draw(path: Path, title: str, timeline: Timeline, hop: float) -> None:
-    if path.suffix not in (".svg", ".png"):
-        raise Refusal(f"--drawing {path}: a drawing is an .svg or a .png; name one of these")
+    if path.suffix != ".svg":
+        raise Refusal(f"--drawing {path}: a drawing is an .svg; name one")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".svg":
-        path.write_text(to_svg(title, timeline, hop), encoding="utf-8")
-        return
-    from PIL import Image, ImageDraw
-
-    height = _TOP + _ROW * len(timeline.spans) + 40
-    image = Image.new("RGB", (_SIZE + 20, height), "white")
-    pen = ImageDraw.Draw(image)
-    scale = (_SIZE - _LEFT) / timeline.seconds
-    pen.text((5, 8), title, fill="black")
-    for rank, spans in enumerate(timeline.spans):
-        top = _TOP + _ROW * rank
-        stages = sorted({span.action.stage for span in spans})
-        pen.text((5, top + 6), f"rank {rank}", fill="black")
-        for span in spans:
-            left = _LEFT + span.begin * scale
-            right = max(left + 0.5, _LEFT + span.end * scale - 1)
-            pale = 0.6 * stages.index(span.action.stage) / len(stages)
-            color = [int(COLORS[span.action.kind][at : at + 2], 16) for at in (1, 3, 5)]
-            faded = tuple(round(part + (255 - part) * pale) for part in color)
-            pen.rectangle((left, top, right, top + _ROW - 4), fill=faded)
-    for rank, to, leaves in messages(timeline):
-        ends = [(_LEFT + at * scale, _TOP + _ROW * row + 11) for at, row in ((leaves, rank), (leaves + hop, to))]
-        pen.line(ends, fill=(90, 90, 90))
-    pen.text((_LEFT, height - 22), "0 s", fill="black")
-    pen.text((_SIZE - 40, height - 22), f"{timeline.seconds:.2f} s", fill="black")
-    image.save(path)
+    path.write_text(to_svg(title, timeline, hop), encoding="utf-8")
 
 
 def messages(timeline: Timeline) -> Iterator[tuple[int, int, float]]:

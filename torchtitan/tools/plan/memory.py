@@ -1,7 +1,7 @@
 """Bytes that a rank of a layout holds at its peak, in closed form; a number may be an array.
 
 The peak is one of a few moments of a step. Each is a sum of what is held throughout, weights that FSDP has gathered,
-gradients and activations, so the dry run's kinds of bytes are the same. `tests/unit/test_plan_memory.py` compares both.
+gradients and activations, so the dry run's kinds of bytes are the same (tests/tools/plan/test_plan_memory.py compares).
 """
 
 from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ _ONE_STAGE = ("GPipe", "1F1B")
 
 
 @dataclass(frozen=True)
-class Run:
+class ScheduledPass:
     """One schedule of a layout."""
 
     schedule: str
@@ -31,7 +31,7 @@ class Run:
         return float(np.mean([self.timeline.idle(rank) for rank in range(len(self.timeline.spans))]))
 
 
-def compare(job: Job, cluster: Cluster, choice: Choice, cuts: Mapping[int, Sequence[int]]) -> list[Run]:
+def compare(job: Job, cluster: Cluster, choice: Choice, cuts: Mapping[int, Sequence[int]]) -> list[ScheduledPass]:
     """The pipeline of `choice` under every schedule that takes as many microbatches; the fastest comes first."""
     runs = []
     for schedule in SCHEDULES:
@@ -44,7 +44,7 @@ def compare(job: Job, cluster: Cluster, choice: Choice, cuts: Mapping[int, Seque
         timeline = simulate(orders, seconds, hop)
         layers = {stage: float(count) for stage, count in enumerate(cuts[number])}
         waiting = max(timeline.waiting(rank, layers) for rank in range(choice.pp))
-        runs.append(Run(schedule, stages, timeline, waiting, hop))
+        runs.append(ScheduledPass(schedule, stages, timeline, waiting, hop))
     return sorted(runs, key=lambda run: run.timeline.seconds)
 
 

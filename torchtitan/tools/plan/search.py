@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from torchtitan.tools.plan.memory import Held, sizes_of, staged, whole
 from torchtitan.tools.plan.traffic import traffic
 
 FILLED = 0.9  # of a device's memory: the rest is for the context, NCCL, fragments, and for what is predicted too low
+Entry = tuple[float, float, int, int]  # seconds, bytes, the number of a table, and the index in it
 _AT_ONCE = 8192  # layouts: their arrays stay in a core's cache
 _MOST_STAGES = 8  # on a rank; more gain little, and cost a message each
 RECOMPUTES = ("none", "selective op", "full")
@@ -105,8 +106,8 @@ def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
     counts: dict[int, tuple[int, ...]] = {}
     tables = [evaluate(job, cluster, columns, mode, counts) for mode, columns in layouts(job, cluster)]
     limit, fitting = FILLED * cluster.memory_bytes, 0
-    best: list[tuple[float, float, int, int]] = []
-    large: list[tuple[float, float, int, int]] = []
+    best: list[Entry] = []
+    large: list[Entry] = []
     for number, table in enumerate(tables):
         total, peak = table.total, table.peak
         fits = peak <= limit
@@ -115,7 +116,7 @@ def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
             indices = np.flatnonzero(which)
             first = indices[np.lexsort((peak[indices], total[indices]))]
             found += [(float(total[i]), float(peak[i]), number, int(i)) for i in _unlike(table, first, show)]
-    best, large = sorted(best)[:show], sorted(large)[:show]
+    best, large = _one_each(tables, sorted(best))[:show], _one_each(tables, sorted(large))[:show]
     faster = [entry for entry in large if not best or entry[0] < best[0][0]]
     return Answer(
         tuple(tables),
@@ -124,6 +125,15 @@ def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
         sum(len(table.columns["pp"]) for table in tables),
         fitting,
     )
+
+
+def _one_each(tables: Sequence[Table], entries: Sequence[Entry]) -> list[Entry]:
+    """The first entry of each pp, tp and cp: a table has one, but there are several tables."""
+    first: dict[tuple[int, ...], Entry] = {}
+    for entry in entries:
+        columns, index = tables[entry[2]].columns, entry[3]
+        first.setdefault(tuple(int(columns[name][index]) for name in ("pp", "tp", "cp")), entry)
+    return list(first.values())
 
 
 def _unlike(table: Table, indices: np.ndarray, most: int) -> list[int]:

@@ -30,9 +30,10 @@ from torchtitan.models.families import plan_model
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.failure import leave
 from torchtitan.observe.log import start_logging
-from torchtitan.observe.watch import PeerError, Watch
+from torchtitan.observe.peers.alone import Alone
+from torchtitan.observe.peers.watch import Watch
 from torchtitan.parallel import collectives
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import PeerError, Refusal
 from torchtitan.tools.dry_run.estimate import blank_batch
 from torchtitan.tools.probe.report import write
 from torchtitan.training.optimizer import build_optimizer
@@ -267,7 +268,7 @@ def main(out: Path, dtype: str | None) -> None:
     hardware.keep_to_own_cores(place, device)
     collectives.start_process_group(device, place.rank, place.world_size, _TIMEOUT_SECONDS)
     try:
-        with Watch(Path("outputs/probe"), _TIMEOUT_SECONDS, []):
+        with Watch(Path("outputs/probe"), _TIMEOUT_SECONDS, []) if dist.get_world_size() > 1 else Alone():
             every = measure(place, per_node, device, ON_CPU if device.type == "cpu" else ON_GPU, dtype)
     finally:
         collectives.stop_process_group()

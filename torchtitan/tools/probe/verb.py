@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.launch.start import Start, become, plan_program
+from torchtitan.launch.start import NodeStart, become, plan_program
 from torchtitan.refusal import Refusal
 
 HELP = "measure devices and links, and write a cluster file"
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     become(lambda gpus: plan(args, gpus))
 
 
-def plan(args: argparse.Namespace, gpus: int) -> Start:
+def plan(args: argparse.Namespace, gpus: int) -> NodeStart:
     if args.out.is_dir() or args.out.suffix != ".toml":
         raise Refusal(f"--out {args.out} is no name of a TOML file; use a name such as clusters/here.toml")
     program = ["-m", "torchtitan.tools.probe.rank", str(args.out), *[args.dtype] * (args.dtype is not None)]

@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 
 from torchtitan.hardware import read_place
+from torchtitan.models.describe import describe_model
 from torchtitan.observe.log import logger, start_logging
-from torchtitan.tools.check import describe_model
 
-HELP = "loss and perplexity of stored weights on the data of [validation]"
+HELP = "measure loss and perplexity of stored weights on the data of [validation]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

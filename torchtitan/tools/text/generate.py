@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan.hardware import read_place
+from torchtitan.models.describe import describe_model
 from torchtitan.observe.log import logger, start_logging
 from torchtitan.refusal import Refusal
-from torchtitan.tools.check import describe_model
 
 HELP = "continue a text; under torchrun, with tensor parallelism"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config, Optimizer, Parallelism
-from torchtitan.data.sources import locate_text
+from torchtitan.data.texts.sources import locate_text
 from torchtitan.hardware import Place
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchtitan.data.sharded import ShardedTexts
-from torchtitan.data.sources import locate_text, open_texts
-from torchtitan.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.texts.sharded import ShardedTexts
+from torchtitan.data.texts.sources import locate_text, open_texts
+from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.refusal import Refusal
 from torchtitan.weights.targets import refuse_existing
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.schema import Config
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.rules import find_tensor_parallel_refusals
 from torchtitan.models.spec import Blueprint

@@ -1,10 +1,7 @@
-"""`plan CONFIG.toml --cluster FILE` where nodes or links are unlike: layouts, and which node serves which stage."""
+"""A plan for nodes or links that are unlike: the fastest layouts, and which node serves which stage."""
 
 import argparse
 import itertools
-import json
-import shlex
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -13,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.config.schema import Config
-from torchtitan.models.families import load_run_or_exit, plan_model
+from torchtitan.models.families import plan_model
+from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.tools.plan.choice import changed, left_out, to_text
-from torchtitan.tools.plan.layout import job_of
+from torchtitan.tools.plan.layout import job_of, write_plan
 from torchtitan.tools.plan.places.layouts import Found, Layouts, propose
 from torchtitan.tools.plan.places.network import Network, read_cluster_network
 from torchtitan.tools.plan.places.unlike import Load, Pipelines, Plan
@@ -26,42 +24,88 @@ _COLORS = ("#6aa9e9", "#f0a860", "#8cc98c", "#d98cb3", "#b3a2e0", "#d0c060", "#7
 _SHORT = 1000  # steps of a search of "what would change the answer"
 
 
-def run(args: argparse.Namespace, options: Sequence[str]) -> None:
-    began = time.perf_counter()
-    name, network, rests_on = read_cluster_network(args.cluster)
-    config, blueprint = load_run_or_exit(["--job.config_file", args.file, *options], None, 0, prog="plan")
-    job = job_of(config, blueprint, len(network.regions) * network.per_node, options)
-    for key, only in (("cp", 1), ("replicas", 1), ("schedule", "1F1B")):
-        if job.fixed.get(key, only) != only:
-            raise Refusal(f"{key} = {job.fixed[key]} is not searched on unlike nodes; use {only}, or leave it out")
-    network, notes = _completed(network)
-    layouts = Layouts(job, network)
-    found, count = propose(layouts, args.seed, args.show)
-    print(
-        f"{config.job.description} on {name}: {job.global_batch} sequences of {job.seq_len:,} tokens a step\n"
-        f"{count:,} layouts on {len(network.regions)} nodes, {time.perf_counter() - began:.1f} s; rests on {rests_on}"
-    )
-    for line in (*left_out(config), *notes):
-        print(f"not known: {line}")
-    if not found:
-        raise Refusal(
-            f"none of {count:,} layouts fits {FILLED:.0%} of the memory of these {len(network.regions)} nodes; "
-            "use more nodes, or release keys after --"
+class Unlike:
+    """The fastest layouts on nodes or links that differ."""
+
+    def __init__(self, args: argparse.Namespace, config: Config, blueprint: Blueprint, options: Sequence[str]) -> None:
+        if unknown := [name for name in ("verify", "schedules") if getattr(args, name) not in (None, False)]:
+            raise Refusal(f"--{unknown[0]} is for like nodes, but {args.cluster} has unlike ones; leave it out")
+        self.name, network, self.rests_on = read_cluster_network(args.cluster)
+        self.config, self.seed = config, args.seed
+        self.job = job_of(config, blueprint, len(network.regions) * network.per_node, options)
+        for key, only in (("cp", 1), ("replicas", 1), ("schedule", "1F1B")):
+            if self.job.fixed.get(key, only) != only:
+                given = self.job.fixed[key]
+                raise Refusal(f"{key} = {given} is not searched on unlike nodes; use {only}, or leave it out")
+        self.network, notes = _completed(network)
+        self.notes = [*left_out(config), *notes]
+        self.layouts = Layouts(self.job, self.network)
+        self.found, self.count = propose(self.layouts, args.seed, args.show)
+
+    def counted(self) -> str:
+        return f"{self.count:,} layouts on {len(self.network.regions)} nodes"
+
+    def nothing_fits(self) -> str:
+        return (
+            f"none of {self.count:,} layouts fits {FILLED:.0%} of the memory of these {len(self.network.regions)} "
+            "nodes; use more nodes, or release keys after --"
         )
-    print(_listing(layouts, found))
-    print(map_text(network, found[0].plan, *traffic(network, found[0].load, found[0].plan)))
-    if args.explain:
-        print(_explained(layouts, found[0]))
-    if args.what_if:
-        print(_what_if(layouts, found[0], args.seed))
-    if args.drawing:
-        args.drawing.parent.mkdir(parents=True, exist_ok=True)
-        title = f"{blueprint.name} on {name}: {found[0].plan.seconds:.2f} s a step"
-        svg = map_svg(title, network, found[0].plan, traffic(network, found[0].load, found[0].plan)[1])
-        args.drawing.write_text(svg, encoding="utf-8")
-        print(f"{args.drawing}: which node serves which stage, and what travels between sites")
-    if args.out:
-        _write(args.out, config, layouts, name, rests_on, found[0], [args.file, *options])
+
+    def listing(self) -> str:
+        best = self.found[0]
+        served = map_text(self.network, best.plan, *traffic(self.network, best.load, best.plan))
+        return f"{_listing(self.layouts, self.found)}\n{served}"
+
+    def explained(self) -> str:
+        return _explained(self.layouts, self.found[0])
+
+    def seconds(self) -> float:
+        return self.found[0].plan.seconds
+
+    def others(self) -> dict[str, Network]:
+        """Other links, other memory, and the nodes without the slowest that is used."""
+        network, best = self.network, self.found[0]
+        slowest = best.plan.nodes[int(np.argmax([best.load.layer[list(nodes)].max() for nodes in best.plan.nodes]))]
+        worst = max(slowest, key=lambda node: best.load.layer[node])
+        halved = tuple(replace(sheet, memory_gib=(sheet.memory_gib or 0) / 2) for sheet in network.sheets)
+        return {
+            "twice the bandwidth of every link": replace(network, bandwidth=2 * network.bandwidth),
+            "no delay": replace(network, delay=0 * network.delay),
+            "half the memory": replace(network, sheets=halved),
+            f"without {network.names[worst]}, the slowest that is used": network.without(worst),
+        }
+
+    def on(self, other: Network) -> tuple[float, str] | None:
+        """Seconds and name of the fastest layout that a shorter search finds on another network."""
+        found, _ = propose(Layouts(self.job, other), self.seed, 1, _SHORT)
+        return (found[0].plan.seconds, _named(found[0])) if found else None
+
+    def draw(self, drawing: Path | None, schedules: bool) -> None:
+        if drawing is None:
+            return
+        best = self.found[0]
+        drawing.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{self.job.blueprint.name} on {self.name}: {best.plan.seconds:.2f} s a step"
+        svg = map_svg(title, self.network, best.plan, traffic(self.network, best.load, best.plan)[1])
+        drawing.write_text(svg, encoding="utf-8")
+        print(f"{drawing}: which node serves which stage, and what travels between sites")
+
+    def write(self, path: Path, command: Sequence[str]) -> None:
+        best, network = self.found[0], self.network
+        plan, gib = best.plan, max(self.layouts.memory(best.choice, best.plan.layers))
+        order = [network.names[node] for nodes in plan.nodes for node in nodes]
+        planned = changed(self.config, best.choice, self.job, {len(plan.layers): plan.layers})
+        text, checked = to_text(planned, len(order) * network.per_node)
+        plan_model(checked)
+        head = [
+            f"{_named(best)}, on {len(order)} nodes of {self.name}.",
+            f"Predicted: {plan.seconds:.3f} s a step, at most {gib:.1f} GiB; rests on {self.rests_on}.",
+            f"NODE_RANK 0, 1, ... are the nodes {' '.join(order)}",
+        ]
+        said = {"seconds": plan.seconds, "memory_gib": gib, "parts": plan.parts}
+        write_plan(path, head, command, text, said | {"rests_on": self.rests_on, "nodes": order})
+        path.with_suffix(".nodes").write_text("\n".join(order) + "\n", encoding="utf-8")
+        print(f"{path}, {path.with_suffix('.nodes')}, {path.with_suffix('.json')}: {_named(best)}")
 
 
 def _completed(network: Network) -> tuple[Network, list[str]]:
@@ -211,51 +255,3 @@ def map_svg(title: str, network: Network, plan: Plan, between: dict[tuple[str, s
         lines.append(f'<circle cx="960" cy="{y - 4}" r="6" fill="{_COLORS[stage % len(_COLORS)]}" stroke="#444"/>')
         lines.append(f'<text x="972" y="{y}">stage {stage}: {layers} layers, {len(plan.nodes[stage])} nodes</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def _what_if(layouts: Layouts, best: Found, seed: int) -> str:
-    """The search again, shorter, with other links, other memory, and without each region's slowest link."""
-    network = layouts.network
-    slowest = best.plan.nodes[int(np.argmax([best.load.layer[list(nodes)].max() for nodes in best.plan.nodes]))]
-    worst = max(slowest, key=lambda node: best.load.layer[node])
-    others = {
-        "twice the bandwidth of every link": replace(network, bandwidth=2 * network.bandwidth),
-        "no delay": replace(network, delay=0 * network.delay),
-        "half the memory": replace(
-            network, sheets=tuple(replace(s, memory_gib=(s.memory_gib or 0) / 2) for s in network.sheets)
-        ),
-        f"without {network.names[worst]}, the slowest that is used": network.without(worst),
-    }
-    lines = ["what would change the answer:"]
-    for name, other in others.items():
-        found, _ = propose(Layouts(layouts.job, other), seed, 1, _SHORT)
-        if not found:
-            lines.append(f"  {name}: nothing fits")
-            continue
-        change = found[0].plan.seconds / best.plan.seconds - 1
-        lines.append(f"  {name}: {found[0].plan.seconds:.3f} s ({change:+.1%}), {_named(found[0])}")
-    return "\n".join(lines)
-
-
-def _write(
-    path: Path, config: Config, layouts: Layouts, name: str, rests_on: str, best: Found, command: list[str]
-) -> None:
-    plan, job, network = best.plan, layouts.job, layouts.network
-    gib = max(layouts.memory(best.choice, plan.layers))
-    order = [network.names[node] for nodes in plan.nodes for node in nodes]
-    text, checked = to_text(
-        changed(config, best.choice, job, {len(plan.layers): plan.layers}), len(order) * network.per_node
-    )
-    plan_model(checked)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f"# {_named(best)}, on {len(order)} nodes of {name}.\n"
-        f"# Predicted: {plan.seconds:.3f} s a step, at most {gib:.1f} GiB; rests on {rests_on}.\n"
-        f"# NODE_RANK 0, 1, ... are the nodes {' '.join(order)}\n"
-        f"# From: python -m torchtitan plan {shlex.join(command)} --cluster ...\n\n{text}",
-        encoding="utf-8",
-    )
-    path.with_suffix(".nodes").write_text("\n".join(order) + "\n", encoding="utf-8")
-    said = {"seconds": plan.seconds, "memory_gib": gib, "parts": plan.parts, "rests_on": rests_on, "nodes": order}
-    path.with_suffix(".json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    print(f"{path}, {path.with_suffix('.nodes')}, {path.with_suffix('.json')}: {_named(best)}")

@@ -21,7 +21,7 @@ _MEANS, _HEAT = 0.3, 0.01  # of the search's energy
 
 
 @dataclass(frozen=True)
-class Job:
+class FixedPipeline:
     """What a step moves, in GB: a stage's gradients, and what one pipeline sends between two stages."""
 
     num_stages: int
@@ -49,7 +49,7 @@ class Placed:
 class Placement:
     """DT-FM's cost: the slowest stage's exchange of gradients, and the cheapest path through all stages."""
 
-    def __init__(self, network: Network, job: Job) -> None:
+    def __init__(self, network: Network, job: FixedPipeline) -> None:
         if (needed := job.num_stages * job.per_stage) != len(network.regions):
             raise Refusal(
                 f"{job.num_stages} stages of {job.per_stage} devices need {needed}, but the network has "
@@ -201,7 +201,7 @@ def _greedy_path(edges: np.ndarray, start: int) -> tuple[float, list[int]]:
     return length, order
 
 
-def read_networks(path: Path) -> tuple[Job, list[tuple[str, Network, Mapping[str, Any]]]]:
+def read_networks(path: Path) -> tuple[FixedPipeline, list[tuple[str, Network, Mapping[str, Any]]]]:
     """The job of a file and its networks."""
     with describes(path, "network"):
         said = read_tables(path)["job"]
@@ -211,4 +211,4 @@ def read_networks(path: Path) -> tuple[Job, list[tuple[str, Network, Mapping[str
         for key, value in given.items():
             if isinstance(value, bool) or not least.get(key, 1e-12) <= value < 1e12:
                 raise Refusal(f"{path}: [job] {key} = {value!r}; use a positive number")
-        return Job(*list(given.values())[:4], **dict(list(given.items())[4:])), read_cases(path)
+        return FixedPipeline(*list(given.values())[:4], **dict(list(given.items())[4:])), read_cases(path)

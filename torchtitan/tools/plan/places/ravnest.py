@@ -43,8 +43,10 @@ def unevenness(clusters: Sequence[Sequence[Provider]]) -> int:
 
 
 def rewarded_cost(clusters: Sequence[Sequence[Provider]], model_megabytes: float) -> float:
-    """Seconds of the slowest cluster, over how many train at once: the count is rewarded. Memory that lacks costs as
-    it does Ravnest."""
+    """Seconds of the slowest cluster, over how many train at once: the count is rewarded.
+
+    Missing memory costs the same as in Ravnest's formula.
+    """
     lacking = ravnest_cost(clusters, model_megabytes) - unevenness(clusters)
     slowest = max(sum(p.megabytes / p.megabits for p in cluster) for cluster in clusters)
     return lacking + slowest / len(clusters)

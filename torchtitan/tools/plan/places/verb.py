@@ -9,7 +9,7 @@ import numpy as np
 from torchtitan.refusal import Refusal
 from torchtitan.tools.plan.places.listing import map_svg, map_text, traffic
 from torchtitan.tools.plan.places.network import Network
-from torchtitan.tools.plan.places.placement import Job, Placement, read_networks
+from torchtitan.tools.plan.places.placement import FixedPipeline, Placement, read_networks
 from torchtitan.tools.plan.places.ravnest import (
     MOST_CLUSTERS,
     Provider,
@@ -37,13 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drawing", type=Path, metavar="FILE.svg", help="Draw the first network's map of stages")
     parser.add_argument("--seed", type=int, default=0, help="Change it to search anew (default: %(default)s)")
     parser.add_argument(
-        "--restarts", type=int, default=1, help="By DT-FM's cost, start at random as often (default: %(default)s)"
+        "--restarts",
+        type=int,
+        default=1,
+        help="Random starts of a search by DT-FM's cost (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=4000,
-        help="Let a search take so many steps, or by our objective 25 times as many (%(default)s)",
+        help="Steps of a search; by our objective 25 times as many (default: %(default)s)",
     )
 
 
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
             print(f"{args.drawing}: which node serves which stage")
 
 
-def load_of(job: Job, network: Network) -> Load:
+def load_of(job: FixedPipeline, network: Network) -> Load:
     """The load of a file of networks. Nodes without TFLOP/s compute in no time; those without memory hold all."""
     layers = job.layers or job.num_stages
     seconds = job.layer_tflop / network.of("tflops", np.inf)
@@ -82,7 +85,7 @@ def load_of(job: Job, network: Network) -> Load:
     )  # fmt: skip
 
 
-def _dtfm(args: argparse.Namespace, job: Job, name: str, network: Network, said: Mapping) -> np.ndarray:
+def _dtfm(args: argparse.Namespace, job: FixedPipeline, name: str, network: Network, said: Mapping) -> np.ndarray:
     placement, chance = Placement(network, job), np.random.default_rng(args.seed)
     drawn = [placement.cost(placement.random(chance)) for _ in range(_DRAWN)]
     found = placement.search(args.seed, args.steps, args.restarts)
@@ -96,7 +99,7 @@ def _dtfm(args: argparse.Namespace, job: Job, name: str, network: Network, said:
     return np.array(found.stages).ravel()
 
 
-def _ours(args: argparse.Namespace, job: Job, name: str, network: Network, placed: np.ndarray | None) -> Plan:
+def _ours(args: argparse.Namespace, job: FixedPipeline, name: str, network: Network, placed: np.ndarray | None) -> Plan:
     pipelines, chance = Pipelines(network, load_of(job, network)), np.random.default_rng(args.seed)
     also = [order.ravel() for order in Placement(network, job).starts()] + ([] if placed is None else [placed])
     found = pipelines.search(args.seed, 25 * args.steps, also=also)

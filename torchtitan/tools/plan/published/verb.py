@@ -44,10 +44,6 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
             print(f"{name:>70}  {size / _GIB:9.3f} {said / _GIB:9.3f}  {said / size - 1:+6.1%}")
 
 
-def _names(said: str) -> list[str]:
-    return [part.strip() for part in said.split(",") if part.strip()]
-
-
 def _show(rows: Sequence[Row], fitted_on: Sequence[Row], args: argparse.Namespace) -> None:
     rates, names = fit(fitted_on, min(args.rates, _MOST_RATES)) if fitted_on else (Rates(), ())
     device = rows[0].device

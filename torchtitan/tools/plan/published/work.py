@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan.models.families import find_spec
 from torchtitan.models.operations import Share, Work
+from torchtitan.models.spec import ModelSpec
 from torchtitan.refusal import Refusal
 from torchtitan.tools.plan.published.keys import Keys
 from torchtitan.tools.plan.published.megatron import Kernels, Shape, work
@@ -39,7 +40,7 @@ def read_work(keys: Keys, share: Share, by_megatron: bool) -> Work:
         spec = find_spec(family)
     except Refusal as error:
         raise keys.refusal(f"has model = {family!r}", f"give a shape and the nearest family; {error}") from None
-    if spec.operations is None or spec.shape is None:
+    if isinstance(spec, ModelSpec) or spec.operations is None:
         raise keys.refusal(f"has model = {family!r}, which does not say what it computes", "give its spec operations")
     said = {field: keys.find(key) for key, field in _FIELDS.items() if keys.find(key) is not None}
     needed = {field.name for field in dataclasses.fields(spec.shape) if field.default is dataclasses.MISSING}

@@ -1,0 +1,369 @@
+"""Who may import whom: the rules of docs/architecture.md, read off the source without running it.
+
+A level may import the levels below it, so that a launcher reads a config without torch, the model can be lifted out
+and used alone, and no mechanism knows which model it is applied to.
+"""
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted([*ROOT.glob("torchtitan/**/*.py"), *ROOT.glob("benchmarks/**/*.py"), ROOT / "train.py"])
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES}
+
+T = "torchtitan."
+CONFIG = (T + "refusal", T + "config")
+SHAPES = (
+    T + "models.spec",
+    T + "models.stages",
+    T + "models.balance",
+    T + "models.operations",
+    T + "models.decoder",
+    T + "models.describe",
+    T + "models.rules",
+    T + "models.families",
+    T + "models.schedule_file",
+    T + "models.downloads",
+)  # of any model, no torch
+FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
+BELOW = (*CONFIG, T + "root", T + "hardware", *SHAPES)  # what every room may import
+OWN = (T + "own_model.blueprint", T + "own_model")  # a user's module; the first without torch
+LAUNCH = (T + "launch",)
+START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # not preflight/, not submit/
+ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
+PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer"))
+CORE = (*BELOW, *OWN, *ROOMS, T + "models.layers", T + "weights", T + "training")
+TOOLS = {  # each tool, and the other tools that it uses
+    "check": (),
+    "compare": (),
+    "drill": ("netem",),
+    "dry_run": (),
+    "hub": (),
+    "netem": ("plan",),
+    "plan": ("compare", "dry_run", "runs"),
+    "probe": ("dry_run", "plan"),
+    "runs": (),
+    "schema": ("verbs",),
+    "seed_checkpoint": (),
+    "start": ("check", "dry_run"),
+    "text": (),
+    "verbs": (),
+}
+OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch", "swarm", "node", "console"))
+
+# What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
+LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
+ALWAYS_THERE = LIGHT | {"torch", "numpy", "rich", "fsspec"}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    line: int
+    at_load: bool  # runs when the file is imported: outside functions and `if TYPE_CHECKING`
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+
+def imports_of(source: str, modules: set[str] = MODULES) -> list[Import]:
+    return list(walk_imports(ast.parse(source), at_load=True, modules=modules))
+
+
+def walk_imports(node: ast.AST, at_load: bool, modules: set[str]) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, at_load) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            origin = "." * child.level + (child.module or "")
+            for alias in child.names:  # `from torchtitan.observe import log` is about torchtitan.observe.log
+                inner = f"{origin}.{alias.name}"
+                yield Import(inner if inner in modules else origin, child.lineno, at_load)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from walk_imports(child, False, modules)
+        else:
+            function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from walk_imports(child, at_load and not function, modules)
+
+
+def within(module: str, rooms: tuple[str, ...]) -> bool:
+    return any(module == room or module.startswith(room + ".") for room in rooms)
+
+
+def family_of(module: str) -> str | None:
+    return next((family for family in FAMILIES if within(module, (family,))), None)
+
+
+def allowed_rooms(module: str) -> tuple[str, ...] | None:
+    """The parts of torchtitan a module may import; None: it belongs nowhere yet."""
+    if within(module, CONFIG):
+        return CONFIG
+    if within(module, SHAPES):
+        return (*CONFIG, *SHAPES, OWN[0])
+    if within(module, OWN):
+        return (*BELOW, *OWN) if module == OWN[0] else CORE
+    if within(module, (T + "hardware", T + "root")):
+        return BELOW
+    if module == T + "models.layers":
+        return CONFIG
+    if family := family_of(module):
+        below = (*CONFIG, T + "models.spec", T + "models.operations", T + "models.decoder", f"{family}.args")
+        return {
+            f"{family}.args": below[:-1],
+            f"{family}.hf": below,
+            f"{family}.spec": (*below, family),
+            f"{family}.parallelize": (*below, T + "models.layers", T + "parallel"),
+        }.get(module, (*below, T + "models.layers", f"{family}.model"))
+    if module in START:
+        return (*BELOW, *START)
+    if within(module, LAUNCH):
+        return (*BELOW, *LAUNCH)
+    for room in ROOMS:
+        if within(module, (room,)):
+            return (*BELOW, T + "observe.log", room)
+    if module in PURE_TRAINING:
+        return (*BELOW, T + "observe.log", *PURE_TRAINING)
+    if within(module, (T + "weights",)):
+        return (*BELOW, *ROOMS, T + "weights")
+    if within(module, (T + "training",)):
+        return CORE
+    if module == "train":
+        return CORE
+    if within(module, ("benchmarks",)):
+        return ("torchtitan",)
+    if module in (T + "installed", T + "__main__"):
+        return (T + "refusal", T + "root", T + "tools", T + "__main__")
+    for tool, others in TOOLS.items():
+        if within(module, (T + "tools." + tool,)):
+            return (*CORE, *LAUNCH, *(T + "tools." + name for name in (tool, *others)))
+    return None
+
+
+def is_without_torch(module: str) -> bool:
+    family = family_of(module)
+    of_family = family is not None and module in tuple(
+        f"{family}.{name}" for name in ("args", "hf", "spec", "operations")
+    )
+    return of_family or within(module, (*BELOW, *LAUNCH))
+
+
+def broken_rules(module: str, source: str) -> list[str]:
+    rooms = allowed_rooms(module)
+    if rooms is None:
+        return [f"{module} is in none of the rooms of docs/architecture.md; give it one there and in allowed_rooms"]
+    without_torch = is_without_torch(module)
+    alone = family_of(module) is not None and not without_torch
+    outside = {"torch"} if alone else LIGHT if without_torch else ALWAYS_THERE
+    broken = []
+    for found in imports_of(source):
+        if found.module.startswith("."):
+            rule = "imports are absolute"
+        elif found.package == "train":
+            rule = "nothing imports train.py"
+        elif found.package in ("torchtitan", "benchmarks"):
+            own = found.package == "benchmarks" == module.partition(".")[0]
+            rule = "" if own or within(found.module, rooms) else f"it may import {', '.join(rooms)}"
+        elif found.package in sys.stdlib_module_names or found.package in outside:
+            rule = ""
+        elif alone:
+            rule = "a family imports torch and its own shapes, so that it can be used alone"
+        elif without_torch and found.package == "torch":
+            may = not within(module, (*CONFIG, *LAUNCH)) and not module.endswith((".args", ".hf"))  # in functions
+            may = may or module in (T + "launch.ranks", T + "launch.preflight.devices")  # programs of their own
+            rule = "a config is read without torch" if found.at_load or not may else ""
+        else:
+            rule = f"{found.package} is imported inside the function that needs it" if found.at_load else ""
+        if rule:
+            broken.append(f"{module}:{found.line} imports {found.module}: {rule}")
+    return broken
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+CODE = [path for path in SOURCES if path.name != "__init__.py"]
+
+
+@pytest.mark.parametrize("path", CODE, ids=module_of)
+def test_a_file_imports_only_what_lies_below_it(path):
+    assert not broken_rules(module_of(path), path.read_text(encoding="utf-8"))
+
+
+def test_no_file_imports_another_that_imports_it() -> None:
+    """Imports inside functions count, too: only TYPE_CHECKING would hide that two files are one."""
+    names = {module_of(path): path for path in CODE}
+    needed = {
+        name: {found.module for found in imports_of(path.read_text(encoding="utf-8"), set(names))} & set(names)
+        for name, path in names.items()
+    }
+    list(TopologicalSorter(needed).static_order())  # a circle is an error that names it
+
+
+INITS = [path for path in SOURCES if path.name == "__init__.py" and path.parent.name != "torchtitan"]
+
+
+@pytest.mark.parametrize("path", INITS, ids=module_of)
+def test_an_init_file_is_empty_or_only_passes_names_on(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body[1:] if ast.get_docstring(tree) else tree.body:
+        names_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        assert isinstance(node, (ast.Import, ast.ImportFrom)) or names_all, f"line {node.lineno} does work at import"
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("torchtitan.config.load", "import torch"),
+        ("torchtitan.config.load", "def f():\n    import torch"),
+        ("torchtitan.config.load", "from torchtitan.observe import log"),
+        ("torchtitan.config.rules", "from torchtitan.models.spec import Blueprint"),
+        ("torchtitan.hardware", "import torch.distributed"),
+        ("torchtitan.launch.node", "def f():\n    import torch"),
+        ("torchtitan.launch.node", "from torchtitan.observe.log import logger"),
+        ("torchtitan.launch.start", "def f():\n    from torchtitan.launch.preflight import member"),
+        ("torchtitan.models.families", "from torchtitan.models.llama.args import LlamaArgs"),
+        ("torchtitan.models.layers", "from torchtitan.models.llama.args import LlamaArgs"),
+        ("torchtitan.models.llama.args", "from torch import nn"),
+        ("torchtitan.models.llama.model", "from torchtitan.parallel.mesh import Mesh"),
+        ("torchtitan.models.llama.model", "import numpy"),
+        ("torchtitan.models.llama.parallelize", "from torchtitan.data.loader import Loader"),
+        ("torchtitan.parallel.fsdp", "from torchtitan.models.llama.model import Transformer"),
+        ("torchtitan.parallel.fsdp", "from torchtitan.observe.metrics import Clock"),
+        ("torchtitan.data.loader", "def f():\n    from torchtitan.parallel import mesh"),
+        ("torchtitan.data.loader", "import datasets"),
+        ("torchtitan.data.loader", "from . import packing"),
+        ("torchtitan.observe.metrics", "class A:\n    import wandb"),
+        ("torchtitan.observe.metrics", "try:\n    import wandb\nexcept ImportError:\n    pass"),
+        ("torchtitan.training.loss", "from torchtitan.training.step import StepLoss"),
+        ("torchtitan.training.step", "from torchtitan.models.llama.model import Transformer"),
+        ("torchtitan.training.start", "from train import main"),
+        ("torchtitan.training.start", "from torchtitan.tools.text.generate import sample"),
+        ("train", "from torchtitan.tools.dry_run.estimate import estimate"),
+        ("torchtitan.elsewhere", "import os"),
+    ],
+)
+def test_a_forbidden_import_is_found(module, line):
+    assert len(broken_rules(module, line)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("torchtitan.hardware", "def f():\n    import torch"),
+        ("torchtitan.hardware", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("torchtitan.data.loader", "from torchtitan.observe.log import logger\nfrom torchtitan.data import packing"),
+        ("torchtitan.data.texts.sources", "def f():\n    import datasets"),
+        ("torchtitan.training.step", "from torchtitan.parallel.mesh import Mesh\nimport torch"),
+        ("benchmarks.loader", "from benchmarks import timing\nfrom torchtitan.training import start"),
+    ],
+)
+def test_an_allowed_import_is_left_alone(module, line):
+    assert broken_rules(module, line) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.start", "torchtitan.launch.preflight.verb"]
+    + ["torchtitan.models.families"]
+    + [f"{family}.spec" for family in FAMILIES],
+)
+def test_reading_a_config_loads_no_torch_and_takes_no_time(module):
+    program = (
+        f"import sys, time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t, *sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    seconds, *loaded = out.split()
+    assert "torch" not in loaded
+    assert float(seconds) < 3  # 0.2 s on an idle core; the bound only has to tell it from an import of torch under load
+
+
+NAMES = re.compile("|".join(family.rpartition(".")[2] for family in FAMILIES), re.IGNORECASE)
+# Words that are no model of ours: the script's name, the default of model.name, and classes of others' tokenizers.
+OTHER_WORDS = re.compile(r"run_llama_train|train_configs/\w+|Llama\w*Tokenizer\w*|meta-llama/[\w.-]+")
+DEFAULT_NAME = 'name: str = "llama3"'
+
+
+def names_of_families(source: str) -> list[str]:
+    """Identifiers and strings of code, other than docstrings, that name a family."""
+    tree = ast.parse(source.replace(DEFAULT_NAME, "name: str"))
+    documents = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
+    }
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            texts.append(node.value)
+        texts += [
+            value for _, value in ast.iter_fields(node) if isinstance(value, str) and not isinstance(node, ast.Constant)
+        ]
+    return [text for text in texts if NAMES.search(OTHER_WORDS.sub("", text))]
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CODE if p.parts[len(ROOT.parts)] != "benchmarks" and "models" not in p.parts], ids=module_of
+)
+def test_outside_models_no_module_names_a_family(path):
+    assert names_of_families(path.read_text(encoding="utf-8")) == []
+
+
+LOADED = """
+import atexit, runpy, sys
+atexit.register(lambda: print(*[m.__file__ for n, m in sys.modules.items() if n.startswith("torchtitan.")]))
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_plain_run_loads_only_the_core_and_at_most_6300_lines(tmp_path):
+    """From the first import to the last line of the log of the debug model."""
+    options = "--training.steps 2 --lr_scheduler.warmup_steps 1 --training.seq_len 64 --validation.steps 1".split()
+    words = ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path), *options]
+    command = [sys.executable, "-c", LOADED, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100)
+    files = [ROOT / "train.py", *map(Path, done.stdout.splitlines()[-1].split())]
+    outside = [path for path in files if within(module_of(path), OUTSIDE_A_PLAIN_RUN)]
+    assert not outside and sum(map(num_code_lines, files)) <= 6300
+
+
+def num_code_lines(path):
+    """Lines that hold code: without blank lines, comments and docstrings."""
+    source = path.read_text(encoding="utf-8")
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in no_code
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            lines -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    return len(lines)
+
+
+def test_a_folder_has_at_most_16_files():
+    folders = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in folders.items() if count > 16} == {}
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if "benchmarks" not in path.parts], ids=module_of)
+def test_a_file_and_a_function_hold_one_idea(path):
+    source = path.read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 350
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "main":
+            assert node.end_lineno - node.lineno <= 60, f"{node.name}, line {node.lineno}"

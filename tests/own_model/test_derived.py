@@ -1,0 +1,161 @@
+"""What is derived from a user's module: its parts, cuts and streams of samples; and what leaves it again."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.own_model import any_models
+from tests.tiny_runs import tiny_config, train_here
+from torchtitan.__main__ import main
+from torchtitan.config.load import ConfigError
+from torchtitan.data.batch import OwnSlots
+from torchtitan.data.cursor import Order
+from torchtitan.models.balance import balance
+from torchtitan.models.families import plan_model
+from torchtitan.models.spec import ModelSpec, Part
+from torchtitan.own_model.cut import Cut, divide, record
+from torchtitan.own_model.derive import derive
+from torchtitan.own_model.samples import SampleLoader, open_dataset
+from torchtitan.refusal import Refusal
+
+
+def test_the_cut_is_as_good_as_the_best_of_all_cuts():
+    draw = random.Random(0)
+    for _ in range(200):
+        costs = [(draw.randrange(9), draw.randrange(9)) for _ in range(draw.randrange(2, 9))]
+        stages = draw.randrange(1, len(costs) + 1)
+
+        def worst(ranges, costs=costs):
+            sums = [tuple(map(sum, zip(*(costs[i] for i in part), strict=True))) for part in ranges]
+            return max(time for time, _ in sums), max(size for _, size in sums)  # time comes first
+
+        ends = itertools.combinations(range(1, len(costs)), stages - 1)
+        cuts = [list(itertools.starmap(range, itertools.pairwise((0, *inner, len(costs))))) for inner in ends]
+        parts = [Part(str(number), size, time, "other") for number, (time, size) in enumerate(costs)]
+        assert worst(balance(parts, stages)) == min(map(worst, cuts))
+
+
+def inputs_of(spec):
+    dataset, _ = open_dataset(spec.data, "train")
+    return next(iter(DataLoader(dataset, batch_size=1)))[0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+def test_stages_run_one_after_another_give_the_models_output(stages):
+    spec = any_models.SKIPPING
+    model, inputs = spec.build(), inputs_of(spec)
+    known = derive(model, spec.layers, inputs)
+    graph = record(model, known.parts, known.inputs)
+    cut = Cut(graph, [stage[0].name for stage in divide(known.parts, graph, stages)], ["scale"])
+    values = [inputs[name] for name in known.inputs.names]
+    for number in range(stages):
+        values = torch.fx.GraphModule(model, cut.graph(number))(*values)
+    for ours, theirs in zip(values, model(**inputs).values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_is_derived_counts_shared_weights_once():
+    spec = any_models.TOWERS
+    known = derive(spec.build(), spec.layers, inputs_of(spec))
+    assert known.shared == (("out.weight", "again.weight"),)
+    assert known.num_parameters == sum(p.numel() for p in spec.build().parameters())
+    assert [part.name for part in known.parts] == ["left", "right"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (ModelSpec(build=any_models.mlp, data=any_models.classes), "has no loss"),
+        (ModelSpec(build=any_models.mlp, loss=any_models.accuracy), "brings no data"),
+    ],
+)
+def test_a_spec_that_lacks_something_is_refused_by_name(tmp_path, monkeypatch, spec, says):
+    name = says.replace(" ", "_")  # a name is looked up once
+    monkeypatch.setattr(any_models, name, spec, raising=False)
+    with pytest.raises(ConfigError, match=says):
+        plan_model(tiny_config(tmp_path, model__name=f"tests.own_model.any_models:{name}"))
+
+
+def test_a_list_of_layers_that_is_none_and_a_forward_that_fails_are_refused():
+    with pytest.raises(Refusal, match="layers = 'nothing' .* use one of 'blocks', 'heads'"):
+        derive(any_models.Skipping(), "nothing", inputs_of(any_models.SKIPPING))
+    with pytest.raises(Refusal, match="forward fails on the first sample"):
+        derive(any_models.mlp(), None, torch.zeros(1, 5))
+
+
+class Noisy(Dataset):
+    """Its samples hold a random number."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return torch.rand(()) + torch.tensor(random.random()), index
+
+
+def loader(rank=0, ranks=1, *, pads=False, workers=0, dataset=None, epochs=3):
+    layout, order = OwnSlots(8, 8, rank, ranks), Order(8, 0, not pads)
+    more = {"epochs": 1 if pads else epochs, "pads": pads, "held_out": None, "workers": workers, "is_random": True}
+    return SampleLoader(dataset or Noisy(), layout, order, **more)
+
+
+def rows(batch):
+    return list(zip(batch.origin.slots, batch.inputs.tolist(), batch.targets.tolist(), strict=True))
+
+
+def all_batches(loaders):
+    found = []
+    while True:
+        batches = [each.next() for each in loaders]
+        if None in batches:
+            return found
+        found.append(sorted(row for batch in batches for row in rows(batch)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batches_do_not_depend_on_the_ranks_and_epochs_differ(ranks):
+    alone = all_batches([loader()])
+    assert all_batches([loader(rank, ranks) for rank in range(ranks)]) == alone
+    assert len(alone) == 18 and alone[0] != alone[6]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dataset", [None, any_models.Pairs()])
+def test_samples_go_on_where_the_state_was_taken_although_workers_read_ahead(workers, dataset):
+    if dataset is not None and workers:
+        return  # a stream is read in the process itself
+    whole = loader(dataset=dataset)
+    expected = [whole.next() for _ in range(9)]
+    before = loader(workers=workers, dataset=dataset)
+    for _ in range(5):
+        before.next()
+    after = loader(workers=workers, dataset=dataset)
+    after.load_state_dict(before.state_dict())
+    for batch in expected[5:]:
+        found = after.next()
+        assert found.origin == batch.origin and torch.equal(found.targets, batch.targets)
+
+
+def test_held_out_samples_come_once_and_the_last_batch_is_filled_up():
+    batches = list(iter(loader(pads=True).next, None))
+    assert [batch.valid for batch in batches] == [8] * 6 + [2]
+    assert sorted(i for batch in batches for i in batch.origin.indices) == list(range(50))
+
+
+def test_a_trained_model_leaves_as_safetensors_and_as_a_program(tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    config = {"model__name": "tests.own_model.any_models:SKIPPING", "training__epochs": -1, "checkpoint__enable": True}
+    train_here(tiny_config(tmp_path / "run", **config))
+    main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--stages", "2"])
+    model = any_models.Skipping().eval()
+    model.load_state_dict(load_file(tmp_path / "out/model.safetensors"))
+    program = torch.export.load(tmp_path / "out/model.pt2").module()
+    word, place = torch.arange(5), torch.linspace(0, 1, 5)
+    for ours, theirs in zip(program(word=word, place=place).values(), model(word, place=place).values(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    assert "blocks.0: " in (tmp_path / "out/stage-0.txt").read_text()
+    assert "heads.b: 9 parameters" in (tmp_path / "out/stage-1.txt").read_text()

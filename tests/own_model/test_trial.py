@@ -1,0 +1,273 @@
+"""What a run finds out about a user's module on its first samples: what it refuses, and what it says once."""
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import tiny_models
+from tests.own_model import any_models
+from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.models.llama.model import Transformer
+from torchtitan.models.spec import ModelSpec
+from torchtitan.own_model.cut import record
+from torchtitan.own_model.derive import derive
+from torchtitan.parallel.collectives import stop_process_group
+from torchtitan.refusal import Refusal
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains two steps of a spec, whose fields it is called with beside keys of the configuration."""
+
+    def run(folder="run", *, steps=2, **said):
+        keys = {key: value for key, value in said.items() if "__" in key}
+        spec = {"build": any_models.mlp, "data": any_models.classes, "loss": F.cross_entropy}
+        spec |= {key: value for key, value in said.items() if key not in keys}
+        name = f"SPEC_{next(numbers)}"  # a name is looked up once
+        monkeypatch.setattr(any_models, name, ModelSpec(**spec), raising=False)
+        keys = {"training__epochs": -1, "training__steps": steps} | keys
+        try:
+            return train_here(tiny_config(tmp_path / folder, model__name=f"tests.own_model.any_models:{name}", **keys))
+        finally:
+            stop_process_group()
+
+    return run
+
+
+numbers = itertools.count()
+
+
+def with_layers(*layers, **more):
+    return {"build": lambda: nn.Sequential(nn.Sequential(*layers), nn.Linear(8, 3)), "layers": "0"} | more
+
+
+class Changing(nn.Module):
+    """Each forward changes the state that `what` names."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.calls, self.linear = what, 0, nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if self.what == "parameter":
+            self.weight.data.mul_(0.9)
+        elif self.what == "mean":
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        elif self.what == "count":
+            self.count.add_(1)
+        elif self.what == "number":
+            self.calls += 1
+        return self.linear(x) * self.weight
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return x * torch.rand_like(x)
+
+
+class OnlyEvaluated(nn.Module):
+    def forward(self, x):
+        if self.training:
+            raise RuntimeError("not made for training")
+        return x
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"anything": 1}
+
+
+class WithTemperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return F.cross_entropy(output / self.temperature, target)
+
+
+def summed(output, target):
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+ACCUMULATE = {"training__local_batch_size": 4, "training__global_batch_size": 8}
+BUDGET = {"activation_checkpoint__mode": "memory_budget", "compile__enable": True, "compile__backend": "eager"}
+OFFLOAD = {"training__enable_cpu_offload": True}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"loss": summed}, "the loss of the ModelSpec is .* so it is a sum.*or a pair: the sum, and how many"),
+        ({"loss": lambda o, t: (F.cross_entropy(o, t), len(t))}, "divided by the number of samples once too often"),
+        (
+            {"loss": lambda o, t: F.cross_entropy(o, t, reduction="none")},
+            "the loss .* gives no tensor of one number: it returns .2.",
+        ),
+        ({"loss": None, "step": lambda m, x, t: summed(m(x), t)}, "the step of the ModelSpec is .* so it is a sum"),
+        ({"loss": WithTemperature()}, "the loss of the ModelSpec has parameters .temperature., which no optimizer"),
+        ({"metrics": {"right": lambda o, t: (o.argmax(1) >= 0).float().sum()}}, "the metric right .* so it is a sum"),
+        (
+            {"metrics": {"right": lambda o, t: (o.argmax(1) < 0).sum()}},
+            "the metric right .* the whole number 0, which is no",
+        ),
+        ({"metrics": {"right": lambda o, t: 0.5}}, "the metric right .* no tensor of one number: it returns float"),
+        ({"build": lambda: Changing("mean"), **ACCUMULATE}, "changes the buffer mean by the samples it sees.*2 pieces"),
+        ({"build": lambda: Changing("parameter"), **OFFLOAD}, "changes the parameter weight.*make it a buffer"),
+        ({"build": lambda: nn.Sequential(nn.Linear(8, 3), OnlyEvaluated())}, "forward fails in training, on the first"),
+        ({"data": list}, "the dataset, a list, has no samples"),
+        ({"build": lambda: WithExtraState(8, 3)}, "the model, a WithExtraState, keeps a state of its own"),
+        (
+            {
+                "build": lambda: nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3, track_running_stats=False)),
+                **ACCUMULATE,
+            },
+            "1 is a BatchNorm1d, whose numbers depend on the batch.*2 pieces.*GPipe",
+        ),
+        (
+            with_layers(
+                nn.Linear(8, 8),
+                Draws(),
+                activation_checkpoint__mode="full",
+                activation_checkpoint__preserve_rng_state=False,
+            ),
+            "preserve_rng_state = false, but the model draws random numbers",
+        ),
+        (with_layers(nn.Linear(8, 8), Draws(), **BUDGET), "memory_budget.*the compiler draws others"),
+        ({"compile__enable": True}, "compile.enable = true compiles layers, and the model names none"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_would_give_wrong_numbers_is_refused(train, said, message):
+    with pytest.raises(Refusal, match=message):
+        train(**said)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"build": lambda: Changing("number")}, "forward changes calls, a plain number: no checkpoint holds it"),
+        ({"build": lambda: Changing("count"), **ACCUMULATE}, "changes the buffer count, and a step calls it 2 times"),
+        ({"loss": lambda o, t: F.cross_entropy(o, t) + o.std(0).mean(), **ACCUMULATE}, "it is no mean over samples"),
+    ],
+)
+def test_what_depends_on_the_layout_is_said(train, caplog, said, message):
+    caplog.set_level("INFO", "torchtitan")
+    train(**said)
+    assert message in caplog.text
+
+
+class Random(Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return torch.randn(8) + random.random(), index % 3
+
+
+class RandomStream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.randn(8), 0)] * 96)
+
+
+@pytest.mark.parametrize(("data", "fix"), [(Random, "set data_is_random = True"), (RandomStream, "in its __iter__")])
+def test_a_dataset_that_draws_unseeded_numbers_is_refused(train, data, fix):
+    with pytest.raises(Refusal, match=f"draws random numbers when it reads a sample.*{fix}"):
+        train(data=data)
+
+
+def test_runs_with_random_samples_and_dropout_repeat_and_resume_to_the_bit(train, tmp_path):
+    drops = {"build": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))}
+    drops |= {"data": Random, "data_is_random": True, "checkpoint__enable": True, "lr_scheduler__total_steps": 6}
+    drops |= {"validation__enable": True, "validation__freq": 3}
+    whole, again = train("a", steps=6, **drops), train("b", steps=6, **drops)
+    train("c", steps=3, **drops)
+    resumed = train("c", steps=6, **drops)
+    losses = [[record["loss"] for record in records] for records in (whole, again, resumed)]
+    held_out = [read_records(tmp_path / folder, "validation.jsonl") for folder in "abc"]
+    assert losses[0] == losses[1] == losses[2]
+    assert held_out[0] == held_out[1] == held_out[2]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(8, 16, 2, batch_first=True, bidirectional=True), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.out(self.lstm(x)[0])
+
+
+def frozen():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4))
+    model[0].requires_grad_(False), model[1].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (frozen(), torch.randn(1, 3, 8, 8)),
+        (frozen().requires_grad_(), torch.randn(1, 3, 8, 8)),
+        (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(1, 6, 16)),
+        (nn.GRU(8, 16), torch.randn(1, 5, 8)),
+    ],
+    ids=["frozen", "trained", "attention", "GRU"],
+)
+def test_flops_are_those_of_forward_and_backward(model, inputs):
+    with FlopCounterMode(display=False) as counter:
+        output = model(inputs)
+        (output[0] if isinstance(output, tuple) else output).sum().backward()
+    assert derive(model, None, inputs).flops == counter.get_total_flops()
+
+
+def test_an_lstm_counts_two_flops_for_each_weight_and_step_and_as_many_for_each_gradient():
+    model = Recurrent()
+    weights = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
+    of_inputs = sum(size for name, size in weights.items() if "ih_l0" in name)  # data has no gradient
+    assert derive(model, None, torch.randn(1, 5, 8)).flops == 2 * 5 * (3 * sum(weights.values()) - of_inputs)
+
+
+class WithBuffer(Transformer):
+    def __init__(self, args):
+        super().__init__(args)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+def test_a_family_with_a_buffer_which_nothing_would_fill_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_models, "BUFFERED", replace(tiny_models.LLAMA, build=WithBuffer), raising=False)
+    try:
+        with pytest.raises(Refusal, match="has the buffer seen, which nothing fills or saves"):
+            train_here(tiny_config(tmp_path, model__name="tests.tiny_models:BUFFERED"))
+    finally:
+        stop_process_group()
+
+
+class WithoutGradient(nn.Sequential):
+    def forward(self, x):
+        with torch.no_grad():
+            x = x * 2
+        return super().forward(x)
+
+
+def test_a_pipeline_is_not_recorded_without_the_contexts_of_forward():
+    model = WithoutGradient(nn.Linear(8, 8), nn.Linear(8, 3))
+    known = derive(model, None, torch.zeros(1, 8))
+    with pytest.raises(Refusal, match="cannot be cut into pipeline stages.*no_grad or autocast between layers"):
+        record(model, known.parts, known.inputs)
+
+
+def test_layers_that_are_containers_are_layers():
+    model = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))))
+    known = derive(model, "0", torch.zeros(1, 8))
+    assert [(part.name, part.kind) for part in known.parts] == [(f"0.{n}", "layer") for n in range(3)]

@@ -1,0 +1,121 @@
+"""A user's module as the recipe sees it. Nothing is derived, and no torch is imported, until a run asks for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torchtitan.config.schema import Config
+from torchtitan.models.spec import Blueprint, ModelSpec, Part
+from torchtitan.refusal import Refusal
+
+if TYPE_CHECKING:
+    from torchtitan.own_model.derive import Structure
+
+
+_PP, _BY_COUNTS = "parallelism.pipeline_parallel", "is cut by pipeline_parallel_layer_counts"
+
+
+@dataclass(frozen=True)
+class OwnBlueprint(Blueprint):
+    """A model that says little of itself; a run fills in `structure`."""
+
+    name: str
+    spec: ModelSpec  # type: ignore[assignment]
+    shape: None = None
+    reads_text = False
+    structure: Structure | None = None
+
+    @property
+    def known(self) -> Structure:
+        if self.structure is None:  # a run derives it before the model is laid out, and the dry run does
+            raise Refusal(
+                f"{self.name} is a model of your own, and this works only with models that read text; to take its "
+                "weights away, use python -m torchtitan export"
+            )
+        return self.structure
+
+    @property
+    def tied(self) -> tuple[str, str] | None:
+        return None  # a shared weight stays with the root, see derive.py
+
+    def takes_muon(self, name: str) -> bool:
+        return False
+
+    def parts(self, seq_len: int = 1) -> Sequence[Part]:
+        return self.known.parts
+
+    @property
+    def num_parameters(self) -> int:
+        return self.known.num_parameters
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """FLOPs of forward and backward of one sample."""
+        return self.known.flops
+
+    def with_structure(self, structure: Structure) -> OwnBlueprint:
+        return replace(self, structure=structure)
+
+
+def find_own_model(name: str, spec: ModelSpec) -> OwnBlueprint:
+    if spec.loss is None and spec.step is None:
+        raise Refusal(f"{name} has no loss: give its ModelSpec loss = ..., a function of output and target")
+    if spec.data is None:
+        raise Refusal(
+            f"{name} brings no data: give its ModelSpec data = ..., a torch.utils.data.Dataset or a function that "
+            "returns one (docs/any-model.md)"
+        )
+    return OwnBlueprint(name.rpartition("/")[2], spec)
+
+
+def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
+    """What a model of one's own cannot do."""
+    spec, parallelism = blueprint.spec, config.parallelism
+    for key, value, needed, reason in (
+        ("parallelism.context_parallel_degree", parallelism.context_parallel_degree, 1, "has no sequence to cut"),
+        ("quantize.linear.float8", config.float8, None, "has no plan for float8"),
+        ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward, False, "counts its samples late"),
+        ("parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part, None, _BY_COUNTS),
+        (f"{_PP}_layers_per_stage", parallelism.pipeline_parallel_layers_per_stage, None, _BY_COUNTS),
+        (f"{_PP}_first_stage_less_layers", parallelism.pipeline_parallel_first_stage_less_layers, None, _BY_COUNTS),
+        (f"{_PP}_last_stage_less_layers", parallelism.pipeline_parallel_last_stage_less_layers, None, _BY_COUNTS),
+        ("checkpoint.initial_load_in_hf", config.checkpoint.initial_load_in_hf, False, "has no Hugging Face names"),
+        ("checkpoint.last_save_in_hf", config.checkpoint.last_save_in_hf, False, "has no Hugging Face names"),
+    ):
+        if value != needed:
+            yield f"{key} = {value}: {blueprint.name} is a model of your own, which {reason}; use {needed}"
+    if parallelism.pipeline_parallel_schedule_csv:
+        yield (
+            f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}": a model of '
+            "your own runs the schedules that have a name; use pipeline_parallel_schedule"
+        )
+    if config.validation.enable and parallelism.pipeline_parallel_degree > 1:
+        sizes = config.validation.local_batch_size, config.training.local_batch_size
+        if sizes[0] not in (None, sizes[1]):
+            yield (
+                f"validation.local_batch_size = {sizes[0]} goes through the training's pipeline schedule, made for "
+                f"training.local_batch_size; use {sizes[1]}"
+            )
+    if config.optimizer.name == "Muon":
+        yield f'optimizer.name = "Muon" needs to know which weights are matrices of {blueprint.name}; use "AdamW"'
+    if parallelism.tensor_parallel_degree > 1 and spec.tensor_plan is None:
+        yield (
+            f"parallelism.tensor_parallel_degree = {parallelism.tensor_parallel_degree}, but {blueprint.name} has no "
+            "tensor_plan that says how ranks share its weights; use 1, or give its ModelSpec a plan for some of these "
+            f"modules: {', '.join(_could_be_shared(spec)) or 'none could be shared'}"
+        )
+    if parallelism.pipeline_parallel_degree > 1 and spec.step is not None:
+        yield (
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: {blueprint.name} has a "
+            "step of its own, which needs the whole model on each rank; use 1"
+        )
+
+
+def _could_be_shared(spec: ModelSpec) -> list[str]:
+    from torch import nn
+
+    named = spec.build().named_modules()
+    names = [name for name, module in named if isinstance(module, nn.Linear | nn.Embedding)]
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))

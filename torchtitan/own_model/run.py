@@ -1,0 +1,134 @@
+"""A run of a user's own module: the same run as a family's, with samples for tokens and with what is derived."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.data.batch import OwnSlots
+from torchtitan.data.cursor import Order
+from torchtitan.models.spec import ModelSpec
+from torchtitan.observe.log import logger
+from torchtitan.own_model.blueprint import OwnBlueprint
+from torchtitan.own_model.build import OwnParts, build, lay_out
+from torchtitan.own_model.derive import derive
+from torchtitan.own_model.first_samples import first_samples
+from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate, open_dataset, own_draws
+from torchtitan.own_model.step import OwnForwardBackward
+from torchtitan.own_model.trial import check_norms, try_out
+from torchtitan.parallel.collectives import any_says_so
+from torchtitan.parallel.parts import ModelParts
+from torchtitan.refusal import Refusal
+from torchtitan.training.run import Run
+
+
+@dataclass(frozen=True)
+class OwnRun(Run):
+    """What differs from a run on text."""
+
+    @property
+    def own(self) -> OwnBlueprint:
+        assert isinstance(self.blueprint, OwnBlueprint)
+        return self.blueprint
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.own.spec
+
+    @property
+    def unit(self) -> str:
+        return "samples"
+
+    @property
+    def talks(self) -> bool:
+        return False
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch.global_batch_size
+
+    def describe_model(self) -> str:
+        known, batch = self.own.known, self.batch
+        count = sum(part.kind == "layer" for part in known.parts)
+        named = "in one unit, none of it recomputed"
+        if count:
+            compiled = ", compiled" if self.config.compile.model else ""
+            named = f"in {count + 1} units, of which {count} are layers (recompute: "
+            named += f"{self.config.activation_checkpoint.mode}{compiled})"
+        return (
+            f"{self.own.name}: {known.num_parameters:,} parameters {named}, global batch {batch.global_batch_size} "
+            f"samples, local batches a rank: {batch.num_local_batches}"
+        )
+
+    def pick_attention(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def build_model(self, seed: int) -> ModelParts:
+        return build(self.config, self.own, self.mesh, self.device, seed)
+
+    def lay_out_model(self) -> ModelParts:
+        return lay_out(self.config, self.own, self.mesh, self.device, self.spec.build())
+
+    def build_forward_backward(self, parts: ModelParts, loss: Any = None) -> Any:
+        assert isinstance(parts, OwnParts)
+        return OwnForwardBackward(self.spec, parts, self.mesh, self.config, self.device)
+
+    def build_training_loader(self, seed: int) -> Any:
+        return self._loader("train", Order(self.batch.num_streams, seed, self.config.training.shuffle))
+
+    def build_validation_loader(self) -> Any:
+        if not self.config.validation.enable:
+            return None
+        return self._loader("validation", Order(self.batch.num_streams, 0, False))
+
+    def _loader(self, split: str, order: Order) -> Any:
+        is_held_out = split == "validation"
+        dp_rank, dp_size = self.mesh.batch.get_local_rank(), self.mesh.dims.dp
+        layout = OwnSlots(self.batch.global_batch_size, order.num_streams, dp_rank, dp_size)
+        ask = any_says_so if is_held_out else None
+        if self.is_between_stages:
+            from torchtitan.data.no_data import NoData
+
+            slots = layout.own_slots
+            return NoData(lambda: SampleBatch(None, None, 0, SampleOrigin(slots, [])), ask)
+        dataset, is_part = open_dataset(self.spec.data, split)
+        divided = self.config.validation.enable and not is_part
+        return SampleLoader(
+            dataset,
+            layout,
+            order,
+            epochs=1 if is_held_out else self.config.training.epochs,
+            pads=is_held_out,
+            held_out=is_held_out if divided else None,
+            workers=self.spec.data_workers,
+            is_random=self.spec.data_is_random,
+            any_says_so=ask,
+        )
+
+
+def with_structure(run: OwnRun) -> OwnRun:
+    """Rank 0 looks at the module and at one sample, and tells the others. A dry run of another rank knows already."""
+    if run.own.structure is not None:
+        return run
+    told: list[Any] = [None]
+    if run.place.rank == 0:
+        try:
+            dataset, is_part = open_dataset(run.spec.data, "train")
+            samples = first_samples(dataset, run.spec.data_is_random)
+            with own_draws("a trial"):
+                model = run.spec.build()
+            check_norms(model, run)
+            known = derive(model, run.spec.layers, *collate(samples[:1]))
+            told = [replace(known, changing=try_out(run, run.spec, model, known, samples))]
+            logger.info(
+                f"{run.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and flavor "
+                "are not used"
+                + ("" if is_part or not run.config.validation.enable else "; every 20th sample is for validation")
+            )
+        except Refusal as error:
+            told = [error]
+    dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], Refusal):
+        raise told[0]
+    return replace(run, blueprint=run.own.with_structure(told[0]))

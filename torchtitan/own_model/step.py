@@ -1,0 +1,175 @@
+"""Forward and backward of a step, and the sums of a validation, of a model whose loss counts its samples as it goes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_map
+
+from torchtitan.config.schema import Config
+from torchtitan.models.spec import ModelSpec
+from torchtitan.own_model.build import OwnParts
+from torchtitan.own_model.cut import assemble
+from torchtitan.own_model.derive import as_arguments, in_order
+from torchtitan.own_model.samples import SampleBatch
+from torchtitan.parallel.collectives import sum_over
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.pipeline import build_schedule
+from torchtitan.training.step import StepLoss
+
+
+class OwnForwardBackward:
+    """Leaves in the parameters the gradients of a sum over samples, which the update divides by their number."""
+
+    def __init__(self, spec: ModelSpec, model: OwnParts, mesh: Mesh, config: Config, device: torch.device) -> None:
+        self.spec, self.model, self.device = spec, model, device
+        self.local_batch_size, self.losses = config.training.local_batch_size, mesh.losses.get_group()
+        self.metric_names, self.dtype = tuple(spec.metrics), getattr(torch, config.training.mixed_precision_param)
+        self._pipeline = OwnPipeline(self, config) if mesh.dims.pp > 1 else None
+
+    def __call__(self, batch: SampleBatch) -> StepLoss:
+        total, count = self.zeros(2)
+        for inputs, targets, valid in self._local_batches(batch, self.local_batch_size):
+            if self._pipeline is not None:
+                summed, counted = self._pipeline(inputs, targets, valid, is_training=True)
+            else:
+                summed, counted = self._loss(inputs, targets, valid)
+                self.scaled(summed).backward()
+            total += summed.detach()
+            count += counted
+        all_samples = sum_over(count.clone(), self.losses).clamp(min=1)
+        return StepLoss(share=total / all_samples, own=total / count.clamp(min=1), count=all_samples)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.model.loss_scale is None else loss * self.model.loss_scale.factor
+
+    @torch.no_grad()
+    def evaluate(self, batch: SampleBatch, local_batch_size: int) -> Tensor:
+        """Sum and count of the loss, then of each metric, in float64."""
+        totals = self.zeros(2 + 2 * len(self.metric_names)).double()
+        for stage in self.model.stages.values():
+            stage.eval()
+        for inputs, targets, valid in self._local_batches(batch, local_batch_size):
+            if self._pipeline is not None:
+                totals += self._pipeline(inputs, targets, valid, is_training=False)
+                continue
+            loss = self._loss(inputs, targets, valid) if self.spec.step is not None else None
+            output = self._forward(inputs)  # where nothing counts, too: all ranks gather the weights together
+            totals += self.measure(output, targets, valid, loss) if valid else 0
+        for stage in self.model.stages.values():
+            stage.train()
+        return totals
+
+    def _local_batches(self, batch: SampleBatch, size: int) -> Iterator[tuple[Any, Any, int]]:
+        """Inputs in the type that the model computes in, targets as they are, and how many samples count."""
+        for begin in range(0, len(batch.origin.slots), size):
+            valid = max(0, min(batch.valid - begin, size))
+            yield to_type(_part(batch.inputs, begin, size), self.dtype), _part(batch.targets, begin, size), valid
+
+    def zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, device=self.device)
+
+    def _forward(self, inputs: Any) -> Any:
+        args, kwargs = as_arguments(inputs)
+        return self.model.stages[0](*args, **kwargs)
+
+    def _loss(self, inputs: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
+        if self.spec.step is not None:
+            return as_counted(self.spec.step(self.model.stages[0], inputs, targets), valid)
+        return self.loss_of(self._forward(inputs), targets, valid)
+
+    def loss_of(self, output: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
+        assert self.spec.loss is not None
+        return as_counted(self.spec.loss(_first(to_type(output, torch.float32), valid), _first(targets, valid)), valid)
+
+    def measure(self, output: Any, targets: Any, valid: int, loss: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        numbers = [*(loss or self.loss_of(output, targets, valid))]
+        output, targets = _first(to_type(output, torch.float32), valid), _first(targets, valid)
+        for metric in self.spec.metrics.values():
+            numbers += as_counted(metric(output, targets), valid)
+        return torch.stack([number.detach().double() for number in numbers])
+
+
+class OwnPipeline:
+    """Takes a local batch through the stages by one of torch's schedules."""
+
+    def __init__(self, owner: OwnForwardBackward, config: Config) -> None:
+        self.owner, self.model = owner, owner.model
+        self.parallelism, self.local_batch_size = config.parallelism, owner.local_batch_size
+        self._schedules: dict[bool, Any] = {}
+
+    def __call__(self, inputs: Any, targets: Any, valid: int, is_training: bool) -> Tensor:
+        """The batch's sums, zero on a rank without the last stage; in training, gradients of the loss as well."""
+        self._targets, self._valid, self._is_training = targets, valid, is_training
+        self._totals = self.owner.zeros(2 if is_training else 2 + 2 * len(self.owner.metric_names)).double()
+        if is_training not in self._schedules:
+            self._schedules[is_training] = self._build(is_training)
+        schedule = self._schedules[is_training]
+        args: list[Any] = []
+        if 0 in self.model.stages:
+            assert self.model.structure is not None
+            args = in_order(inputs, self.model.structure.inputs.names)
+        rows = torch.arange(self.local_batch_size, device=self.owner.device)  # stand for the targets, of any kind
+        (schedule.step if is_training else schedule.eval)(*args, target=rows, return_outputs=False)
+        return self._totals
+
+    def _build(self, is_training: bool) -> Any:
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                len(self.model.ranks),
+                self.owner.device,
+                input_args=tuple(self.model.arriving[number]),
+                output_args=tuple(self.model.arriving[number + 1]),
+                group=self.model.axis.get_group(),
+            )
+            for number, module in self.model.stages.items()
+        ]
+        count = self.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
+        return build_schedule(self.parallelism, stages, count, self._loss, is_training)
+
+    def _loss(self, leaves: Any, rows: Tensor) -> Tensor:
+        """Of one microbatch."""
+        begin = int(rows.storage_offset())  # torch's schedules split the targets into views
+        valid = max(0, min(self._valid - begin, len(rows)))
+        output = assemble(leaves, self.model.output)
+        targets = _part(self._targets, begin, len(rows))
+        if not self._is_training:
+            self._totals += self.owner.measure(output, targets, valid) if valid else 0
+            return self._totals[0]
+        summed, count = self.owner.loss_of(output, targets, valid)
+        self._totals += torch.stack([summed.detach(), count]).double()
+        return self.owner.scaled(summed)
+
+
+def as_counted(result: Any, num_samples: int) -> tuple[Tensor, Tensor]:
+    """(sum, count) as it is; a mean counts the samples."""
+    if isinstance(result, tuple):
+        total, count = result
+        return total, torch.as_tensor(count, dtype=torch.float32, device=total.device)
+    return result * num_samples, torch.tensor(float(num_samples), device=result.device)
+
+
+def _part(value: Any, begin: int, size: int) -> Any:
+    return tree_map(lambda leaf: leaf[begin : begin + size] if isinstance(leaf, Tensor | list) else leaf, value)
+
+
+def _first(value: Any, count: int) -> Any:
+    """The first samples: the others repeat, to fill up a batch of held-out data."""
+
+    def cut(leaf: Any) -> Any:
+        return leaf[:count] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) > count else leaf
+
+    return tree_map(cut, value)
+
+
+def to_type(value: Any, dtype: torch.dtype) -> Any:
+    """Only numbers with a point change their type."""
+
+    def convert(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(convert, value)
