@@ -38,7 +38,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
     training, comm = config.training, config.comm
 
-    # The ranks meet. Everything that can be refused is refused before that.
+    # The ranks meet. What can be known before that is refused before that.
     run = start_run(config, blueprint, place, records=True)
     watch = run.start_watch(comm.init_timeout_seconds)
     peak = run.find_peak()

@@ -27,7 +27,7 @@ from torchtitan.training.run import Run
 def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bool = False) -> Run:
     """Refuse what this machine or the data cannot do, then meet the other ranks and lay them out.
 
-    Nothing is started, and no process waits for another, before the last refusal. A run that keeps records (training)
+    What this machine and the data decide is refused before a process waits for another. A run that keeps records (training)
     has the run folder to itself.
     """
     hardware.check_restarts(place.world_size)

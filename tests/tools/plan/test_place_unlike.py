@@ -209,6 +209,13 @@ def test_a_plan_on_unlike_nodes_passes_check_and_names_its_nodes(
     assert "Ohio" in text and any("stage 2: " in one for one in text)
 
 
+@pytest.mark.parametrize("words", [["--verify", "0"], ["--verify", "2"], ["--schedules"]])
+def test_what_is_only_for_like_nodes_is_refused_on_unlike_ones(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "sites.toml").write_text(SITES)
+    with pytest.raises(SystemExit, match=f"{words[0]} is for like nodes, but .* has unlike ones; leave it out"):
+        main(["plan", CONFIG, "--cluster", str(tmp_path / "sites.toml"), *words])
+
+
 def test_what_unlike_nodes_cannot_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "sites.toml"
 

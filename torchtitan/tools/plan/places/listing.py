@@ -28,7 +28,7 @@ class Unlike:
     """The fastest layouts on nodes or links that differ."""
 
     def __init__(self, args: argparse.Namespace, config: Config, blueprint: Blueprint, options: Sequence[str]) -> None:
-        if unknown := [name for name in ("verify", "schedules") if getattr(args, name) not in (None, False)]:
+        if unknown := ["verify"] * (args.verify is not None) + ["schedules"] * bool(args.schedules):
             raise Refusal(f"--{unknown[0]} is for like nodes, but {args.cluster} has unlike ones; leave it out")
         self.name, network, self.rests_on = read_cluster_network(args.cluster)
         self.config, self.seed = config, args.seed
