@@ -27,8 +27,8 @@ from torchtitan.training.run import Run
 def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bool = False) -> Run:
     """Refuse what this machine or the data cannot do, then meet the other ranks and lay them out.
 
-    What this machine and the data decide is refused before a process waits for another. A run that keeps records (training)
-    has the run folder to itself.
+    What this machine and the data decide is refused before a process waits for another. A run that keeps records
+    (training) has the run folder to itself.
     """
     hardware.check_restarts(place.world_size)
     device = hardware.pick_device(place.local_rank)
