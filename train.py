@@ -3,7 +3,8 @@
     python train.py --job.config_file train_configs/debug_model.toml --training.steps 20
 
 Every option: `python train.py --help`. On several devices: `./run_llama_train.sh`. The run is a function of the
-configuration, the data and the seed, never of how many processes share the work.
+configuration, the data and the seed; how many processes share the work changes only rounding (docs/layouts-measured.md)
+and what a model's dropout draws.
 """
 
 import gc
@@ -32,6 +33,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     from torchtitan.training.checkpoints.restore import Checkpoints
     from torchtitan.training.optimizer import build_optimizer
     from torchtitan.training.report import Reporter
+    from torchtitan.training.sample import build_sampler
     from torchtitan.training.start import start_run
     from torchtitan.training.update import Update
     from torchtitan.training.validate import Validator
@@ -58,7 +60,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     update = Update(config, model, optimizer, run.mesh.stage_group)
     saves = checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
     begun = step = checkpoints.start.step
-    update.after_update()
+    update.after_update()  # what depends on the weights, such as float8's scales, depends on those that were loaded
 
     # Rank 0 writes the records.
     writer = None
@@ -70,11 +72,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     collectives.make_trace_folder(comm, run.folder, run.device)
     reporter = Reporter(run, watch, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer)
-    sampler = None
-    if config.metrics.sample_freq is not None:
-        from torchtitan.training.sample import build_sampler
-
-        sampler = build_sampler(run, forward_backward, writer)
+    sampler = build_sampler(run, forward_backward, writer)
     interrupt = Interrupt(saves=config.checkpoint.enable and not config.checkpoint.load_only)
     profiler = profile(config.profiling, run.folder, place.rank, step, run.device, reporter.paused)
 

@@ -1,4 +1,4 @@
-"""`python -m torchtitan VERB`: the tools around training; tools/verbs.py lists them."""
+"""`python -m torchtitan VERB`: what one does before, beside and after training; tools/verbs.py lists the verbs."""
 
 import os
 import signal

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from torchtitan.tools.plan.places.network import Network, Sheet
-from torchtitan.tools.plan.places.unlike import Load, Pipelines
+from torchtitan.tools.plan.places.pipelines import Load, Pipelines
 
 DEVICES = (  # TFLOP/s of dense products in 16 bits, and GiB
     Sheet("A100", 312, 40),

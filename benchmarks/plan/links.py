@@ -20,7 +20,7 @@ from benchmarks.plan.verify import KEYS, SHAPES
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.observe.planned import read_steps
 from torchtitan.root import ROOT
-from torchtitan.tools.plan.layout import Like
+from torchtitan.tools.plan.like import Like
 from torchtitan.tools.plan.verify import Trial, choose, judge, shown
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import tomli_w
 
 from torchtitan.root import ROOT
+from torchtitan.tools.plan.places.pipelines import Pipelines
 from torchtitan.tools.plan.places.placement import FixedPipeline, Network, read_networks
-from torchtitan.tools.plan.places.unlike import Pipelines
 from torchtitan.tools.plan.places.verb import load_of
 
 NETWORKS = ROOT / "tests/assets/planning/dtfm_networks.toml"

@@ -14,11 +14,11 @@ import numpy as np
 
 from benchmarks.run import ROOT
 from torchtitan.models.families import load_run
-from torchtitan.tools.plan.actions import list_actions
 from torchtitan.tools.plan.cluster import read_cluster
-from torchtitan.tools.plan.layout import job_of
+from torchtitan.tools.plan.like import job_of
+from torchtitan.tools.plan.pipeline.actions import list_actions
+from torchtitan.tools.plan.pipeline.timeline import simulate
 from torchtitan.tools.plan.search import evaluate, layouts, search
-from torchtitan.tools.plan.timeline import simulate
 
 ANSWERS = (("llama3_70b", "h100_128x8"), ("llama3_405b", "h100_2048x8"))
 PIPELINES = (("1F1B", 4, 1, 16), ("Interleaved1F1B", 8, 4, 32))  # ranks, stages of each, microbatches

@@ -148,3 +148,14 @@ def test_a_signal_to_torchrun_and_to_the_ranks_counts_once_and_the_run_is_saved(
     assert run.codes == [75]
     (step,) = (int(path.name[5:]) for path in (run.folder / "checkpoint").glob("step-*"))
     assert step in (3, 4), run.console
+
+
+@pytest.mark.parametrize("shown", ["0", "5"])
+def test_what_all_ranks_refuse_is_shown_once_and_without_torchruns_summary(tmp_path: Path, shown: str) -> None:
+    launcher = f"--standalone --nproc_per_node 2 --local_ranks_filter={shown} --tee=3".split()
+    command = [sys.executable, "-m", "torchtitan.launch.ranks", *launcher, "train.py", "--checkpoint.enable"]
+    command += ["--checkpoint.initial_load_path", str(tmp_path / "nothing"), "--job.dump_folder", str(tmp_path / "run")]
+    command += ["--job.config_file", "train_configs/debug_model.toml", "--training.local_batch_size", "4"]
+    done = started.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and done.stderr.count('nothing" is not there') == 1, done.stdout + done.stderr
+    assert "ChildFailedError" not in done.stderr and "exitcode" not in done.stderr

@@ -31,6 +31,7 @@ SHAPES = (
     T + "models.operations",
     T + "models.decoder",
     T + "models.describe",
+    T + "models.own",
     T + "models.rules",
     T + "models.families",
     T + "models.schedule_file",
@@ -38,12 +39,12 @@ SHAPES = (
 )  # of any model, no torch
 FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
 BELOW = (*CONFIG, T + "root", T + "hardware", *SHAPES)  # what every room may import
-OWN = (T + "own_model.blueprint", T + "own_model")  # a user's module; the first without torch
+OWN = T + "own_model"
 LAUNCH = (T + "launch",)
 START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # not preflight/, not submit/
 ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
 PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer"))
-CORE = (*BELOW, *OWN, *ROOMS, T + "models.layers", T + "weights", T + "training")
+CORE = (*BELOW, *ROOMS, T + "models.layers", T + "weights", T + "training")
 TOOLS = {  # each tool, and the other tools that it uses
     "check": (),
     "compare": (),
@@ -60,7 +61,7 @@ TOOLS = {  # each tool, and the other tools that it uses
     "text": (),
     "verbs": (),
 }
-OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch", "swarm", "node", "console"))
+OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch"))
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
@@ -111,9 +112,9 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     if within(module, CONFIG):
         return CONFIG
     if within(module, SHAPES):
-        return (*CONFIG, *SHAPES, OWN[0])
-    if within(module, OWN):
-        return (*BELOW, *OWN) if module == OWN[0] else CORE
+        return (*CONFIG, *SHAPES)
+    if within(module, (OWN,)):
+        return (*CORE, OWN)
     if within(module, (T + "hardware", T + "root")):
         return BELOW
     if module == T + "models.layers":
@@ -147,7 +148,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return (T + "refusal", T + "root", T + "tools", T + "__main__")
     for tool, others in TOOLS.items():
         if within(module, (T + "tools." + tool,)):
-            return (*CORE, *LAUNCH, *(T + "tools." + name for name in (tool, *others)))
+            return (*CORE, OWN, *LAUNCH, *(T + "tools." + name for name in (tool, *others)))
     return None
 
 

@@ -11,7 +11,7 @@ import pytest
 import tomli
 
 from torchtitan.__main__ import main
-from torchtitan.config.keys_model import Model
+from torchtitan.config.keys.model import Model
 from torchtitan.launch.start import plan_program
 from torchtitan.models.families import find_model
 from torchtitan.models.operations import Attention, Pass, Product, Share

@@ -4,8 +4,8 @@ Names and defaults are torchtitan v0.2.2's wherever torchtitan has the key; the 
 "Not in torchtitan.". `torchtitan_keys.py` reads torchtitan's other keys.
 """
 
-from torchtitan.config.keys_checkpoint import Checkpoint
-from torchtitan.config.keys_model import (
+from torchtitan.config.keys.checkpoint import Checkpoint
+from torchtitan.config.keys.model import (
     ActivationCheckpoint,
     Compile,
     Float8,
@@ -14,9 +14,9 @@ from torchtitan.config.keys_model import (
     QuantizeLinear,
     RopeScaling,
 )
-from torchtitan.config.keys_parallelism import Parallelism
-from torchtitan.config.keys_run import Comm, Debug, Job, Metrics, Profiling
-from torchtitan.config.keys_training import DataSource, LRScheduler, Optimizer, Training, Validation
+from torchtitan.config.keys.parallelism import Parallelism
+from torchtitan.config.keys.run import Comm, Debug, Job, Metrics, Profiling
+from torchtitan.config.keys.training import DataSource, LRScheduler, Optimizer, Training, Validation
 from torchtitan.config.section import Section
 
 __all__ = [

@@ -75,7 +75,7 @@ def find_model(model: Model) -> Blueprint:
     """The flavor's shape, with the keys of [model] over it."""
     spec = find_spec(model.name)
     if isinstance(spec, ModelSpec):
-        from torchtitan.own_model.blueprint import find_own_model
+        from torchtitan.models.own import find_own_model
 
         return find_own_model(model.name, spec)
     known = {field.name: field for field in fields(spec.shape)}

@@ -12,7 +12,7 @@ from torchtitan.refusal import Refusal
 def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
     """All mistakes that depend on the model."""
     if not blueprint.reads_text:
-        from torchtitan.own_model.blueprint import OwnBlueprint, refusals
+        from torchtitan.models.own import OwnBlueprint, refusals
 
         assert isinstance(blueprint, OwnBlueprint)
         yield from refusals(blueprint, config)

@@ -100,7 +100,8 @@ class Blueprint:
     name: str
     spec: Family
     shape: Any
-    reads_text: ClassVar[bool] = True  # false of a model of one's own (own_model/blueprint.py)
+    reads_text: ClassVar[bool] = True  # false of a model of one's own (own.py)
+    run: ClassVar[str] = "torchtitan.training.run:Run"  # the class that runs it, imported when it does
 
     def takes_muon(self, name: str) -> bool:
         return self.spec.takes_muon(name)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan.config.schema import Config
+from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import Part
 from torchtitan.models.stages import V_SHAPED, StagePlan, plan_microbatches
 from torchtitan.observe.log import logger
-from torchtitan.own_model.blueprint import OwnBlueprint
 from torchtitan.own_model.cut import Cut, become_stage, divide, record, shapes
-from torchtitan.own_model.derive import Structure, part_of
+from torchtitan.own_model.derive import part_of
 from torchtitan.own_model.samples import own_draws
 from torchtitan.parallel.loss_scale import LossScale
 from torchtitan.parallel.mesh import Mesh

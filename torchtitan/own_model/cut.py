@@ -16,8 +16,9 @@ from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from torchtitan.models.balance import balance
+from torchtitan.models.own import Inputs
 from torchtitan.models.spec import Part
-from torchtitan.own_model.derive import Inputs, in_order
+from torchtitan.own_model.derive import in_order
 from torchtitan.refusal import Refusal
 
 

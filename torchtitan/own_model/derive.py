@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,37 +9,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from torchtitan.models.own import Inputs, Structure
 from torchtitan.models.spec import Part
 from torchtitan.refusal import Refusal
 
 LARGE = 1 << 20  # parameters of a module that is worth a collective of its own
 _LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of forward that the data gives, in the order of forward's signature."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Structure:
-    """What is derived from a module and one sample. Rank 0 derives it, and tells the others."""
-
-    parts: tuple[Part, ...]
-    num_parameters: int
-    flops: int  # of forward and backward of one sample
-    inputs: Inputs
-    example: Any  # the inputs of a batch of one, on the meta device
-    target: Any  # likewise
-    shared: tuple[tuple[str, ...], ...]  # names of one parameter
-    shared_buffers: tuple[tuple[str, ...], ...]
-    changing: frozenset[str] = frozenset()  # buffers that forward changes in training, under all their names
-
-    def saved_name(self, name: str) -> str:
-        """The name of a parameter or buffer in checkpoints, where all names of one tensor are one entry."""
-        return next((names[0] for names in (*self.shared, *self.shared_buffers) if name in names), name)
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A run of a user's own module: the same run as a family's, with samples for tokens and with what is derived."""
+"""A run of a user's own module. It counts samples instead of tokens, and derive.py finds the parts of its model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from torchtitan.data.batch import OwnSlots
 from torchtitan.data.cursor import Order
+from torchtitan.models.own import OwnBlueprint
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
-from torchtitan.own_model.blueprint import OwnBlueprint
 from torchtitan.own_model.build import OwnParts, build, lay_out
 from torchtitan.own_model.derive import derive
 from torchtitan.own_model.first_samples import first_samples
@@ -106,29 +106,31 @@ class OwnRun(Run):
             any_says_so=ask,
         )
 
+    def prepared(self) -> "OwnRun":
+        """Rank 0 looks at the module and at one sample, and tells the others.
 
-def with_structure(run: OwnRun) -> OwnRun:
-    """Rank 0 looks at the module and at one sample, and tells the others. A dry run of another rank knows already."""
-    if run.own.structure is not None:
-        return run
-    told: list[Any] = [None]
-    if run.place.rank == 0:
-        try:
-            dataset, is_part = open_dataset(run.spec.data, "train")
-            samples = first_samples(dataset, run.spec.data_is_random)
-            with own_draws("a trial"):
-                model = run.spec.build()
-            check_norms(model, run)
-            known = derive(model, run.spec.layers, *collate(samples[:1]))
-            told = [replace(known, changing=try_out(run, run.spec, model, known, samples))]
-            logger.info(
-                f"{run.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and flavor "
-                "are not used"
-                + ("" if is_part or not run.config.validation.enable else "; every 20th sample is for validation")
-            )
-        except Refusal as error:
-            told = [error]
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], Refusal):
-        raise told[0]
-    return replace(run, blueprint=run.own.with_structure(told[0]))
+        A dry run has looked when it comes to its second rank.
+        """
+        if self.own.structure is not None:
+            return self
+        told: list[Any] = [None]
+        if self.place.rank == 0:
+            try:
+                dataset, is_part = open_dataset(self.spec.data, "train")
+                samples = first_samples(dataset, self.spec.data_is_random)
+                with own_draws("a trial"):
+                    model = self.spec.build()
+                check_norms(model, self)
+                known = derive(model, self.spec.layers, *collate(samples[:1]))
+                told = [replace(known, changing=try_out(self, self.spec, model, known, samples))]
+                logger.info(
+                    f"{self.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and "
+                    "flavor are not used"
+                    + ("" if is_part or not self.config.validation.enable else "; every 20th sample is for validation")
+                )
+            except Refusal as error:
+                told = [error]
+        dist.broadcast_object_list(told, src=0)
+        if isinstance(told[0], Refusal):
+            raise told[0]
+        return replace(self, blueprint=self.own.with_structure(told[0]))

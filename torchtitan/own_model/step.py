@@ -1,4 +1,4 @@
-"""Forward and backward of a step, and the sums of a validation, of a model whose loss counts its samples as it goes."""
+"""Forward and backward of a user's model. How many samples count is known only then, so the update divides by it."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchtitan.models.own import Structure
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.build import is_sharded
-from torchtitan.own_model.derive import Structure, as_arguments
+from torchtitan.own_model.derive import as_arguments
 from torchtitan.own_model.first_samples import check_loss, states
 from torchtitan.own_model.samples import collate, own_draws
 from torchtitan.refusal import Refusal

@@ -1,6 +1,6 @@
 """Starts this node's part of a run as launch/start.py does, unless something is missing here that the run would need.
 
-run_llama_train.sh ends with this module: the mistake is said once, before any rank exists.
+run_llama_train.sh becomes this program, which prints each mistake once, before any rank exists.
 """
 
 import os
@@ -16,7 +16,8 @@ from torchtitan.models.families import plan_model
 from torchtitan.tools.check import what_is_missing
 
 
-def is_complete(start: NodeStart, _: int) -> bool:
+def report_missing(start: NodeStart, _: int) -> bool:
+    """Print what is missing here; returns whether the run can start."""
     if start.config is None or start.node is None:
         return True
     missing = what_is_missing(start.config, writes=start.node.rank == 0 or start.node.num_nodes == 1)
@@ -40,7 +41,7 @@ def with_cut(start: NodeStart) -> NodeStart:
 
 
 def run(options: list[str]) -> None:
-    become(lambda gpus: with_cut(plan_start(os.environ, options, gpus, sys.stderr.isatty())), is_complete)
+    become(lambda gpus: with_cut(plan_start(os.environ, options, gpus, sys.stderr.isatty())), report_missing)
 
 
 if __name__ == "__main__":

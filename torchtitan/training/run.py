@@ -63,6 +63,10 @@ class Run:
     def flops_per_token(self) -> int:
         return self.blueprint.flops_per_token(self.config.training.seq_len)
 
+    def prepared(self) -> "Run":
+        """The run once all ranks know the model; a family's is known from its shape."""
+        return self
+
     def start_watch(self, timeout_seconds: float) -> Alone:
         """Put the training loop inside. Set `step` at each step, and call `set_timeout` when the timeout changes."""
         if self.place.world_size == 1:

@@ -18,7 +18,7 @@ _WINDOW, _NEW_TOKENS, _TEMPERATURE = 128, 48, 0.8
 
 
 def build_sampler(run: Run, forward_backward: ForwardBackward, writer: MetricsWriter | None) -> "Sampler | None":
-    if not run.blueprint.reads_text:
+    if run.config.metrics.sample_freq is None or not run.blueprint.reads_text:
         return None
     if run.dims.pp > 1 or run.dims.cp > 1:
         logger.info(

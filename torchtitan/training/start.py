@@ -1,9 +1,10 @@
 """The one place where a run is put together: its refusals, then its ranks and their mesh.
 
-Training, evaluation, generation and the dry run all begin here.
+Training, evaluation and generation begin with `start_run`, the dry run and the probe with `lay_out_ranks`.
 """
 
 import os
+import pkgutil
 from pathlib import Path
 from typing import IO
 
@@ -40,7 +41,11 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
             data.check_data(config)
         tokenizer = build_tokenizer(config.model.hf_assets_path)
         blueprint = blueprint.with_vocabulary(tokenizer.vocab_size)
-    plan_batch(config.training, plan_layout(config.parallelism, place.world_size).dp)
+    parallelism = config.parallelism
+    plan_batch(config.training, plan_layout(parallelism, place.world_size).dp)
+    if parallelism.pipeline_parallel_memory_gib and parallelism.pipeline_parallel_layer_counts is None:
+        fix = "start with ./run_llama_train.sh, or set pipeline_parallel_layer_counts to what a dry run finds"
+        raise Refusal(f"parallelism.pipeline_parallel_memory_gib says what ranks may hold, but not the cut; {fix}")
     if config.debug.deterministic:
         hardware.use_deterministic_kernels(config.debug.deterministic_warn_only)
     folder, lock = Path(config.job.dump_folder), None
@@ -65,16 +70,9 @@ def lay_out_ranks(
     lock: IO[str] | None = None,
 ) -> Run:
     """Lay the ranks out on the mesh; the process group must exist."""
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_memory_gib and parallelism.pipeline_parallel_layer_counts is None:
-        fix = "start with ./run_llama_train.sh, or set pipeline_parallel_layer_counts to what a dry run finds"
-        raise Refusal(f"parallelism.pipeline_parallel_memory_gib says what ranks may hold, but not the cut; {fix}")
-    dims = plan_layout(parallelism, place.world_size)
+    dims = plan_layout(config.parallelism, place.world_size)
     batch = plan_batch(config.training, dims.dp)
     mesh = build_mesh(dims, device.type)
     folder = folder or Path(config.job.dump_folder)
-    if blueprint.reads_text:
-        return Run(config, blueprint, place, device, tokenizer, batch, mesh, folder, lock)
-    from torchtitan.own_model.run import OwnRun, with_structure
-
-    return with_structure(OwnRun(config, blueprint, place, device, None, batch, mesh, folder, lock))
+    kind: type[Run] = pkgutil.resolve_name(blueprint.run)
+    return kind(config, blueprint, place, device, tokenizer, batch, mesh, folder, lock).prepared()

@@ -14,15 +14,15 @@ import tomli
 from benchmarks.plan.irregular_networks import draw_load, draw_network
 from torchtitan.__main__ import main
 from torchtitan.config.load import check
-from torchtitan.tools.plan.actions import list_actions
-from torchtitan.tools.plan.places import unlike
-from torchtitan.tools.plan.places.listing import traffic
+from torchtitan.tools.plan.pipeline.actions import list_actions
+from torchtitan.tools.plan.pipeline.timeline import simulate
+from torchtitan.tools.plan.places import pipelines as unlike
 from torchtitan.tools.plan.places.network import Network, is_unlike, read_cluster_network, to_network
+from torchtitan.tools.plan.places.pipelines import Load, Pipelines
 from torchtitan.tools.plan.places.placement import FixedPipeline
 from torchtitan.tools.plan.places.ravnest import Provider, ravnest_cost, rewarded_cost
-from torchtitan.tools.plan.places.unlike import Load, Pipelines
+from torchtitan.tools.plan.places.unlike import traffic
 from torchtitan.tools.plan.places.verb import load_of
-from torchtitan.tools.plan.timeline import simulate
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "train_configs" / "llama3_2_1b.toml")

@@ -14,7 +14,7 @@ from torchtitan.__main__ import main
 from torchtitan.config.load import to_toml
 from torchtitan.models.families import load_run
 from torchtitan.tools.plan.cluster import read_cluster
-from torchtitan.tools.plan.schedules import compare
+from torchtitan.tools.plan.pipeline.schedules import compare
 from torchtitan.tools.plan.search import FILLED, RECOMPUTES, Choice, Job, evaluate, moved, search
 
 ROOT = Path(__file__).resolve().parents[3]

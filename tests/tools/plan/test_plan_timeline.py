@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from torchtitan.tools.plan.actions import SCHEDULES, list_actions
-from torchtitan.tools.plan.timeline import Action, Orders, Stuck, simulate
-from torchtitan.tools.plan.waiting import COUNTED, first_rounds, moments, one_f_one_b
+from torchtitan.tools.plan.pipeline.actions import SCHEDULES, list_actions
+from torchtitan.tools.plan.pipeline.timeline import Action, Orders, Stuck, simulate
+from torchtitan.tools.plan.pipeline.waiting import COUNTED, first_rounds, moments, one_f_one_b
 
 STAGES = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 3, "Interleaved1F1B": 3, "InterleavedZeroBubble": 2}
 

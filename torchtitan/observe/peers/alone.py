@@ -5,7 +5,7 @@ from types import TracebackType
 
 
 class Alone:
-    """A run of one process waits for nobody."""
+    """What the loop may say to its watch. A run of one process waits for nobody; `Watch` does more."""
 
     step = 0
 

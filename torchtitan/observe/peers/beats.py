@@ -1,4 +1,4 @@
-"""Tells a rank whose machine is gone from one that is slow: each rank's watch writes to the board again and again."""
+"""Finds ranks whose machine is gone: each rank's watch writes to the board (the store) again and again."""
 
 import time
 

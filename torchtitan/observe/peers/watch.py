@@ -1,8 +1,9 @@
-"""Watches the ranks: if one lags or fails, all write their stacks, one message names that rank, and all end.
+"""Watches the ranks: if one lags or fails, one message names that rank, and all end.
 
 A thread beside the training loop reads a board that all ranks share, without any collective: the store in which they
-met. The thread raises an alarm on the board once this rank has waited for most of the timeout in a collective (with
-GPUs: anywhere except in a save), and all ranks answer the alarm with the place they have reached.
+met. The thread raises an alarm on the board once this rank has waited for most of the timeout in a collective. With
+GPUs, from the second step on, it may have waited anywhere; in a save it never raises one. All ranks answer an alarm
+with the place they have reached, and write their stacks.
 """
 
 import json

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.storage import Manifest, Storage
+from torchtitan.launch.node import SECONDS_TO_END
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 from torchtitan.tools.drill.places import Site
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_LEAVE = 5
-_SECONDS_FOR_OTHER_NODES = 40  # torchrun itself waits 30 s for its ranks
 
 
 @dataclass
@@ -77,7 +77,7 @@ class BreakableRun:
     def end(self) -> tuple[list[int], list[int]]:
         """Wait for the end; returns the launchers' exit codes, and the ranks that outlived them."""
         self.wait_until(lambda: any(launcher.poll() is not None for launcher in self.launchers))
-        late = time.monotonic() + _SECONDS_FOR_OTHER_NODES
+        late = time.monotonic() + SECONDS_TO_END
         if self.wait_until(lambda: time.monotonic() > late):
             self.kill()  # as a cluster does with the other nodes of a run when one has ended
         codes, end = [launcher.wait() for launcher in self.launchers], time.monotonic() + _SECONDS_TO_LEAVE

@@ -25,9 +25,9 @@ from torchtitan.config.schema import Config
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
+from torchtitan.models.own import OwnBlueprint
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import plan_stages
-from torchtitan.own_model.blueprint import OwnBlueprint
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint

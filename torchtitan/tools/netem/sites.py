@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchtitan.launch.node import SECONDS_TO_END
 from torchtitan.refusal import Refusal
 from torchtitan.tools.netem import relay
 from torchtitan.tools.netem.measure import Link, measure, sample
 from torchtitan.tools.netem.namespaces import inside
 
-_SECONDS_FOR_OTHERS = 40  # torchrun itself waits 30 s for its ranks
 _SECONDS_TO_SAVE = 120
 _DEVICE = "eth0"
 # Its own host name, and memory that it shares with no other site: ranks on a CPU would exchange through that.
@@ -200,7 +200,7 @@ class Commands:
                 code = os.waitstatus_to_exitcode(status)
                 self.codes[self.running.pop(process)] = code if code >= 0 else 128 - code
                 if code:
-                    self.deadline = min(self.deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
+                    self.deadline = min(self.deadline, time.monotonic() + SECONDS_TO_END)
         for reader in self.readers:
             reader.join(1)
         if self.running:

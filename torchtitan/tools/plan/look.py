@@ -8,8 +8,8 @@ from torchtitan.models.operations import Attention, Exchange, Operation, Pass, P
 from torchtitan.refusal import Refusal
 from torchtitan.tools.plan.cluster import Cluster
 from torchtitan.tools.plan.cost import Layout
+from torchtitan.tools.plan.pipeline.timeline import Timeline
 from torchtitan.tools.plan.search import Choice, Job
-from torchtitan.tools.plan.timeline import Timeline
 
 COLORS = {"F": "#6aa9e9", "B": "#f0a860", "I": "#f0a860", "W": "#8cc98c"}
 KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchtitan.models.operations import Number, Work
 from torchtitan.tools.plan.cost import Layout
-from torchtitan.tools.plan.waiting import COUNTED, UNITS, first_rounds, moments
+from torchtitan.tools.plan.pipeline.waiting import COUNTED, UNITS, first_rounds, moments
 
 Sizes = tuple[np.ndarray, list[str]]  # of each thing in COUNTED: bytes by layout, and the kind
 

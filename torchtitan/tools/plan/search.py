@@ -115,7 +115,7 @@ def search(job: Job, cluster: Cluster, show: int = 10) -> Answer:
         for found, which in ((best, fits), (large, ~fits)):
             indices = np.flatnonzero(which)
             first = indices[np.lexsort((peak[indices], total[indices]))]
-            found += [(float(total[i]), float(peak[i]), number, int(i)) for i in _unlike(table, first, show)]
+            found += [(float(total[i]), float(peak[i]), number, int(i)) for i in _distinct(table, first, show)]
     best, large = _one_each(tables, sorted(best))[:show], _one_each(tables, sorted(large))[:show]
     faster = [entry for entry in large if not best or entry[0] < best[0][0]]
     return Answer(
@@ -136,7 +136,7 @@ def _one_each(tables: Sequence[Table], entries: Sequence[Entry]) -> list[Entry]:
     return list(first.values())
 
 
-def _unlike(table: Table, indices: np.ndarray, most: int) -> list[int]:
+def _distinct(table: Table, indices: np.ndarray, most: int) -> list[int]:
     """The first layouts of each pp, tp and cp: the others differ from these in little."""
     shape = (table.columns["pp"][indices] * 1024 + table.columns["tp"][indices]) * 2**20 + table.columns["cp"][indices]
     places = np.sort(np.unique(shape, return_index=True)[1])[:most]
@@ -219,7 +219,7 @@ def layouts(job: Job, cluster: Cluster) -> Iterator[tuple[str, dict[str, np.ndar
         some = some[np.lexsort((some[:, 7], some[:, 5], some[:, 0]))]  # layouts with the same pipeline come together
         if some.size:
             pieces = np.array_split(some, math.ceil(len(some) / _AT_ONCE))
-            for piece, mode in itertools.product(pieces, _allowed(job, "recompute", RECOMPUTES)):
+            for piece, mode in itertools.product(pieces, allowed(job, "recompute", RECOMPUTES)):
                 yield mode, dict(zip(_NAMES, np.ascontiguousarray(piece.T), strict=True))
 
 
@@ -228,12 +228,12 @@ def _rows(job: Job, cluster: Cluster) -> Iterator[np.ndarray]:
     world, layers = cluster.num_devices, len(job.blueprint.layers)
     splits = [
         (tp, cp)
-        for tp, cp in itertools.product(_allowed(job, "tp", _divisors(world)), _allowed(job, "cp", _divisors(world)))
+        for tp, cp in itertools.product(allowed(job, "tp", divisors(world)), allowed(job, "cp", divisors(world)))
         if world % (tp * cp) == 0 and tp <= cluster.machine.device.per_node and job.possible(tp, cp)
     ]
     of_batch: dict[tuple[int, int], np.ndarray] = {}
     for tp, cp in splits:
-        for pp in _allowed(job, "pp", [d for d in _divisors(world // (tp * cp)) if d <= layers]):
+        for pp in allowed(job, "pp", [d for d in divisors(world // (tp * cp)) if d <= layers]):
             ranks = world // (tp * cp * pp)
             if job.global_batch % ranks:
                 continue
@@ -243,8 +243,8 @@ def _rows(job: Job, cluster: Cluster) -> Iterator[np.ndarray]:
             batches = of_batch[ranks, pp]
             degrees = [
                 (pp, tp, cp, replicas, ranks // replicas)
-                for replicas in _allowed(job, "replicas", _divisors(ranks))
-                if ranks % replicas == 0 and ranks // replicas in _allowed(job, "dp", [ranks // replicas])
+                for replicas in allowed(job, "replicas", divisors(ranks))
+                if ranks % replicas == 0 and ranks // replicas in allowed(job, "dp", [ranks // replicas])
             ]
             each = np.array(degrees, int).reshape(-1, 5)
             yield np.hstack([each.repeat(len(batches), 0), np.tile(batches, (len(each), 1))])
@@ -252,18 +252,18 @@ def _rows(job: Job, cluster: Cluster) -> Iterator[np.ndarray]:
 
 def _batches(job: Job, sequences: int, pp: int, layers: int) -> Iterator[tuple[int, ...]]:
     """Stages a rank, microbatch, microbatches, passes, regathers."""
-    for microbatch in _allowed(job, "microbatch", _divisors(sequences)):
+    for microbatch in allowed(job, "microbatch", divisors(sequences)):
         if sequences % microbatch:
             continue
         count = sequences // microbatch
         if pp == 1:
-            if microbatch in _allowed(job, "local_batch", [microbatch]):
-                for regathers in _allowed(job, "regathers", (1, 0)):
+            if microbatch in allowed(job, "local_batch", [microbatch]):
+                for regathers in allowed(job, "regathers", (1, 0)):
                     yield 1, microbatch, count, 1, regathers
             continue
-        for passes in _divisors(count):
+        for passes in divisors(count):
             each = count // passes
-            if each * microbatch not in _allowed(job, "local_batch", [each * microbatch]):
+            if each * microbatch not in allowed(job, "local_batch", [each * microbatch]):
                 continue
             schedule = job.fixed.get("schedule")
             if each >= pp and schedule in (None, "1F1B"):
@@ -273,11 +273,11 @@ def _batches(job: Job, sequences: int, pp: int, layers: int) -> Iterator[tuple[i
                     yield stages_per_rank, microbatch, each, passes, 0
 
 
-def _allowed(job: Job, name: str, values: Any) -> Any:
+def allowed(job: Job, name: str, values: Any) -> Any:
     """These values, or the one of them that the user fixed."""
     return [value for value in values if value == job.fixed[name]] if name in job.fixed else values
 
 
 @cache
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torchtitan.models.operations import Block, Exchange, Work
 from torchtitan.tools.plan.cost import Layout
-from torchtitan.tools.plan.waiting import active, one_f_one_b
+from torchtitan.tools.plan.pipeline.waiting import active, one_f_one_b
 
 _BACKWARD = {"gather": "scatter", "scatter": "gather", "all-reduce": "all-reduce"}
 _NAMES = {"gather": "all-gather", "scatter": "reduce-scatter", "all-reduce": "all-reduce"}

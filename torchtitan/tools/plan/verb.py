@@ -7,13 +7,17 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.schema import Config
 from torchtitan.models.describe import describe_configured
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
+
+if TYPE_CHECKING:
+    from torchtitan.tools.plan.like import Like
+    from torchtitan.tools.plan.places.unlike import Unlike
 
 HELP = "find the fastest layouts of a run on given machines"
 
@@ -73,25 +77,26 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     if args.out:
         plan.write(args.out, [args.file, *options])
     if args.verify is not None:
+        from torchtitan.tools.plan.like import Like
         from torchtitan.tools.plan.verify import verify
 
+        assert isinstance(plan, Like)  # Unlike refuses --verify
         verify(args, options, config, plan.job, plan.cluster, plan.answer)
 
 
-def _plan(args: argparse.Namespace, config: Config, blueprint: Blueprint, options: Sequence[str]) -> Any:
-    """A search on like nodes or on unlike ones; both can be asked the same."""
+def _plan(args: argparse.Namespace, config: Config, blueprint: Blueprint, options: Sequence[str]) -> "Like | Unlike":
     from torchtitan.tools.plan.places.network import is_unlike
 
     if is_unlike(args.cluster):
-        from torchtitan.tools.plan.places.listing import Unlike
+        from torchtitan.tools.plan.places.unlike import Unlike
 
         return Unlike(args, config, blueprint, options)
-    from torchtitan.tools.plan.layout import Like
+    from torchtitan.tools.plan.like import Like
 
     return Like(args, config, blueprint, options)
 
 
-def _compared(plan: Any, other: Any) -> str:
+def _compared(plan: "Like | Unlike", other: Any) -> str:
     if (found := plan.on(other)) is None:
         return f"nothing fits, or the batch of {plan.job.global_batch} does not divide"
     seconds, name = found

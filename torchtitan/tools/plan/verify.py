@@ -26,7 +26,7 @@ from torchtitan.observe.planned import compare, read_steps
 from torchtitan.refusal import Refusal
 from torchtitan.tools.compare.runs import plan_run, train
 from torchtitan.tools.plan.cluster import Cluster
-from torchtitan.tools.plan.layout import write_layout
+from torchtitan.tools.plan.like import write_layout
 from torchtitan.tools.plan.search import FILLED, Answer, Job
 
 _LEAST_STEPS = 5  # three warm up

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.config.keys_model import Model
+from torchtitan.config.keys.model import Model
 from torchtitan.models.families import find_model
 from torchtitan.models.operations import Share, Work
 from torchtitan.models.stages import balanced_counts

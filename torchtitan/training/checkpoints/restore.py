@@ -25,8 +25,11 @@ class Checkpoints:
 
     def __init__(self, config: Config, run_folder: Path, layout: str, tokens_per_step: int, watch: Alone) -> None:
         self.section, self.run_folder, self.watch = config.checkpoint, run_folder, watch
-        self.tokens_per_step, self.tokens_offset = tokens_per_step, 0  # the offset: batches were of another size before
-        self.skips_in_a_row = 0  # updates skipped just before the step the run starts after
+        self.tokens_per_step, self.tokens_offset = (
+            tokens_per_step,
+            0,
+        )  # the offset: tokens of steps whose batches had another size
+        self.skips_in_a_row = 0  # updates that the run skipped just before it was saved
         self.manager: Checkpointer | None = None
         self.found: tuple[Storage, Manifest] | None = None
         self.resumes = False  # the checkpoint that was found is this run's own
@@ -67,7 +70,7 @@ class Checkpoints:
             logger.info(f"changed since that checkpoint: {change}")
 
     def tokens_at(self, step: int) -> int:
-        """How many tokens the run has seen after this step."""
+        """How many tokens (samples, of a model of one's own) the run has seen after this step."""
         return self.tokens_offset + step * self.tokens_per_step
 
     @property

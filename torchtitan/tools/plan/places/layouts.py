@@ -12,8 +12,8 @@ from torchtitan.refusal import Refusal
 from torchtitan.tools.plan.cost import Device, Layout, Machine, Rates
 from torchtitan.tools.plan.memory import in_arrays, sizes_of, staged, whole
 from torchtitan.tools.plan.places.network import Network, Sheet
-from torchtitan.tools.plan.places.unlike import Load, Pipelines, Plan
-from torchtitan.tools.plan.search import FILLED, RECOMPUTES, Choice, Job, _allowed, _divisors
+from torchtitan.tools.plan.places.pipelines import Load, Pipelines, Plan
+from torchtitan.tools.plan.search import FILLED, RECOMPUTES, Choice, Job, allowed, divisors
 
 _FLOPS_PER_BYTE = 200.0  # of memory, where a file gives no bandwidth: between A100's 153 and H100's 295
 _INSIDE = 16.0  # GB/s between devices of a node, where a file gives none: half of PCIe 4 x16
@@ -47,30 +47,30 @@ class Layouts:
         """Every layout of 1F1B, and of one stage, that the trainer can run on some of the nodes."""
         job, nodes, each = self.job, len(self.network.regions), self.network.per_node
         layers = len(job.blueprint.layers)
-        for tp in _allowed(job, "tp", _divisors(each)):
+        for tp in allowed(job, "tp", divisors(each)):
             if each % tp or not job.possible(tp, 1):
                 continue
-            for pp in _allowed(job, "pp", range(1, min(nodes, layers) + 1)):
+            for pp in allowed(job, "pp", range(1, min(nodes, layers) + 1)):
                 for replicas in range(1 if nodes <= _MANY else nodes // pp // 3 + 1, nodes // pp + 1):
                     dp = replicas * each // tp
-                    if job.global_batch % dp or dp not in _allowed(job, "dp", [dp]):
+                    if job.global_batch % dp or dp not in allowed(job, "dp", [dp]):
                         continue
                     yield from self._batches(job.global_batch // dp, pp, dp, tp)
 
     def _batches(self, sequences: int, pp: int, dp: int, tp: int) -> Iterator[Choice]:
         job = self.job
-        for recompute in _allowed(job, "recompute", RECOMPUTES):
-            for microbatch in _allowed(job, "microbatch", [d for d in _divisors(sequences) if d <= 8]):
+        for recompute in allowed(job, "recompute", RECOMPUTES):
+            for microbatch in allowed(job, "microbatch", [d for d in divisors(sequences) if d <= 8]):
                 if sequences % microbatch:
                     continue
                 count = sequences // microbatch
                 if pp == 1:
-                    if microbatch in _allowed(job, "local_batch", [microbatch]):
+                    if microbatch in allowed(job, "local_batch", [microbatch]):
                         yield Choice(1, 1, tp, 1, 1, dp, microbatch, count, 1, 1, recompute)
                     continue
-                for passes in _divisors(count):
+                for passes in divisors(count):
                     each = count // passes
-                    if each >= pp and each * microbatch in _allowed(job, "local_batch", [each * microbatch]):
+                    if each >= pp and each * microbatch in allowed(job, "local_batch", [each * microbatch]):
                         yield Choice(pp, 1, tp, 1, 1, dp, microbatch, each, passes, 0, recompute)
 
     def _asked(self, choice: Choice) -> tuple[Work, Layout]:

@@ -1,299 +1,273 @@
-"""A pipeline on unlike devices and links: what a step takes, and how many layers each stage gets.
+"""A plan for nodes or links that are unlike: the fastest layouts, and which node serves which stage."""
 
-Many plans are weighed at once, as arrays whose last axis counts them: nodes [stage, replica, plan] and layers
-[stage, plan].
-"""
-
+import argparse
 import itertools
-import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
 
 import numpy as np
 
+from torchtitan.config.load import ConfigError
+from torchtitan.config.schema import Config
+from torchtitan.models.families import plan_model
+from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
-from torchtitan.tools.plan.places.annealing import anneal
-from torchtitan.tools.plan.places.network import Network
+from torchtitan.tools.plan.choice import changed, left_out, to_text
+from torchtitan.tools.plan.like import job_of, none_passes, write_plan
+from torchtitan.tools.plan.places.layouts import Found, Layouts, propose
+from torchtitan.tools.plan.places.network import Network, read_cluster_network
+from torchtitan.tools.plan.places.pipelines import Load, Pipelines, Plan
+from torchtitan.tools.plan.search import FILLED
 
-_EXHAUSTIVE = 300_000  # plans that are all tried
-_CHAINS, _FEW = 256, 128  # placements that are annealed at once; of more nodes than a few, a quarter of them
-_SHORT = 500, 3000  # steps of searches that come first on a regular network
-_MEANS = 0.5  # of a stage's and a ring's seconds: what the largest one hides from a search
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a step asks of each node, at each stage. Arrays have an entry a node; seconds are of a microbatch."""
-
-    stages: int
-    replicas: int
-    layers: int
-    layer: np.ndarray  # seconds of a layer, forward and backward
-    last: np.ndarray  # seconds of what follows the last layer
-    most: np.ndarray  # [node, stage]: layers that the memory holds
-    sent: float  # GB of a message; as many come back
-    exchanged: float  # GB of a layer that go round all replicas of a stage, there and back together
-    ends: tuple[float, float] = (0.0, 0.0)  # what the first and the last stage exchange beside, in layers
-    microbatches: int = 1
-    passes: int = 1
-    overlap: float = 0.0  # part of the exchange that is hidden
-    every: float = 1.0  # steps between two exchanges
-    update: float = 0.0  # seconds of the optimizer
-    beside: bool = False  # the exchange runs beside the computation, as without a pipeline
-
-    def __post_init__(self) -> None:
-        if self.stages * self.replicas > len(self.layer):
-            raise Refusal(
-                f"{self.stages} stages of {self.replicas} nodes need {self.stages * self.replicas}, but the network "
-                f"has {len(self.layer)}; use fewer"
-            )
-        if self.layers < self.stages:
-            raise Refusal(f"{self.layers} layers cannot fill {self.stages} stages; use at most {self.layers} stages")
+_COLORS = ("#6aa9e9", "#f0a860", "#8cc98c", "#d98cb3", "#b3a2e0", "#d0c060", "#7fcfcf", "#c0c0c0")
+_NOT_SEARCHED = (
+    ("cp", 1, "parallelism.context_parallel_degree"),
+    ("replicas", 1, "parallelism.data_parallel_replicate_degree"),
+    ("schedule", "1F1B", "parallelism.pipeline_parallel_schedule"),
+)
+_SHORT = 1000  # steps of a search of "what would change the answer"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Nodes of each stage, in the order of replicas, with the stage's layers, and what a step takes."""
+class Unlike:
+    """The fastest layouts on nodes or links that differ."""
 
-    nodes: tuple[tuple[int, ...], ...]
-    layers: tuple[int, ...]
-    seconds: float
-    parts: dict[str, float] = field(compare=False, default_factory=dict)
-    fits: bool = True
+    def __init__(self, args: argparse.Namespace, config: Config, blueprint: Blueprint, options: Sequence[str]) -> None:
+        if unknown := ["verify"] * (args.verify is not None) + ["schedules"] * bool(args.schedules):
+            raise Refusal(f"--{unknown[0]} is for like nodes, but {args.cluster} has unlike ones; leave it out")
+        self.name, network, self.rests_on = read_cluster_network(args.cluster)
+        self.config, self.seed = config, args.seed
+        self.job = job_of(config, blueprint, len(network.regions) * network.per_node, options)
+        for key, only, name in _NOT_SEARCHED:
+            if self.job.fixed.get(key, only) != only:
+                given = self.job.fixed[key]
+                raise Refusal(f"{name} = {given} is not searched on unlike nodes; use {only}, or leave it out")
+        self.network, notes = _completed(network)
+        self.notes = [*left_out(config), *notes]
+        self.layouts = Layouts(self.job, self.network)
+        self.found, self.count = propose(self.layouts, args.seed, args.show)
 
+    def counted(self) -> str:
+        return f"{self.count:,} layouts on {len(self.network.regions)} nodes"
 
-@dataclass(frozen=True)
-class _Stages:
-    """All that the layers of a plan do not change. [stage or hop, plan]"""
+    def nothing_fits(self) -> str:
+        return (
+            f"none of {self.count:,} layouts fits {FILLED:.0%} of the memory of these {len(self.network.regions)} "
+            "nodes; use more nodes, or release keys after --"
+        )
 
-    layer: np.ndarray
-    last: np.ndarray  # [plan]
-    most: np.ndarray
-    hop: np.ndarray
-    busy: np.ndarray
-    ring_delay: np.ndarray
-    ring_layer: np.ndarray
+    def listing(self) -> str:
+        best = self.found[0]
+        served = map_text(self.network, best.plan, *traffic(self.network, best.load, best.plan))
+        return f"{_listing(self.layouts, self.found)}\n{served}"
 
+    def explained(self) -> str:
+        return _explained(self.layouts, self.found[0])
 
-class Pipelines:
-    """The time of a step under 1F1B: fill, steady state, exchange.
+    def seconds(self) -> float:
+        return self.found[0].plan.seconds
 
-    A stage is as slow as its slowest node, a hop as its slowest link, and a ring of replicas as its slowest link. Each
-    link counts in both directions.
-    """
-
-    def __init__(self, network: Network, load: Load) -> None:
-        self.network, self.load = network, load
-        count = len(network.regions)
-        self.count, self.used = count, load.stages * load.replicas
-        gigabit = 8 / network.bandwidth
-        there = load.sent * gigabit
-        hop, busy = network.there_and_back(load.sent), np.maximum(there, there.T)
-        delay = (load.replicas - 1) * (network.delay + network.delay.T)
-        layer = (load.replicas - 1) / load.replicas * load.exchanged / 2 * (gigabit + gigabit.T)
-        self.near, self._apart = hop, (hop, delay + layer)
-        # One look-up in a table finds two numbers. Index of the first table: stage * count + node; of the others:
-        # from * count + to. The worst is always the largest, so the layers that a memory holds are negative.
-        slow = np.broadcast_to(load.layer, load.most.T.shape)
-        pairs = (slow, -load.most.T), (hop, busy), (delay, layer)
-        self._exact = [np.stack([one.ravel(), other.ravel()], 1).astype(float) for one, other in pairs]
-        self._quick = [table.astype(np.float32) for table in self._exact]
-        self._offsets = (np.arange(load.stages) * count)[:, None, None]
-        self._ring = np.roll(np.arange(self.used).reshape(load.stages, -1), -1, 1).ravel()
-        # Under 1F1B, a stage lets this many microbatches wait; each comes back after a round through all later stages.
-        waiting = np.minimum(load.microbatches, np.arange(load.stages, 0, -1))
-        self._rounds = np.triu(np.ones((load.stages, load.stages))) / waiting[:, None]
-        self._extra = np.zeros((load.stages, 1))
-        self._extra[0] += load.ends[0]
-        self._extra[-1] += load.ends[1]
-
-    def stages(self, many: np.ndarray, quick: bool = False) -> _Stages:
-        load, (of_nodes, of_hops, of_rings) = self.load, self._quick if quick else self._exact
-        many = many[: self.used]
-        rows, nodes = many * self.count, many.reshape(load.stages, load.replicas, -1)
-        hop, busy = _worst(of_hops, rows[: -load.replicas] + many[load.replicas :], nodes[1:].shape)
-        delay = slowest = np.zeros((load.stages, nodes.shape[-1]))
-        if load.replicas > 1:
-            delay, slowest = _worst(of_rings, rows + many.take(self._ring, 0), nodes.shape)
-        layer, less = _worst(of_nodes, nodes + self._offsets, nodes.shape)
-        return _Stages(layer, load.last.take(nodes[-1]).max(0), -less, hop, busy, delay, slowest)
-
-    def parts(self, stages: _Stages, layers: np.ndarray) -> dict[str, np.ndarray]:
-        return self._parts(stages, layers)[0]
-
-    def _parts(self, stages: _Stages, layers: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The parts of a step, and what they would be if all stages, and all rings, took the mean."""
-        load = self.load
-        seconds = stages.layer * layers
-        seconds[-1] += stages.last
-        rounds = self._rounds @ seconds + self._rounds[:, :-1] @ stages.hop
-        slowest = seconds.max(0)
-        period = np.maximum(np.maximum(rounds.max(0), slowest), stages.busy.max(0, initial=0.0))
-        computed = seconds.sum(0)
-        exchange = self.exchanged(stages, layers)
-        longest, share = exchange.max(0), load.passes * (1 - load.overlap) / load.every
-        if load.beside:
-            longest = np.maximum(0, longest - slowest)
-        parts = {
-            "fill": load.passes * (computed + stages.hop.sum(0)),
-            "steady state": load.passes * (load.microbatches - 1) * period,
-            "exchange": share * longest,
-            "optimizer": np.full_like(computed, load.update),
+    def others(self) -> dict[str, Network]:
+        """Other links, other memory, and the nodes without the slowest that is used."""
+        network, best = self.network, self.found[0]
+        slowest = best.plan.nodes[int(np.argmax([best.load.layer[list(nodes)].max() for nodes in best.plan.nodes]))]
+        worst = max(slowest, key=lambda node: best.load.layer[node])
+        halved = tuple(replace(sheet, memory_gib=(sheet.memory_gib or 0) / 2) for sheet in network.sheets)
+        return {
+            "twice the bandwidth of every link": replace(network, bandwidth=2 * network.bandwidth),
+            "no delay": replace(network, delay=0 * network.delay),
+            "half the memory": replace(network, sheets=halved),
+            f"without {network.names[worst]}, the slowest that is used": network.without(worst),
         }
-        return parts, (load.passes * load.microbatches * computed + share * exchange.sum(0)) / load.stages
 
-    def exchanged(self, stages: _Stages, layers: np.ndarray) -> np.ndarray:
-        """Seconds of each stage's ring."""
-        return stages.ring_delay + stages.ring_layer * (layers + self._extra)
+    def on(self, other: Network) -> tuple[float, str] | None:
+        """Seconds and name of the fastest layout that a shorter search finds on another network."""
+        found, _ = propose(Layouts(self.job, other), self.seed, 1, _SHORT)
+        return (found[0].plan.seconds, _named(found[0])) if found else None
 
-    def seconds(self, many: np.ndarray, layers: np.ndarray) -> np.ndarray:
-        stages = self.stages(many)
-        total = sum(self.parts(stages, layers).values())
-        return np.where((layers <= stages.most).all(0), total, np.inf)
+    def draw(self, drawing: Path | None, schedules: bool) -> None:
+        if drawing is None:
+            return
+        best = self.found[0]
+        drawing.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{self.job.blueprint.name} on {self.name}: {best.plan.seconds:.2f} s a step"
+        svg = map_svg(title, self.network, best.plan, traffic(self.network, best.load, best.plan)[1])
+        drawing.write_text(svg, encoding="utf-8")
+        print(f"{drawing}: which node serves which stage, and what travels between sites")
 
-    def energy(self, many: np.ndarray, layers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What a search lowers, which is finite without the memory, too; and the seconds, infinite then."""
-        stages = self.stages(many, quick=True)
-        parts, mean = self._parts(stages, layers)
-        total = sum(parts.values())
-        lacks = np.maximum(layers - stages.most, 0).sum(0)
-        energy = (total + _MEANS * mean) * (1 + lacks / self.load.layers)
-        return energy, np.where(lacks == 0, total, np.inf)
-
-    def split(self, nodes: np.ndarray) -> np.ndarray:
-        """Layers of each stage. For each bound on a stage's seconds and on its exchange, the fill is least if the
-        fastest stages take all that they may; of all bounds the best is kept, and improved layer by layer."""
-        load, stages = self.load, self.stages(nodes.reshape(-1, 1))
-        counts = np.arange(1, load.layers + 1)
-        last = np.arange(load.stages)[:, None] == load.stages - 1
-        seconds = stages.layer * counts + last * stages.last
-        exchange = self.exchanged(stages, counts)
-        times, rings = (_grid(values, most) for values, most in ((seconds, 200), (exchange, 25)))
-        within = (seconds[..., None] <= times) & (counts[:, None] <= stages.most[..., None])  # [stage, layers, bound]
-        ringed = exchange[..., None] <= rings
-        caps = np.minimum(within.sum(1)[:, :, None], ringed.sum(1)[:, None, :]).reshape(load.stages, -1)
-        caps = caps[:, (caps.sum(0) >= load.layers) & (caps >= 1).all(0)]
-        if not caps.size:
-            return _nearest(stages.most[:, 0], load.layers)
-        caps = np.unique(caps, axis=1)
-        layers, rest = np.ones_like(caps), np.full(caps.shape[1], load.layers - load.stages)
-        for stage in np.argsort(stages.layer[:, 0], kind="stable"):
-            more = np.minimum(rest, caps[stage] - 1)
-            layers[stage] += more
-            rest -= more
-        return self._shifted(stages, layers)
-
-    def _shifted(self, stages: _Stages, layers: np.ndarray) -> np.ndarray:
-        """The best of these, with single layers moved while that helps."""
-
-        def best_of(many: np.ndarray) -> tuple[float, np.ndarray]:
-            total = sum(self.parts(stages, many).values())
-            total = np.where((many <= stages.most).all(0) & (many >= 1).all(0), total, np.inf)
-            found = int(total.argmin())
-            return float(total[found]), many[:, found]
-
-        now, best = best_of(layers)
-        pairs = np.array(list(itertools.permutations(range(self.load.stages), 2)), int).reshape(-1, 2)
-        moves = np.zeros((self.load.stages, len(pairs)), int)
-        moves[pairs[:, 0], np.arange(len(pairs))], moves[pairs[:, 1], np.arange(len(pairs))] = -1, 1
-        while len(pairs):
-            after, other = best_of(best[:, None] + moves)
-            if after >= now - 1e-12:
-                break
-            now, best = after, other
-        return best
-
-    def plan(self, nodes: np.ndarray, layers: np.ndarray) -> Plan:
-        stages, load = self.stages(nodes.reshape(-1, 1)), self.load
-        parts = {name: float(part[0]) for name, part in self.parts(stages, layers.reshape(-1, 1)).items()}
-        shape = nodes[: self.used].reshape(load.stages, load.replicas)
-        fits = bool((layers <= stages.most[:, 0]).all())
-        placed = tuple(tuple(int(node) for node in stage) for stage in shape)
-        return Plan(placed, tuple(int(count) for count in layers), sum(parts.values()), parts, fits)
-
-    def search(self, seed: int = 0, steps: int = 100_000, also: Iterable[np.ndarray] = ()) -> Plan:
-        """The best plan found: of all, if they are few. The same seed gives the same answer. `also`: more starts."""
-        if math.perm(self.count, self.used) * math.comb(self.load.layers - 1, self.load.stages - 1) <= _EXHAUSTIVE:
-            return self._of_all()
-        chance = np.random.default_rng(seed)
-        starts = [*also, *self.starts()]
-        chains = _CHAINS if self.count <= _FEW else _CHAINS // 4
-        for _ in range(min(chains, max(8, steps // 64)) * (steps > 0)):
-            starts.append(chance.permutation(self.count))
-        layers = [self.split(start) for start in starts]
-        found = [self.plan(start, cut) for start, cut in zip(starts, layers, strict=True)]
-        which = np.arange(chains) % len(starts)
-        begin = np.array(starts).T[:, which], np.array(layers).T[:, which]
-        # Where links differ little, two short searches may say enough.
-        lengths = _SHORT if len(np.unique(self.near)) < self.count and steps > 4 * sum(_SHORT) else ()
-        found += [self._annealed(*begin, np.random.default_rng(seed), length) for length in lengths]
-        same = lengths and all(plan.fits for plan in found[-2:]) and math.isclose(*(p.seconds for p in found[-2:]))
-        if steps and not same:
-            found.append(self._annealed(*begin, chance, steps))
-        return min(found, key=_rank)
-
-    def _annealed(self, nodes: np.ndarray, layers: np.ndarray, chance: np.random.Generator, steps: int) -> Plan:
-        order, cut = anneal(self.energy, self._apart, self.load.replicas, nodes, layers, chance, steps)
-        return min(self.plan(order, cut), self.plan(order, self.split(order)), key=_rank)
-
-    def _of_all(self) -> Plan:
-        load = self.load
-        cuts = [
-            np.diff((0, *ends, load.layers)) for ends in itertools.combinations(range(1, load.layers), load.stages - 1)
-        ]
-        orders = np.array(list(itertools.permutations(range(self.count), self.used))).T
-        best: tuple[float, int, int] = (np.inf, 0, 0)
-        for number, layers in enumerate(cuts):
-            seconds = self.seconds(orders, np.repeat(layers[:, None], orders.shape[1], 1))
-            best = min(best, (float(seconds.min()), number, int(seconds.argmin())))
-        return self.plan(orders[:, best[2]], cuts[best[1]])
-
-    def starts(self) -> Iterator[np.ndarray]:
-        """Regions along pipelines, regions within stages, and nodes of like speed within stages."""
-        load, speed = self.load, self.load.layer
-        slowest_last = np.argsort(speed, kind="stable")
-        regions: dict[str, list[int]] = {}
-        for node in slowest_last:
-            regions.setdefault(self.network.regions[node], []).append(int(node))
-        largest_first = list(itertools.chain(*sorted(regions.values(), key=len, reverse=True)))
-        for order in (largest_first, self._chain()):
-            first, rest = np.array(order[: self.used]), np.array(order[self.used :], int)
-            yield np.concatenate([first.reshape(load.replicas, load.stages).T.ravel(), rest])
-            yield np.concatenate([first, rest])
-        yield slowest_last
-
-    def _chain(self) -> list[int]:
-        """Each node after the one that is nearest to it, from the one that is nearest to all."""
-        apart = self.near.copy()
-        np.fill_diagonal(apart, np.inf)
-        order = [int(np.argmin(np.where(np.isfinite(apart), apart, 0).sum(0)))]
-        apart[:, order[0]] = np.inf
-        while len(order) < self.count:
-            order.append(int(apart[order[-1]].argmin()))
-            apart[:, order[-1]] = np.inf
-        return order
+    def write(self, path: Path, command: Sequence[str]) -> None:
+        """The best layout that `check` accepts, as a configuration, and its nodes in the order of NODE_RANK."""
+        network = self.network
+        for found in self.found:
+            plan, name = found.plan, _named(found)
+            order = [network.names[node] for nodes in plan.nodes for node in nodes]
+            planned = changed(self.config, found.choice, self.job, {len(plan.layers): plan.layers})
+            try:
+                text, checked = to_text(planned, len(order) * network.per_node)
+                plan_model(checked)
+            except ConfigError as error:
+                print(f"{name} is passed over: {error}", file=sys.stderr)
+                continue
+            gib = max(self.layouts.memory(found.choice, plan.layers))
+            head = [
+                f"{name}, on {len(order)} nodes of {self.name}.",
+                f"Predicted: {plan.seconds:.3f} s a step, at most {gib:.1f} GiB; rests on {self.rests_on}.",
+                f"NODE_RANK 0, 1, ... are the nodes {' '.join(order)}",
+            ]
+            said = {"seconds": plan.seconds, "memory_gib": gib, "parts": plan.parts}
+            write_plan(path, head, command, text, said | {"rests_on": self.rests_on, "nodes": order})
+            path.with_suffix(".nodes").write_text("\n".join(order) + "\n", encoding="utf-8")
+            print(f"{path}, {path.with_suffix('.nodes')}, {path.with_suffix('.json')}: {name}")
+            return
+        raise Refusal(none_passes(path, len(self.found)))
 
 
-def _worst(table: np.ndarray, index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The largest of each column of the table, along the replicas."""
-    return np.moveaxis(table.take(index.reshape(shape), 0).max(1), -1, 0)
+def _completed(network: Network) -> tuple[Network, list[str]]:
+    """Ravnest's file says nothing of speed: all nodes count as alike then."""
+    if all(sheet.tflops is None and sheet.kind == "device" for sheet in network.sheets):
+        sheets = tuple(replace(sheet, tflops=10.0) for sheet in network.sheets)
+        return replace(network, sheets=sheets), ["the speed of the devices: all are counted as of 10 TFLOP/s"]
+    return network, []
 
 
-def _rank(plan: Plan) -> tuple[bool, float]:
-    return not plan.fits, plan.seconds
+def _named(found: Found) -> str:
+    choice = found.choice
+    axes = {"pp": choice.pp, "dp_shard": choice.dp, "tp": choice.tp}
+    parts = [" x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1 rank"]
+    if choice.pp > 1:
+        parts.append(f"{choice.microbatches} microbatches of {choice.microbatch}")
+        parts += [f"{choice.passes} passes"] * (choice.passes > 1)
+        parts.append("layers " + "+".join(map(str, found.plan.layers)))
+    else:
+        parts.append(f"{choice.microbatches} local batch{'es' * (choice.microbatches > 1)} of {choice.microbatch}")
+    return ", ".join([*parts, "recompute " + choice.recompute])
 
 
-def _grid(values: np.ndarray, most: int) -> np.ndarray:
-    """The values that bounds are taken from: all, or as many spread among them."""
-    found = np.unique(values)
-    return found if len(found) <= most else found[np.linspace(0, len(found) - 1, most).astype(int)]
+def _listing(layouts: Layouts, found: Sequence[Found]) -> str:
+    job, network, machines = layouts.job, layouts.network, layouts.machines()
+    width = max(len(_named(one)) for one in found)
+    lines = [
+        f"     {'layout':<{width}}  nodes  s a step  tokens/s    MFU    GiB      fill    steady  exchange  optimizer"
+    ]
+    tokens = job.global_batch * job.seq_len
+    for number, one in enumerate(found, 1):
+        plan, used = one.plan, [node for nodes in one.plan.nodes for node in nodes]
+        peak = sum(machines[network.sheets[node]].device.flops * network.per_node for node in used)
+        mfu = job.blueprint.flops_per_token(job.seq_len) * tokens / plan.seconds / peak
+        parts = " ".join(f"{seconds:9.3f}" for seconds in plan.parts.values())
+        lines.append(
+            f"{number:>4} {_named(one):<{width}} {len(used):6} {plan.seconds:9.3f} {tokens / plan.seconds:9,.0f} "
+            f"{mfu:6.1%} {max(layouts.memory(one.choice, plan.layers)):6.1f} {parts}"
+        )
+    return "\n".join(lines)
 
 
-def _nearest(most: np.ndarray, layers: int) -> np.ndarray:
-    """Layers where the memory does not hold them: as it would, beyond it evenly."""
-    counts = np.maximum(1, most)
-    while counts.sum() > layers:
-        counts[counts.argmax()] -= 1
-    while counts.sum() < layers:
-        counts[counts.argmin()] += 1
-    return counts
+def _explained(layouts: Layouts, found: Found) -> str:
+    """What each stage computes, sends, exchanges and holds, by its slowest node and link and its smallest memory."""
+    network, load, plan = layouts.network, found.load, found.plan
+    pipelines, layers = Pipelines(network, load), np.array(plan.layers)
+    stages = pipelines.stages(np.array(plan.nodes).reshape(-1, 1))
+    computed = stages.layer[:, 0] * layers
+    computed[-1] += stages.last[0]
+    exchanged = pipelines.exchanged(stages, layers[:, None])[:, 0]
+    limits, held = FILLED * network.of("memory_gib", 0), layouts.memory(found.choice, plan.layers)
+    lines = [
+        "the best layout: seconds of a microbatch, there and back; of an exchange; GiB of a rank",
+        "  stage  layers  computes  sends on  exchanges     GiB   of at most  slowest node",
+    ]
+    for stage, nodes in enumerate(plan.nodes):
+        sent = stages.hop[stage, 0] if stage < len(stages.hop) else 0
+        slowest = network.names[max(nodes, key=lambda node: load.layer[node])]
+        lines.append(
+            f"  {stage:5} {layers[stage]:7} {computed[stage]:9.3f} {sent:9.3f} {exchanged[stage]:10.3f} "
+            f"{held[stage]:7.1f} {min(limits[list(nodes)]):12.1f}  {slowest}"
+        )
+    return "\n".join(lines)
+
+
+def traffic(network: Network, load: Load, plan: Plan) -> tuple[np.ndarray, dict[tuple[str, str], float]]:
+    """GB of a step that each stage sends the next, and back; and what travels between each two regions."""
+    between: dict[tuple[str, str], float] = {}
+
+    def add(one: int, other: int, gigabytes: float) -> None:
+        names = sorted((network.regions[one], network.regions[other]))
+        if names[0] != names[1] and gigabytes:
+            between[names[0], names[1]] = between.get((names[0], names[1]), 0.0) + gigabytes
+
+    message = 2 * load.sent * load.microbatches * load.passes
+    for here, there in itertools.pairwise(plan.nodes):
+        for one, other in zip(here, there, strict=True):
+            add(one, other, message)
+    extra = [load.ends[0] * (s == 0) + load.ends[1] * (s == load.stages - 1) for s in range(load.stages)]
+    for nodes, layers, more in zip(plan.nodes, plan.layers, extra, strict=True):
+        ring = load.passes / load.every * load.exchanged * (layers + more) * (load.replicas - 1) / load.replicas
+        for place, one in enumerate(nodes):
+            add(one, nodes[(place + 1) % len(nodes)], ring)
+    return np.full(load.stages - 1, message * load.replicas), between
+
+
+def map_text(network: Network, plan: Plan, hops: np.ndarray, between: dict[tuple[str, str], float]) -> str:
+    """Which nodes serve each stage, in the order of replicas, and the GB of a step between regions."""
+    lines = ["which node serves which stage, in the order of ranks:"]
+    for stage, (nodes, layers) in enumerate(zip(plan.nodes, plan.layers, strict=True)):
+        names = " ".join(network.names[node] for node in nodes[:16]) + (" ..." if len(nodes) > 16 else "")
+        sent = f", sends {hops[stage]:.2f} GB on" if stage < len(hops) else ""
+        lines.append(f"  stage {stage}: {layers} layer{'s' * (layers != 1)} on {names}{sent}")
+    used = {node for nodes in plan.nodes for node in nodes}
+    if left := [name for node, name in enumerate(network.names) if node not in used]:
+        lines.append(f"  not used: {' '.join(left[:16])}{' ...' * (len(left) > 16)}")
+    if between:
+        lines.append("between regions, GB a step, both directions:")
+    largest = sorted(between.items(), key=lambda item: (-item[1], item[0]))
+    lines += [f"  {gb:9.2f}  {one} - {other}" for (one, other), gb in largest[:12]]
+    if len(largest) > 12:
+        lines.append(f"  {sum(gb for _, gb in largest[12:]):9.2f}  {len(largest) - 12} other pairs")
+    return "\n".join(lines)
+
+
+def map_svg(title: str, network: Network, plan: Plan, between: dict[tuple[str, str], float]) -> str:
+    """Regions on a circle, a dot for each node in its stage's colour, and lines as thick as what travels."""
+    regions = list(dict.fromkeys(network.regions))
+    angles = 2 * np.pi * np.arange(len(regions)) / max(1, len(regions))
+    middle, far = (480, 430), 330 if len(regions) > 1 else 0
+    places = {
+        name: (middle[0] + far * np.cos(a), middle[1] + far * np.sin(a))
+        for name, a in zip(regions, angles, strict=True)
+    }
+    lines = [
+        '<svg xmlns="http://www.w3.org/2000/svg" width="1180" height="860" font-family="sans-serif" font-size="12">'
+        f'<rect width="100%" height="100%" fill="white"/><text x="10" y="20">{escape(title)}</text>'
+    ]
+    most = max(between.values(), default=1.0)
+    for (one, other), gigabytes in sorted(between.items(), key=lambda item: item[1]):
+        (x, y), (u, v) = places[one], places[other]
+        width = 0.5 + 9 * gigabytes / most
+        lines.append(
+            f'<line x1="{x:.0f}" y1="{y:.0f}" x2="{u:.0f}" y2="{v:.0f}" stroke="#999" stroke-opacity="0.5" '
+            f'stroke-width="{width:.1f}"><title>{escape(f"{one} - {other}: {gigabytes:.2f} GB a step")}</title></line>'
+        )
+    stage_of = {node: stage for stage, nodes in enumerate(plan.nodes) for node in nodes}
+    seen = dict.fromkeys(regions, 0)
+    for node, region in enumerate(network.regions):
+        number, stage = seen[region], stage_of.get(node)
+        seen[region] += 1
+        x, y = places[region][0] + 16 * (number % 6) - 40, places[region][1] + 16 * (number // 6)
+        color = "white" if stage is None else _COLORS[stage % len(_COLORS)]
+        said = f"{network.names[node]}: " + ("not used" if stage is None else f"stage {stage}")
+        lines.append(
+            f'<circle cx="{x:.0f}" cy="{y:.0f}" r="7" fill="{color}" stroke="#444"><title>{escape(said)}</title>'
+            f'</circle><text x="{x:.0f}" y="{y + 4:.0f}" font-size="8" text-anchor="middle">'
+            f"{'' if stage is None else stage}</text>"
+        )
+    lines += [
+        f'<text x="{x - 46:.0f}" y="{y - 12:.0f}">{escape(name)}</text>'
+        for name, (x, y) in places.items()
+        if len(places) <= 64
+    ]
+    for stage, layers in enumerate(plan.layers[:48]):
+        y = 40 + 17 * stage
+        lines.append(f'<circle cx="960" cy="{y - 4}" r="6" fill="{_COLORS[stage % len(_COLORS)]}" stroke="#444"/>')
+        lines.append(f'<text x="972" y="{y}">stage {stage}: {layers} layers, {len(plan.nodes[stage])} nodes</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan.refusal import Refusal
-from torchtitan.tools.plan.places.listing import map_svg, map_text, traffic
 from torchtitan.tools.plan.places.network import Network
+from torchtitan.tools.plan.places.pipelines import Load, Pipelines, Plan
 from torchtitan.tools.plan.places.placement import FixedPipeline, Placement, read_networks
 from torchtitan.tools.plan.places.ravnest import (
     MOST_CLUSTERS,
@@ -19,7 +19,7 @@ from torchtitan.tools.plan.places.ravnest import (
     rewarded_cost,
     spread,
 )
-from torchtitan.tools.plan.places.unlike import Load, Pipelines, Plan
+from torchtitan.tools.plan.places.unlike import map_svg, map_text, traffic
 
 _DRAWN = 20  # random placements
 HELP = "decide which device serves which pipeline stage on unlike links"

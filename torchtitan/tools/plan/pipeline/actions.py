@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.pipelining.schedules import OVERLAP_F_B, PipelineScheduleSingle, get_schedule_class
 
 from torchtitan.models.stages import V_SHAPED
-from torchtitan.tools.plan.timeline import Action, Orders
+from torchtitan.tools.plan.pipeline.timeline import Action, Orders
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 

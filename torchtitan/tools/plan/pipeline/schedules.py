@@ -7,11 +7,11 @@ import numpy as np
 
 from torchtitan.models.operations import Product, Share
 from torchtitan.models.stages import V_SHAPED
-from torchtitan.tools.plan.actions import SCHEDULES, list_actions
 from torchtitan.tools.plan.cluster import Cluster
 from torchtitan.tools.plan.cost import Layout
+from torchtitan.tools.plan.pipeline.actions import SCHEDULES, list_actions
+from torchtitan.tools.plan.pipeline.timeline import Timeline, simulate
 from torchtitan.tools.plan.search import Choice, Job
-from torchtitan.tools.plan.timeline import Timeline, simulate
 
 _ONE_STAGE = ("GPipe", "1F1B")
 

@@ -5,17 +5,39 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torchtitan.config.schema import Config
 from torchtitan.models.spec import Blueprint, ModelSpec, Part
 from torchtitan.refusal import Refusal
 
-if TYPE_CHECKING:
-    from torchtitan.own_model.derive import Structure
-
-
 _PP, _BY_COUNTS = "parallelism.pipeline_parallel", "is cut by pipeline_parallel_layer_counts"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of forward that the data gives, in the order of forward's signature."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is derived from a module and one sample. Rank 0 derives it, and tells the others."""
+
+    parts: tuple[Part, ...]
+    num_parameters: int
+    flops: int  # of forward and backward of one sample
+    inputs: Inputs
+    example: Any  # the inputs of a batch of one, on the meta device
+    target: Any  # likewise
+    shared: tuple[tuple[str, ...], ...]  # names of one parameter
+    shared_buffers: tuple[tuple[str, ...], ...]
+    changing: frozenset[str] = frozenset()  # buffers that forward changes in training, under all their names
+
+    def saved_name(self, name: str) -> str:
+        """The name of a parameter or buffer in checkpoints, where all names of one tensor are one entry."""
+        return next((names[0] for names in (*self.shared, *self.shared_buffers) if name in names), name)
 
 
 @dataclass(frozen=True)
@@ -26,6 +48,7 @@ class OwnBlueprint(Blueprint):
     spec: ModelSpec  # type: ignore[assignment]
     shape: None = None
     reads_text = False
+    run = "torchtitan.own_model.run:OwnRun"
     structure: Structure | None = None
 
     @property
@@ -39,7 +62,7 @@ class OwnBlueprint(Blueprint):
 
     @property
     def tied(self) -> tuple[str, str] | None:
-        return None  # a shared weight stays with the root, see derive.py
+        return None  # a shared weight stays with the root, see own_model/derive.py
 
     def takes_muon(self, name: str) -> bool:
         return False

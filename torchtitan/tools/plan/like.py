@@ -34,7 +34,7 @@ class Like:
         self.name, self.rests_on, self.notes = self.cluster.name, self.cluster.rests_on, left_out(config)
         self.job = job_of(config, blueprint, self.cluster.num_devices, options)
         self.answer = search(self.job, self.cluster, max(args.show, args.verify or 0))
-        self.found = bool(self.answer.best)
+        self.found = self.answer.best
 
     def counted(self) -> str:
         answer = self.answer
@@ -93,8 +93,7 @@ class Like:
                 continue
             print(f"{path}, {path.with_suffix('.json')}: {name}")
             return
-        best = len(self.answer.best)
-        raise Refusal(f"--out {path}: none of the {best} best layouts passes check; use a larger --show")
+        raise Refusal(none_passes(path, len(self.answer.best)))
 
 
 def job_of(config: Config, blueprint: Blueprint, num_devices: int, options: Sequence[str]) -> Job:
@@ -199,7 +198,7 @@ def _explained(job: Job, answer: Answer) -> str:
 def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None) -> None:
     """The first listed layout that has a pipeline, simulated."""
     from torchtitan.tools.plan.look import draw
-    from torchtitan.tools.plan.schedules import compare
+    from torchtitan.tools.plan.pipeline.schedules import compare
 
     place = next((place for place in answer.best if _entry(answer, place)[2].pp > 1), None)
     if place is None:
@@ -248,6 +247,10 @@ def write_layout(
     ]
     write_plan(path, head, command, text, said)
     return said
+
+
+def none_passes(path: Path, best: int) -> str:
+    return f"--out {path}: none of the {best} best layouts passes check; use a larger --show"
 
 
 def write_plan(path: Path, head: Sequence[str], command: Sequence[str], text: str, said: dict[str, Any]) -> None:
