@@ -77,7 +77,8 @@ def _forget(frozen: list[Any]) -> None:
 class Ranks:
     """Calls `function(rank, world_size, *args)` on the first ranks and returns their answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
+        self._num_ranks = num_ranks
         self._start()
 
     def _start(self) -> None:
@@ -85,7 +86,7 @@ class Ranks:
         # as under torchrun: who starts the ranks serves their store
         env = os.environ | {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         env["PYTHONPATH"] = str(Path(__file__).parent)  # a test's functions are found by the name of its file
-        for rank in map(str, range(NUM_RANKS)):
+        for rank in map(str, range(self._num_ranks)):
             ours, theirs = multiprocessing.Pipe()
             command = [sys.executable, "-m", "tests.distributed.rank", str(theirs.fileno())]
             own = {"RANK": rank, "LOCAL_RANK": rank}

@@ -227,7 +227,12 @@ def test_what_unlike_nodes_cannot_run_is_refused(tmp_path: Path, capsys: pytest.
     refused(SITES.replace('kind = "A100"', 'kind = "abacus"'), "node Ohio-0 has no tflops, and abacus is no kind")
     refused(SITES.replace(", memory_gib = 40", ""), "node Ohio-0 has no memory_gib; give its group memory_gib")
     refused(SITES.replace("memory_gib = 40", "memory_gib = 2").replace("memory_gib = 24", "memory_gib = 2"), "none of")
-    refused(SITES, "cp = 2 is not searched on unlike nodes", "--parallelism.context_parallel_degree", "2")
+    refused(
+        SITES,
+        "context_parallel_degree = 2 is not searched on unlike nodes",
+        "--parallelism.context_parallel_degree",
+        "2",
+    )
     refused(SITES.replace("devices = 4", "devices = 4, per_node = 2"), "nodes of 1, 2 devices; the launcher")
     refused(SITES.replace("devices = 4", "devices = 4, per_node = 3"), "no multiple of its per_node")
     refused(SITES.replace("[90, 1.0]", "[90, 0]"), "a bandwidth of 0 or less")
