@@ -16,7 +16,6 @@ from tests.own_model import any_models
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.models.llama.model import Transformer
 from torchtitan.models.spec import ModelSpec
-from torchtitan.own_model.cut import record
 from torchtitan.own_model.derive import derive
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
@@ -251,20 +250,6 @@ def test_a_family_with_a_buffer_which_nothing_would_fill_is_refused(tmp_path, mo
             train_here(tiny_config(tmp_path, model__name="tests.tiny_models:BUFFERED"))
     finally:
         stop_process_group()
-
-
-class WithoutGradient(nn.Sequential):
-    def forward(self, x):
-        with torch.no_grad():
-            x = x * 2
-        return super().forward(x)
-
-
-def test_a_pipeline_is_not_recorded_without_the_contexts_of_forward():
-    model = WithoutGradient(nn.Linear(8, 8), nn.Linear(8, 3))
-    known = derive(model, None, torch.zeros(1, 8))
-    with pytest.raises(Refusal, match="cannot be cut into pipeline stages.*no_grad or autocast between layers"):
-        record(model, known.parts, known.inputs)
 
 
 def test_layers_that_are_containers_are_layers():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan.config.schema import Config
@@ -26,6 +26,7 @@ class Structure:
     """What is derived from a module and one sample. Rank 0 derives it, and tells the others."""
 
     parts: tuple[Part, ...]
+    rest: tuple[Part, ...]  # modules whose weights have other names elsewhere: FSDP leaves them with the root
     num_parameters: int
     flops: int  # of forward and backward of one sample
     inputs: Inputs
@@ -34,6 +35,7 @@ class Structure:
     shared: tuple[tuple[str, ...], ...]  # names of one parameter
     shared_buffers: tuple[tuple[str, ...], ...]
     changing: frozenset[str] = frozenset()  # buffers that forward changes in training, under all their names
+    ways: Mapping[bool, Any] = field(default_factory=dict)  # for a pipeline, how forward goes in training, and not
 
     def saved_name(self, name: str) -> str:
         """The name of a parameter or buffer in checkpoints, where all names of one tensor are one entry."""

@@ -1,9 +1,9 @@
 """Builds this rank's part of a user's module: whole on the host, cut into stages, sharded, filled with its values."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,11 @@ from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import Part
 from torchtitan.models.stages import V_SHAPED, StagePlan, plan_microbatches
 from torchtitan.observe.log import logger
-from torchtitan.own_model.cut import Cut, become_stage, divide, record, shapes
-from torchtitan.own_model.derive import part_of
+from torchtitan.own_model.cut import Cut, Stage, cut_ways, divide, place_weights
 from torchtitan.own_model.samples import own_draws
 from torchtitan.parallel.loss_scale import LossScale
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.parts import ModelParts
-from torchtitan.refusal import Refusal
+from torchtitan.parallel.parts import ModelParts, TiedWeight
 from torchtitan.training.parallelize import apply_parallelism
 from torchtitan.weights.tensors import copy_part
 
@@ -30,8 +28,7 @@ class OwnParts(ModelParts):
     """With the buffers that are saved, and with what travels between the stages."""
 
     structure: Structure | None = None
-    output: Any = None  # how the last stage's tensors make up the model's output
-    arriving: tuple[list[Tensor], ...] = ()  # what comes in at each stage, and after the last what it returns
+    cuts: Mapping[bool, Cut] = field(default_factory=dict)  # of forward in training, and in validation
 
     def saved_parameters(self) -> dict[str, Any]:
         """Parameters, and the buffers that are persistent or that forward changes."""
@@ -63,7 +60,7 @@ def build(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.dev
         stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         _share(stage, blueprint.known.shared)
     for name, parameter in model.named_parameters():
-        copy_part(parameter, values[name].__getitem__)
+        copy_part(parameter, values[blueprint.known.saved_name(name)].__getitem__)
     ours: dict[str, Tensor] = {}
     for name, holder, leaf in model.buffers():  # on the device, also where parameters are kept on the host
         first = blueprint.known.saved_name(name)
@@ -77,7 +74,7 @@ def _share(model: nn.Module, shared: tuple[tuple[str, ...], ...]) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     for names in shared:
         owners = [(modules.get(owner), leaf) for owner, _, leaf in (name.rpartition(".") for name in names)]
-        here = [(owner, leaf) for owner, leaf in owners if owner is not None]
+        here = [(owner, leaf) for owner, leaf in owners if owner is not None and hasattr(owner, leaf)]
         for owner, leaf in here[1:]:
             setattr(owner, leaf, getattr(*here[0]))
 
@@ -97,15 +94,18 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
     names = [name for name, _ in model.named_modules()]
     stages: Mapping[int, nn.Module] = {0: model}
     ranks: tuple[int, ...] = (0,)
-    output, arriving = None, cast(tuple[list[Tensor], ...], ())
+    ties: Sequence[TiedWeight] = ()
+    cuts: Mapping[bool, Cut] = {}
     if mesh.dims.pp > 1:
-        plan, stages, output, arriving = _cut(config, blueprint, mesh, model)
+        plan, stages, ties, cuts = _stages(config, known, mesh, model)
         ranks = plan.ranks
     for stage in stages.values():
         apply_parallelism(stage.train(), blueprint, mesh, config, names, is_sharded(config, mesh))
+        if isinstance(stage.forward, Stage):
+            stage.forward.listen()
     scale = LossScale(device) if config.training.mixed_precision_param == "float16" else None
     axis = mesh.devices["pp"]
-    return OwnParts(stages, ranks, axis, 0, 0, None, scale, known, output, arriving)
+    return OwnParts(stages, ranks, axis, 0, 0, ties, scale, known, cuts)
 
 
 def cast_parameters(model: nn.Module, dtype: str) -> None:
@@ -115,46 +115,29 @@ def cast_parameters(model: nn.Module, dtype: str) -> None:
             parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
-def _cut(
-    config: Config, blueprint: OwnBlueprint, mesh: Mesh, model: nn.Module
-) -> tuple[StagePlan, dict[int, nn.Module], Any, tuple[list[Tensor], ...]]:
-    """The plan, this rank's stages, and what OwnParts holds of all stages."""
-    known, parallelism = blueprint.known, config.parallelism
-    ways = {training: record(model.train(training), known.parts, known.inputs) for training in (True, False)}
-    count = num_stages(parallelism.pipeline_parallel_schedule, mesh.dims.pp)
-    stages = divide(known.parts, ways[True], count, parallelism.pipeline_parallel_layer_counts)
-    plan = plan_ranks(stages, parallelism.pipeline_parallel_schedule, mesh.dims.pp)
-    plan_microbatches(parallelism, plan, config.training.local_batch_size)
-    _check_shared(known, stages)
-    constant = {name for name, _ in model.named_buffers(remove_duplicate=False)} - known.changing
-    cuts = {training: Cut(graph, [stage[0].name for stage in stages], constant) for training, graph in ways.items()}
+def _stages(
+    config: Config, known: Structure, mesh: Mesh, model: nn.Module
+) -> tuple[StagePlan, dict[int, nn.Module], list[TiedWeight], dict[bool, Cut]]:
+    plan = plan_stages(config, known, mesh.dims.pp)
+    plan_microbatches(config.parallelism, plan, config.training.local_batch_size)
+    cuts = cut_ways(known, plan.stages)
+    away, ties = place_weights(model, known, plan.stages, cuts)
     if mesh.devices.get_rank() == 0:
-        logger.info("pipeline: " + " | ".join(", ".join(part.name for part in stage) for stage in stages))
-    typed = copy.deepcopy(model)
-    cast_parameters(typed, config.training.mixed_precision_param)
-    size = parallelism.pipeline_parallel_microbatch_size
-    arriving = tuple(shapes(typed, ways[True], cuts[True], known.example, known.inputs.names, size))
-    own, output = {}, None
+        logger.info("pipeline: " + " | ".join(", ".join(part.name for part in stage) for stage in plan.stages))
+    own = {}
     for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
         own[number] = copy.deepcopy(model)
-        output = become_stage(own[number], cuts, number)
-    return plan, own, output, arriving
+        stage = Stage(own[number], cuts, number, config.parallelism.pipeline_parallel_microbatch_size, known.example)
+        for name in away[number]:
+            stage.take_away(name, getattr(torch, config.training.mixed_precision_param))
+    axis = mesh.devices["pp"]
+    return plan, own, [TiedWeight(names, numbers, own, plan.ranks, axis) for names, numbers in ties], cuts
 
 
-def _check_shared(known: Structure, stages: list[list[Part]]) -> None:
-    """Refuse a tensor with two names that two stages would change, each for itself."""
-
-    def stage_of(name: str) -> int | None:
-        return next((n for n, stage in enumerate(stages) if part_of(name, [part.name for part in stage])), None)
-
-    changing = [names for names in known.shared_buffers if known.changing.intersection(names)]
-    for kind, groups in (("weight", known.shared), ("buffer that forward changes", changing)):
-        for names in groups:
-            if len({stage_of(name) for name in names}) > 1 or stage_of(names[0]) is None:
-                raise Refusal(
-                    f"the model shares one {kind} as {' and '.join(names)}, which pipeline stages of a model of one's "
-                    "own cannot; use parallelism.pipeline_parallel_degree = 1"
-                )
+def plan_stages(config: Config, known: Structure, degree: int) -> StagePlan:
+    schedule, counts = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_layer_counts
+    stages = divide([*known.parts, *known.rest], known.ways[True], num_stages(schedule, degree), counts)
+    return plan_ranks(stages, schedule, degree)
 
 
 def num_stages(schedule: str, degree: int) -> int:

@@ -1,82 +1,31 @@
 """Cuts a user's module into pipeline stages, without a line of pipelines in it.
 
-torch.fx records the order in which the module calls its parts, and never looks into the parts: they stay the modules
-that they were, so that dropout still knows training from validation, and any batch size runs. Values that a later stage
-needs travel through the stages between. (torch.export, on which torch's own tracer rests, freezes both.)
+Each stage runs the module's own forward. In the place of a module that an earlier stage has, a stand-in gives what
+arrived from there, or zeros where nothing that follows needs it; the first module of a later stage ends the forward.
+What the code between the modules computes of the inputs alone, such as a mask, each stage computes for itself.
 """
 
-import inspect
+import copy
 import itertools
-import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 
 from torchtitan.models.balance import balance
-from torchtitan.models.own import Inputs
+from torchtitan.models.own import Structure
 from torchtitan.models.spec import Part
-from torchtitan.own_model.derive import in_order
+from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.record import DRAWS, INPUTS, OUTPUT, Value, Way, as_values, kept, leaves_of, map_leaves
 from torchtitan.refusal import Refusal
 
 
-class _Recorder(fx.Tracer):
-    proxy_buffer_attributes = True  # else what forward does to buffers alone happens once, while it is recorded
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        super().__init__()
-        self._parts = {part.name for part in parts}
-        self._contexts = _contexts()
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        if _contexts() != self._contexts:  # a graph does not hold them
-            raise ValueError("no_grad or autocast between layers")
-        return super().create_node(*args, **kwargs)
-
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return name in self._parts or super().is_leaf_module(module, name)
-
-
-def _contexts() -> tuple[Any, ...]:
-    kinds = ("cpu", "cuda")
-    return torch.is_grad_enabled(), *((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-
-
-def record(model: nn.Module, parts: Sequence[Part], inputs: Inputs) -> fx.Graph:
-    """What forward does between the parts. Arguments that the data does not give keep their defaults."""
-    arguments = inspect.signature(model.forward).parameters
-    fixed = {name: argument.default for name, argument in arguments.items() if name not in inputs.names}
-    try:
-        graph = _Recorder(parts).trace(model, fixed)
-    except Exception as error:
-        raise Refusal(
-            f"the model cannot be cut into pipeline stages: its forward does more between its layers than torch.fx can "
-            f"follow ({type(error).__name__}: {error}); move what depends on values into a layer, or use "
-            "parallelism.pipeline_parallel_degree = 1"
-        ) from error
-    checks: dict[fx.Node, None] = {}  # fx leaves a comparison of each fixed argument with its value
-    for node in graph.nodes:
-        is_fixed = node.op == "placeholder" and str(node.target) not in inputs.names
-        if is_fixed or any(used in checks for used in node.all_input_nodes):
-            checks[node] = None
-    for node in reversed(checks):
-        graph.erase_node(node)
-    return graph
-
-
-def divide(
-    parts: Sequence[Part], graph: fx.Graph, num_stages: int, counts: Sequence[int] | None = None
-) -> list[list[Part]]:
+def divide(parts: Sequence[Part], way: Way, num_stages: int, counts: Sequence[int] | None = None) -> list[list[Part]]:
     """The parts of each stage, in the order of their calls: so many, or so that the slowest is as fast as possible."""
     by_name = {part.name: part for part in parts}
-    called = [str(node.target) for node in graph.nodes if node.op == "call_module" and node.target in by_name]
-    if repeated := [name for name in called if called.count(name) > 1]:
-        raise Refusal(
-            f"the model calls {repeated[0]} more than once, so it cannot be cut into pipeline stages around it; use "
-            "parallelism.pipeline_parallel_degree = 1"
-        )
+    called = [call.name for call in way.calls if call.name in by_name]
     if len(called) < num_stages:
         raise Refusal(
             f"parallelism makes {num_stages} pipeline stages, but the model calls only {len(called)} parts "
@@ -98,113 +47,256 @@ def divide(
 class Cut:
     """One way of forward (training or validation), divided among stages."""
 
-    def __init__(self, graph: fx.Graph, begins: Sequence[str], constant: Collection[str] = ()) -> None:
-        """`begins`: the part with which each stage begins. Each stage may have its own copy of a constant buffer."""
-        self.nodes = [node for node in graph.nodes if node.op != "output"]
-        (self.output,) = (node for node in graph.nodes if node.op == "output")
-        self.num_stages = len(begins)
-        place, self.stage = 0, {}
-        for node in self.nodes:
-            if node.op == "call_module" and node.target in begins[1:]:
-                place = begins.index(node.target)
-            self.stage[node] = place
-        self.homes: dict[fx.Node, set[int]] = {}  # a parameter or buffer of the model itself lives where it is used
-        for node in self.nodes:
-            if node.op == "get_attr":
-                users = {self._stage_of_user(user) for user in node.users} or {len(begins) - 1}
-                if len(users) > 1 and node.target not in constant:
+    def __init__(self, way: Way, stages: Sequence[Sequence[Part]], known: Mapping[str, int] | None = None) -> None:
+        """`known`: the stages of modules in training. A module without parameters is where the one before it is."""
+        self.way, self.last, place = way, len(stages) - 1, 0
+        own = {part.name: number for number, stage in enumerate(stages) for part in stage}
+        self.stage = {INPUTS: 0}
+        for call in way.calls:
+            found = self.last if call.name == OUTPUT else own.get(call.name, (known or {}).get(call.name, place))
+            if found < place:
+                raise Refusal(
+                    f"in validation forward calls {call.name} later than in training, so the model cannot be cut into "
+                    "pipeline stages before it; use parallelism.pipeline_parallel_degree = 1"
+                )
+            place = self.stage[call.name] = found
+        for call in way.calls:
+            for value in call.needs:
+                if value.of == DRAWS and self.stage[way.calls[value.number].name] < self.stage[call.name]:
                     raise Refusal(
-                        f"{node.target} is used on both sides of a cut, in stages {sorted(users)}; use it in one "
-                        "place, or use parallelism.pipeline_parallel_degree = 1"
+                        f"forward draws random numbers between its modules (dropout does), before "
+                        f"{way.calls[value.number].name}, and uses them again after a cut, at {call.name}, where "
+                        "others would be drawn; draw them in a module, such as nn.Dropout"
                     )
-                self.homes[node] = users
-        self.last_use = {
-            node: max((self._stage_of_user(user) for user in node.users), default=self.stage[node])
-            for node in self.nodes
-        }
 
-    def _stage_of_user(self, user: fx.Node) -> int:
-        return self.num_stages - 1 if user is self.output else self.stage[user]
-
-    def arriving(self, stage: int) -> list[fx.Node]:
-        """The values that come in from the stage before."""
+    def arriving(self, stage: int) -> list[Value]:
+        """The values that come in from the stage before; for the first all inputs, after the last what is returned."""
+        if stage > self.last:
+            return [value for value in self.way.forms if value.of == OUTPUT]
+        needs = {value for call in self.way.calls if self.stage[call.name] >= stage for value in call.needs}
         if stage == 0:
-            return [node for node in self.nodes if node.op == "placeholder"]
-        return [n for n in self.nodes if n.op != "get_attr" and self.stage[n] < stage <= self.last_use[n]]
+            return [value for value in self.way.forms if value.of == INPUTS]
+        return [v for v in self.way.forms if v in needs and self.stage[v.of] < stage]
 
-    def _is_in(self, node: fx.Node, stage: int) -> bool:
-        return stage in self.homes.get(node, {self.stage[node]})
-
-    def targets(self, stage: int) -> set[str]:
-        """What the stage uses of the model."""
-        return {str(n.target) for n in self.nodes if n.op in ("call_module", "get_attr") and self._is_in(n, stage)}
-
-    def graph(self, stage: int) -> fx.Graph:
-        """What the stage computes: from the values that arrive to a tuple of those that leave."""
-        graph, values = fx.Graph(), {}
-        for number, node in enumerate(self.arriving(stage)):
-            values[node] = graph.placeholder(f"value_{number}")
-        for node in self.nodes:
-            if self._is_in(node, stage) and node.op != "placeholder":
-                values[node] = graph.node_copy(node, values.__getitem__)
-        is_last = stage == self.num_stages - 1
-        leaving = tree_flatten(self.output.args[0])[0] if is_last else self.arriving(stage + 1)
-        graph.output(tuple(values[node] for node in leaving))
-        return graph
+    def users(self, parameter: str) -> set[int]:
+        """The stages whose calls read a parameter or buffer that is not theirs."""
+        return {self.stage[call.name] for call in self.way.calls if Value(parameter) in call.needs}
 
 
-def become_stage(model: nn.Module, ways: Mapping[bool, Cut], stage: int) -> Any:
-    """Turn the whole model into one of its stages. Returns how the last stage's tensors make up the model's output."""
-    code = {training: type(fx.GraphModule(model, cut.graph(stage))).forward for training, cut in ways.items()}
-    kept = ways[True].targets(stage) | ways[False].targets(stage)
-    for number in range(ways[True].num_stages):
-        for target in (ways[True].targets(number) | ways[False].targets(number)) - kept:
-            owner, _, leaf = target.rpartition(".")
-            holder = model.get_submodule(owner)
-            for held in (holder._modules, holder._parameters, holder._buffers):
-                if leaf in held:
-                    held[leaf] = None
-
-    def forward(self: nn.Module, *values: Any) -> Any:
-        return code[self.training](self, *values)
-
-    model.forward = types.MethodType(forward, model)
-    return tree_flatten(ways[True].output.args[0])[1]
+def cut_ways(known: Structure, stages: Sequence[Sequence[Part]]) -> dict[bool, Cut]:
+    training = Cut(known.ways[True], stages)
+    return {True: training, False: Cut(known.ways[False], stages, training.stage)}
 
 
-class _Shapes(fx.Interpreter):
-    """Runs on the meta device, and keeps every value."""
-
-    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(model, graph=graph)
-        self.seen: dict[fx.Node, Any] = {}
-
-    def run_node(self, node: fx.Node) -> Any:
-        self.seen[node] = super().run_node(node)
-        return self.seen[node]
+Tie = tuple[list[str], list[int]]  # the names of a weight, and the stages that have it under them
 
 
-def shapes(
-    model: nn.Module, graph: fx.Graph, cut: Cut, inputs: Any, names: Sequence[str], size: int
-) -> list[list[torch.Tensor]]:
-    """What arrives at each stage for `size` samples, and after the last what it returns, on the meta device.
+def place_weights(
+    model: nn.Module, known: Structure, stages: Sequence[Sequence[Part]], cuts: Mapping[bool, Cut]
+) -> tuple[list[list[str]], list[Tie]]:
+    """What each stage does without of the weights and changing buffers that forward itself reads; and the ties."""
+    in_stage: dict[int, int] = {}  # of each module, which may have several names
+    called: dict[int, int] = {}  # of each tensor in them
+    for number, stage in enumerate(stages):
+        for part in stage:
+            whole = model.get_submodule(part.name)
+            in_stage |= {id(module): number for module in whole.modules()}
+            called |= {id(tensor): number for tensor in (*whole.parameters(), *whole.buffers())}
+    homes: dict[int, dict[int, str]] = {}  # of each tensor, the stages that have it, and its first name there
+    away: list[list[str]] = [[] for _ in stages]
+    every = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **{n: b for n, b in model.named_buffers(remove_duplicate=False) if n in known.changing},
+    }
+    for name, tensor in every.items():
+        is_state = tensor.requires_grad or name in known.changing
+        users = set().union(*(cut.users(name) for cut in cuts.values()))
+        if (found := in_stage.get(id(model.get_submodule(name.rpartition(".")[0])))) is not None:
+            own = {found}
+        elif any(name.startswith(f"{each}.") for cut in cuts.values() for each in cut.stage):
+            own = set(range(len(stages)))  # of a module without parameters
+        else:
+            own = users or {called.get(id(tensor), len(stages) - 1)}
+            for number in set(range(len(stages))) - own:
+                away[number].append(name)
+        if name in known.changing and len(own) > 1 or is_state and not users <= own:
+            raise Refusal(
+                f"{name} is used on both sides of a cut, in stages {sorted(own | users)}, and not all of them can hold "
+                "it; use it in one place, or use parallelism.pipeline_parallel_degree = 1"
+            )
+        for number in own if is_state else ():
+            homes.setdefault(id(tensor), {}).setdefault(number, name)
+    ties = []
+    for names in (names for names in homes.values() if len(names) > 1):
+        if changed := known.changing.intersection(names.values()):
+            raise Refusal(
+                f"stages {sorted(names)} share the buffer {min(changed)} as {' and '.join(names.values())}, and "
+                "forward would change it in each apart; use parallelism.pipeline_parallel_degree = 1"
+            )
+        numbers = sorted(names)
+        ties.append(([names[number] for number in numbers], numbers))
+    return away, ties
 
-    The model has the type it computes in.
-    """
-    dtype = next(model.parameters()).dtype
 
-    def sized(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        kind = dtype if value.is_floating_point() else value.dtype
-        return torch.empty(size, *value.shape[1:], dtype=kind, device="meta")
+@torch.no_grad()
+def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[Part]], batches: Sequence[Any]) -> None:
+    """Refuse a cut whose stages, one after another, do not compute what the whole model does."""
+    inputs, others = batches
+    cuts = cut_ways(known, stages)
+    away, _ = place_weights(model, known, stages, cuts)
+    with kept(model):
+        whole = _run(model.eval(), inputs)
+        _run(model, others)  # so that what modules keep in secret is of another batch
+    values = tuple(leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor))
+    tensors = (*model.parameters(), *model.buffers())
+    for number in range(len(stages)):
+        own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        stage = Stage(own, cuts, number, len(values[0]), inputs)
+        for name in away[number]:
+            stage.take_away(name, next(model.parameters()).dtype)
+        stage.listen()
+        values = stage(*values)
+    for ours, theirs in zip(values, (leaf for leaf in leaves_of(whole)[0] if isinstance(leaf, Tensor)), strict=True):
+        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise Refusal(
+                f"cut into {len(stages)} pipeline stages, the model gives other numbers than whole (they differ by up "
+                f"to {(ours - theirs).abs().max():.2g}), because a module reads what another one leaves beside what "
+                "it returns; return it, or use parallelism.pipeline_parallel_degree = 1"
+            )
 
-    run = _Shapes(model, graph)
-    run.run(*in_order(tree_map(sized, inputs), names))
-    ends, _ = tree_flatten(cut.output.args[0])
-    return [[run.seen[n] for n in nodes] for nodes in (*map(cut.arriving, range(cut.num_stages)), ends)]
+
+def _run(model: nn.Module, inputs: Any) -> Any:
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)
 
 
-def assemble(leaves: Any, spec: Any) -> Any:
-    """The model's output, of what the last stage returned."""
-    return tree_unflatten([leaves] if isinstance(leaves, torch.Tensor) else list(leaves), spec)
+class _Reached(BaseException):
+    """Forward has come to a module of a later stage."""
+
+
+class _StandIn(nn.Module):
+    """In the place of another stage's module. Whoever asks for its attributes is answered by the module it was."""
+
+    def __init__(self, give: Callable[[], Any], was: nn.Module) -> None:
+        super().__init__()
+        self.__dict__ |= {"_give": give, "_was": was}
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._give()
+
+    def named_modules(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Module]]:
+        return iter(())  # it is no part of the stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_was"], name)
+
+
+def _noted(call: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        note(output)
+        return output
+
+    return called
+
+
+class Stage:
+    """The forward of one stage: from the values that arrive to a tuple of those that leave."""
+
+    def __init__(self, model: nn.Module, cuts: Mapping[bool, Cut], number: int, samples: int, example: Any) -> None:
+        self.model, self.cuts, self.number, self.samples = model, cuts, number, samples
+        self.forward = model.forward
+        self.inputs = as_values(INPUTS, example)
+        self.own: dict[str, nn.Module] = {}
+        self.lacking: list[tuple[nn.Module, str, Tensor]] = []
+        self.have: dict[Value, Tensor] = {}  # what arrived, and what this stage's modules gave
+        model.forward = self
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for name in {name for cut in cuts.values() for name in cut.stage if name in modules}:
+            stages = {cut.stage[name] for cut in cuts.values() if name in cut.stage}
+            if number in stages:
+                self.own[name] = modules[name]
+                continue
+            stand_in = _StandIn(self._give(name), modules[name])
+            for each in [each for each, module in modules.items() if module is modules[name]]:
+                holder, _, leaf = each.rpartition(".")
+                modules[holder]._modules[leaf] = stand_in
+
+    def listen(self) -> None:
+        """Keep what this stage's modules give, for those of later stages that need it; after they are compiled."""
+        for name, module in self.own.items():
+            note = self._note(name)
+            if module._compiled_call_impl is None:
+                module.register_forward_hook(lambda _, __, output, note=note: note(output))
+            else:  # a hook would be compiled, too
+                module._compiled_call_impl = _noted(module._compiled_call_impl, note)
+
+    def take_away(self, name: str, dtype: torch.dtype) -> None:
+        """A parameter or buffer of another stage that forward itself reads: a zero tensor stands for it."""
+        holder, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(holder)
+        was = (module._parameters if leaf in module._parameters else module._buffers).pop(leaf)
+        assert was is not None
+        self.lacking.append((module, leaf, was.to(dtype) if was.is_floating_point() else was))
+
+    def __call__(self, *values: Tensor) -> tuple[Tensor, ...]:
+        cut, device = self.cuts[self.model.training], values[0].device
+        for holder, leaf, was in self.lacking:
+            holder.__dict__[leaf] = torch.zeros(was.shape, dtype=was.dtype, device=device)
+        self.device, self.have = device, dict(zip(cut.arriving(self.number), values, strict=True))
+        args, kwargs = as_arguments(map_leaves(self._tensor_of, self.inputs))
+        try:
+            output = self.forward(*args, **kwargs)
+        except _Reached:
+            leaving = cut.arriving(self.number + 1)
+            if missing := [value.of for value in leaving if value not in self.have]:
+                raise self._went_astray(f"it did not call {missing[0]}") from None
+            return tuple(self.have[value].contiguous() for value in leaving)  # as they are sent
+        finally:
+            self.have = {}
+        if self.number < cut.last:
+            raise self._went_astray(f"it ended before stage {self.number + 1}")
+        self.returned, self.spec = leaves_of(output)
+        return tuple(leaf for leaf in self.returned if isinstance(leaf, Tensor))
+
+    def assembled(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output, of the tensors that the last stage returned."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.returned]
+        return tree_unflatten(leaves, self.spec)
+
+    def _note(self, name: str) -> Callable[[Any], None]:
+        def note(output: Any) -> None:
+            cut = self.cuts[self.model.training]
+            leaving = set(cut.arriving(self.number + 1)) if self.number < cut.last else set()
+            for number, leaf in enumerate(leaves_of(output)[0]):
+                if (value := Value(name, number)) in leaving:
+                    self.have[value] = leaf.clone() if value in cut.way.written else leaf
+
+        return note
+
+    def _give(self, name: str) -> Callable[[], Any]:
+        def give() -> Any:
+            cut = self.cuts[self.model.training]
+            if name not in cut.stage:
+                raise self._went_astray(f"it called {name}")
+            if cut.stage[name] > self.number:
+                raise _Reached
+            return map_leaves(self._tensor_of, cut.way.gives[name])
+
+        return give
+
+    def _tensor_of(self, leaf: Any) -> Any:
+        """What arrived for a value, or zeros."""
+        if not isinstance(leaf, Value):
+            return leaf
+        way = self.cuts[self.model.training].way
+        if leaf not in self.have:
+            return way.forms[leaf].zeros(self.samples, self.device)
+        return self.have[leaf].clone() if leaf in way.written else self.have[leaf]
+
+    def _went_astray(self, how: str) -> Exception:
+        return ValueError(
+            f"pipeline stage {self.number}: forward went another way than on the first samples: {how}; move what "
+            "depends on values into a module, or use parallelism.pipeline_parallel_degree = 1"
+        )

@@ -33,24 +33,28 @@ def in_order(inputs: Any, names: Sequence[str]) -> list[Any]:
 def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None) -> Structure:
     """`inputs` and `target` are those of one sample, as a batch of one."""
     args, kwargs = as_arguments(inputs)
-    candidates = dict(_candidates(model, layers))
+    candidates = dict(candidates_of(model, layers))
     shared = tuple(several_names(model.named_parameters(remove_duplicate=False)))
     shared_buffers = tuple(several_names(model.named_buffers(remove_duplicate=False)))
     spread = [name for names in shared if len({part_of(name, candidates) for name in names}) > 1 for name in names]
     held = {part_of(name, candidates) for name in spread}
     costs, called = _flops_of_modules(model, args, kwargs, candidates)
-    parts = []
+    parts: list[Part] = []
+    rest: list[Part] = []
     for name in sorted(candidates, key=lambda name: called.index(name) if name in called else len(called)):
         size = sum(parameter.numel() for parameter in candidates[name].parameters())
-        if size and name not in held:
-            is_layer = layers is not None and name.rpartition(".")[0] == layers
-            kind: Literal["layer", "other"] = "layer" if is_layer or size >= LARGE else "other"
-            parts.append(Part(name, size, costs.get(name, 0), kind))
+        if not size:
+            continue
+        is_layer = layers is not None and name.rpartition(".")[0] == layers
+        kind: Literal["layer", "other"] = "layer" if is_layer or size >= LARGE else "other"
+        (rest if name in held else parts).append(Part(name, size, costs.get(name, 0), kind))
     arguments = tuple(inspect.signature(model.forward).parameters)
     names = (*arguments[: len(args)], *(name for name in arguments[len(args) :] if name in kwargs))
     inputs, target = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (inputs, target))
     total = sum(parameter.numel() for parameter in model.parameters())
-    return Structure(tuple(parts), total, costs.get("", 0), Inputs(names), inputs, target, shared, shared_buffers)
+    return Structure(
+        tuple(parts), tuple(rest), total, costs.get("", 0), Inputs(names), inputs, target, shared, shared_buffers
+    )
 
 
 def several_names(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]]:
@@ -66,7 +70,7 @@ def part_of(name: str, parts: Sequence[str] | Mapping[str, Any]) -> str | None:
     return next((part for part in parts if name.startswith(f"{part}.")), None)
 
 
-def _candidates(model: nn.Module, layers: str | None, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def candidates_of(model: nn.Module, layers: str | None, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The modules between which the model may be cut: its children, the entries of its lists, and each layer."""
     if layers is not None and not prefix:
         named = dict(model.named_modules())
@@ -80,7 +84,7 @@ def _candidates(model: nn.Module, layers: str | None, prefix: str = "") -> Itera
         whole = f"{prefix}{name}"
         is_layer = prefix == f"{layers}."
         if not is_layer and (isinstance(child, _LISTS) or (layers or "").startswith(f"{whole}.")):
-            yield from _candidates(child, layers, f"{whole}.")
+            yield from candidates_of(child, layers, f"{whole}.")
         else:
             yield whole, child
 

@@ -1,21 +1,26 @@
 """A run of a user's own module. It counts samples instead of tokens, and derive.py finds the parts of its model."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from torchtitan.data.batch import OwnSlots
 from torchtitan.data.cursor import Order
-from torchtitan.models.own import OwnBlueprint
+from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
-from torchtitan.own_model.build import OwnParts, build, lay_out
-from torchtitan.own_model.derive import derive
+from torchtitan.own_model.build import OwnParts, build, cast_parameters, lay_out, plan_stages
+from torchtitan.own_model.cut import check_stages
+from torchtitan.own_model.derive import candidates_of, derive
 from torchtitan.own_model.first_samples import first_samples
+from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate, open_dataset, own_draws
-from torchtitan.own_model.step import OwnForwardBackward
+from torchtitan.own_model.step import OwnForwardBackward, to_type
 from torchtitan.own_model.trial import check_norms, try_out
 from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.parts import ModelParts
@@ -122,7 +127,8 @@ class OwnRun(Run):
                     model = self.spec.build()
                 check_norms(model, self)
                 known = derive(model, self.spec.layers, *collate(samples[:1]))
-                told = [replace(known, changing=try_out(self, self.spec, model, known, samples))]
+                known = replace(known, changing=try_out(self, self.spec, model, known, samples))
+                told = [self._cut(model, known, samples) if self.dims.pp > 1 else known]
                 logger.info(
                     f"{self.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and "
                     "flavor are not used"
@@ -134,3 +140,15 @@ class OwnRun(Run):
         if isinstance(told[0], Refusal):
             raise told[0]
         return replace(self, blueprint=self.own.with_structure(told[0]))
+
+    def _cut(self, model: nn.Module, known: Structure, samples: Sequence[Any]) -> Structure:
+        """With what a pipeline needs to know, once its stages have been tried one after another."""
+        used = self.config.training.mixed_precision_param
+        cast_parameters(model, used)
+        several = [samples[0], samples[-1], samples[0]]
+        batches = [to_type(collate(several[:size])[0], getattr(torch, used)) for size in (2, 3)]
+        with own_draws("a cut"):
+            ways = record(model, dict(candidates_of(model, self.spec.layers)), batches, known.changing)
+            known = replace(known, ways=ways)
+            check_stages(model, known, plan_stages(self.config, known, self.dims.pp).stages, batches)
+        return known

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_map
 from torchtitan.config.schema import Config
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.build import OwnParts
-from torchtitan.own_model.cut import assemble
-from torchtitan.own_model.derive import as_arguments, in_order
+from torchtitan.own_model.cut import Stage
+from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.record import leaves_of
 from torchtitan.own_model.samples import SampleBatch
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.mesh import Mesh
@@ -39,6 +40,8 @@ class OwnForwardBackward:
                 self.scaled(summed).backward()
             total += summed.detach()
             count += counted
+        for tie in self.model.ties:
+            tie.sum_gradients()
         all_samples = sum_over(count.clone(), self.losses).clamp(min=1)
         return StepLoss(share=total / all_samples, own=total / count.clamp(min=1), count=all_samples)
 
@@ -100,6 +103,12 @@ class OwnPipeline:
         self.parallelism, self.local_batch_size = config.parallelism, owner.local_batch_size
         self._schedules: dict[bool, Any] = {}
 
+    @property
+    def _last(self) -> Stage:
+        stage = self.model.stages[len(self.model.ranks) - 1].forward
+        assert isinstance(stage, Stage)
+        return stage
+
     def __call__(self, inputs: Any, targets: Any, valid: int, is_training: bool) -> Tensor:
         """The batch's sums, zero on a rank without the last stage; in training, gradients of the loss as well."""
         self._targets, self._valid, self._is_training = targets, valid, is_training
@@ -109,33 +118,38 @@ class OwnPipeline:
         schedule = self._schedules[is_training]
         args: list[Any] = []
         if 0 in self.model.stages:
-            assert self.model.structure is not None
-            args = in_order(inputs, self.model.structure.inputs.names)
+            args = [leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor)]
         rows = torch.arange(self.local_batch_size, device=self.owner.device)  # stand for the targets, of any kind
         (schedule.step if is_training else schedule.eval)(*args, target=rows, return_outputs=False)
         return self._totals
 
     def _build(self, is_training: bool) -> Any:
+        cut, size = self.model.cuts[is_training], self.parallelism.pipeline_parallel_microbatch_size
+
+        def forms(stage: int) -> tuple[Tensor, ...]:
+            known = [cut.way.forms[value] for value in cut.arriving(stage)]
+            return tuple(form.zeros(size, "meta").requires_grad_(form.requires_grad) for form in known)
+
         stages = [
             PipelineStage(
                 module,
                 number,
                 len(self.model.ranks),
                 self.owner.device,
-                input_args=tuple(self.model.arriving[number]),
-                output_args=tuple(self.model.arriving[number + 1]),
+                input_args=forms(number),
+                output_args=forms(number + 1),
                 group=self.model.axis.get_group(),
             )
             for number, module in self.model.stages.items()
         ]
-        count = self.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
+        count = self.local_batch_size // size
         return build_schedule(self.parallelism, stages, count, self._loss, is_training)
 
     def _loss(self, leaves: Any, rows: Tensor) -> Tensor:
         """Of one microbatch."""
         begin = int(rows.storage_offset())  # torch's schedules split the targets into views
         valid = max(0, min(self._valid - begin, len(rows)))
-        output = assemble(leaves, self.model.output)
+        output = self._last.assembled(leaves if isinstance(leaves, tuple | list) else [leaves])
         targets = _part(self._targets, begin, len(rows))
         if not self._is_training:
             self._totals += self.owner.measure(output, targets, valid) if valid else 0

@@ -1,4 +1,4 @@
-"""The part of a model that a rank holds (all of it or some stages), and the weight that two stages may share."""
+"""The part of a model that a rank holds (all of it or some stages), and the weights that several stages share."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,48 +36,73 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
 
 
 class TiedWeight:
-    """A weight that is embedding and output: one parameter on one stage, with a copy where two stages have it."""
+    """A weight that several stages have, such as embedding and output: the first has it, the others have copies.
+
+    `numbers` are those of the stages, and `names` its names there.
+    """
 
     def __init__(
-        self, names: tuple[str, str], stages: Mapping[int, nn.Module], ranks: Sequence[int], axis: DeviceMesh
+        self,
+        names: Sequence[str],
+        numbers: Sequence[int],
+        stages: Mapping[int, nn.Module],
+        ranks: Sequence[int],
+        axis: DeviceMesh,
     ) -> None:
-        last = len(ranks) - 1
-        self.names, self._ranks, self._axis = names, ranks, axis
-        self.first = stages[0].get_parameter(names[0]) if last > 0 and 0 in stages else None
-        self.copy = stages[last].get_parameter(names[1]) if last > 0 and last in stages else None
+        self.name, self._axis = names[0], axis
+        self._ranks = sorted({ranks[number] for number in numbers})
+        self._held = [(stages[number], name) for number, name in zip(numbers, names, strict=True) if number in stages]
+        self._has_first = numbers[0] in stages
+
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """Those of this rank; the first is none."""
+        return self._parameters[self._has_first :]
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [stage.get_parameter(name) for stage, name in self._held]
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Set both gradients to their sum, so that the two copies stay equal."""
-        if self.first is not None and self.copy is not None:
-            assert self.first.grad is not None and self.copy.grad is not None
-            total = self.first.grad + self.copy.grad
-            self.first.grad.copy_(total), self.copy.grad.copy_(total)
-        elif self.first is not None:
-            self._add_gradient_of(self.first, self._ranks[-1])
-        elif self.copy is not None:
-            self._add_gradient_of(self.copy, self._ranks[0])
-
-    def _add_gradient_of(self, parameter: nn.Parameter, other: int) -> None:
-        assert isinstance(parameter.grad, DTensor)
-        mine = parameter.grad.to_local()
-        theirs, group = torch.empty_like(mine), self._axis.get_group()
-        exchange = [
-            dist.P2POp(dist.isend, mine.contiguous(), group=group, group_peer=other),
-            dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
+        """Set all gradients to their sum, so that the copies stay equal."""
+        gradients = [_local(parameter) for parameter in self._parameters]
+        if not gradients:
+            return
+        own, group, me = (
+            sum(gradients[1:], gradients[0]).contiguous(),
+            self._axis.get_group(),
+            self._axis.get_local_rank(),
+        )
+        sums = {rank: own if rank == me else torch.empty_like(own) for rank in self._ranks}
+        exchange = []
+        for rank in self._ranks:
+            if rank != me:
+                exchange.append(dist.P2POp(dist.isend, own, group=group, group_peer=rank))
+                exchange.append(dist.P2POp(dist.irecv, sums[rank], group=group, group_peer=rank))
+        for work in dist.batch_isend_irecv(exchange) if exchange else []:
             work.wait()
-        mine += theirs
+        first, *others = sums.values()  # in the same order on all ranks
+        total = sum(others, first)
+        for gradient in gradients:
+            gradient.copy_(total)
 
     @torch.no_grad()
     def copy_first(self, states: Mapping[Any, dict[str, Tensor]]) -> None:
-        """If this rank holds both, give the copy the first one's values and optimizer states."""
-        if self.first is None or self.copy is None:
+        """If this rank holds the first and copies, give these its values and optimizer states."""
+        if not self._has_first:
             return
-        self.copy.copy_(self.first)
-        for key, value in states.get(self.first, {}).items():
-            states[self.copy][key].copy_(value)
+        first, *copies = self._parameters
+        for copy in copies:
+            copy.copy_(first)
+            for key, value in states.get(first, {}).items():
+                states[copy][key].copy_(value)
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 @dataclass(frozen=True)
@@ -89,7 +114,7 @@ class ModelParts:
     axis: DeviceMesh
     dim: int  # width of the activations between stages
     vocab_size: int  # width of the last stage's output
-    tied: TiedWeight | None = None
+    ties: Sequence[TiedWeight] = ()
     loss_scale: "LossScale | None" = None  # with float16
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -103,9 +128,9 @@ class ModelParts:
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters under the names of a checkpoint, where a tied weight and its copy are one entry."""
         named: dict[str, nn.Parameter] = {}
+        first = {id(copy): tie.name for tie in self.ties for copy in tie.copies}
         for name, parameter in self.named_parameters():
-            is_copy = self.tied is not None and parameter is self.tied.copy
-            named.setdefault(self.tied.names[0] if self.tied and is_copy else name, parameter)
+            named.setdefault(first.get(id(parameter), name), parameter)
         return named
 
     @property
@@ -114,8 +139,8 @@ class ModelParts:
 
     def own_gradients(self) -> list[Tensor]:
         """This rank's gradients; a tied weight counts on one stage only."""
-        copy = self.tied.copy if self.tied else None
-        own = [p.grad for p in self.parameters() if p.grad is not None and p is not copy]
-        if not own and copy is not None and copy.grad is not None:  # the stage holds nothing else
-            own = [torch.zeros_like(copy.grad)]
+        copies = {id(copy) for tie in self.ties for copy in tie.copies}
+        own = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in copies]
+        if not own:  # the stage holds nothing else
+            own = [torch.zeros_like(p.grad) for p in self.parameters() if p.grad is not None]
         return own

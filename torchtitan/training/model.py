@@ -64,9 +64,10 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
         from torchtitan.parallel.loss_scale import LossScale
 
         scale = LossScale(torch.device(mesh.devices.device_type))
-    tied = TiedWeight(blueprint.tied, stages, plan.ranks, mesh.devices["pp"]) if blueprint.tied else None
-    shape = blueprint.shape
-    return ModelParts(stages, plan.ranks, mesh.devices["pp"], shape.dim, shape.vocab_size, tied, scale)
+    axis, last, shape = mesh.devices["pp"], len(plan.ranks) - 1, blueprint.shape
+    tied = blueprint.tied if last > 0 else None
+    ties = [TiedWeight(tied, (0, last), stages, plan.ranks, axis)] if tied else []
+    return ModelParts(stages, plan.ranks, axis, shape.dim, shape.vocab_size, ties, scale)
 
 
 def give_memory(model: ModelParts, config: Config, device: torch.device) -> None:

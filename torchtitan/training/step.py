@@ -60,8 +60,8 @@ class ForwardBackward:
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._local_batches(batch, positions, self.local_batch_size):
             total += self.run(inputs, labels, positions, mask, divisor)
-        if self.model.tied is not None:
-            self.model.tied.sum_gradients()
+        for tie in self.model.ties:
+            tie.sum_gradients()
         return StepLoss(share=total / all_tokens, own=total / own_tokens.clamp(min=1))
 
     @torch.no_grad()

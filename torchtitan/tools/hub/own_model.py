@@ -1,6 +1,9 @@
-"""Writes a trained model of one's own as safetensors, as a program of torch.export, and as its stages' code."""
+"""Writes a trained model of one's own as safetensors, as a program of torch.export, and what its stages hold."""
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ from torch.utils._pytree import tree_map
 from torchtitan.checkpoint.storage import Manifest, find_checkpoints
 from torchtitan.models.families import find_spec
 from torchtitan.models.spec import ModelSpec
-from torchtitan.own_model.cut import Cut, divide, record
-from torchtitan.own_model.derive import as_arguments, derive, several_names
+from torchtitan.own_model.cut import cut_ways, divide
+from torchtitan.own_model.derive import as_arguments, candidates_of, derive, several_names
+from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import collate, open_dataset
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint
@@ -39,9 +43,10 @@ def export(checkpoint: str, target: str, num_stages: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, out / "model.safetensors")
     print(f"step {manifest.step}: {len(state)} tensors in {out / 'model.safetensors'}")
-    sample = _sample(spec)
-    _write_program(model, sample, out / "model.pt2")
-    for number, text in enumerate(_stages(model, spec, sample, num_stages) if num_stages else []):
+    dataset, _ = open_dataset(spec.data, "train")
+    samples = list(islice(iter(dataset), 2))
+    _write_program(model, collate([samples[0], samples[0]])[0], out / "model.pt2")
+    for number, text in enumerate(_stages(model, spec, samples, num_stages) if num_stages else []):
         (out / f"stage-{number}.txt").write_text(text)
         print(f"stage {number}: {out / f'stage-{number}.txt'}")
 
@@ -53,12 +58,6 @@ def _saved_names(model: nn.Module) -> dict[str, str]:
         several_names(model.named_buffers(remove_duplicate=False)),
     )
     return {name: names[0] for group in groups for names in group for name in names}
-
-
-def _sample(spec: ModelSpec) -> Any:
-    dataset, _ = open_dataset(spec.data, "train")
-    sample = next(iter(dataset))
-    return collate([sample, sample])[0]
 
 
 def _write_program(model: nn.Module, inputs: Any, file: Path) -> None:
@@ -76,15 +75,21 @@ def _write_program(model: nn.Module, inputs: Any, file: Path) -> None:
     print(f"program for any batch size: {file}")
 
 
-def _stages(model: nn.Module, spec: ModelSpec, inputs: Any, count: int) -> list[str]:
-    """What each pipeline stage would compute, and its parameters."""
-    known = derive(model, spec.layers, inputs)
-    graph = record(model, known.parts, known.inputs)
-    stages = divide(known.parts, graph, count)
-    cut = Cut(graph, [stage[0].name for stage in stages], [name for name, _ in model.named_buffers()])
+def _stages(model: nn.Module, spec: ModelSpec, samples: Sequence[Any], count: int) -> list[str]:
+    """What each pipeline stage would hold, and what comes in and goes out."""
+    two, three = (collate([samples[0], samples[-1], samples[0]][:size])[0] for size in (2, 3))
+    known = derive(model, spec.layers, two)
+    ways = record(model, dict(candidates_of(model, spec.layers)), [two, three], frozenset())
+    stages = divide([*known.parts, *known.rest], ways[True], count)
+    cut = cut_ways(replace(known, ways=ways), stages)[False]
+
+    def described(number: int) -> list[str]:
+        values = [(value, cut.way.forms[value]) for value in cut.arriving(number)]
+        return [f"    {value.of}, {form}" for value, form in values]
+
     texts = []
     for number, stage in enumerate(stages):
-        code = torch.fx.GraphModule(model, cut.graph(number)).code
-        held = [f"{part.name}: {part.parameters:,} parameters, {part.flops:,} FLOPs a sample" for part in stage]
-        texts.append("\n".join([*held, code]))
+        held = [f"    {part.name}: {part.parameters:,} parameters, {part.flops:,} FLOPs a sample" for part in stage]
+        lines = ["holds", *held, "comes in", *described(number), "goes out", *described(number + 1)]
+        texts.append("\n".join([*lines, ""]))
     return texts

@@ -113,8 +113,8 @@ class Checkpoints:
             own = [name for name in state.data_tensors(loader) if name in shapes]
             streams = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in own}
         self.manager.load(storage, manifest.step, tensors | streams)
-        if model.tied is not None:
-            model.tied.copy_first(optimizer.state)
+        for tie in model.ties:
+            tie.copy_first(optimizer.state)
         if self.start.data:
             state.load_data(loader, manifest.run["data"], streams)
         if self.start.optimizer and model.loss_scale is not None and "loss_scale" in manifest.run:

@@ -1,0 +1,144 @@
+"""Cuts of a module on one process: what each stage needs of the others, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import default_collate
+
+from tests.own_model import any_models
+from torchtitan.own_model.cut import check_stages, cut_ways, divide
+from torchtitan.own_model.derive import candidates_of, derive
+from torchtitan.own_model.record import record
+from torchtitan.refusal import Refusal
+
+
+def cut(model, num_stages, batches, layers=None, changing=frozenset()):
+    """What arrives at each stage in training, and after the last what is returned."""
+    known = derive(model, layers, batches[0])
+    known = known.__class__(**vars(known) | {"changing": changing})
+    ways = record(model, dict(candidates_of(model, layers)), batches, changing)
+    known = known.__class__(**vars(known) | {"ways": ways})
+    stages = divide([*known.parts, *known.rest], ways[True], num_stages)
+    check_stages(model, known, stages, batches)
+    one = cut_ways(known, stages)[True]
+    return [{f"{value.of} {value.number}" for value in one.arriving(number)} for number in range(num_stages + 1)]
+
+
+def numbers(size=8):
+    return [torch.randn(n, size) for n in (2, 3)]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 7])
+def test_stages_give_the_models_output_and_carry_what_later_ones_need(stages):
+    words = [default_collate([any_models.Words("train")[i][0] for i in range(n)]) for n in (2, 3)]
+    arriving = cut(any_models.Skipping(), stages, words, "blocks")
+    assert arriving[0] == {"the inputs 0", "the inputs 1"} and arriving[-1] == {"the output 0", "the output 1"}
+    assert arriving[1] >= {"the inputs 1", "embedding 0"} and "the inputs 0" not in arriving[1]  # a skip, a late input
+
+
+class Between(nn.Module):
+    """Does something between its modules."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.a, self.b, self.c, self.act = (nn.Linear(8, 8) for _ in range(3)), 0, 0, nn.ReLU(inplace=True)
+        self.a, self.b, self.c = self.__dict__.pop("a")
+        self.scale, self.kept = nn.Parameter(torch.ones(8)), None
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        return self.c(getattr(self, self.what)(self.a(x)))
+
+    def in_place(self, x):
+        x += 1
+        return self.b(F.relu(x, inplace=True)) + x
+
+    def no_grad(self, x):
+        with torch.no_grad():
+            x = x * 2
+        return self.b(x)
+
+    def autocast(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.b(x).float()
+
+    def module_in_place(self, x):
+        return self.act(self.b(self.act(x)))
+
+    def lists(self, x):
+        return self.b(sum([x, *(x[:, :1] for _ in range(len(x)))]))
+
+    def decision(self, x):
+        return self.b(x if x.mean() > 0 else -x)
+
+    def draws(self, x):
+        x = F.dropout(x, 0.5, True)
+        return self.b(x) + x
+
+    def twice(self, x):
+        return self.b(self.b(x))
+
+    def weight_on_both_sides(self, x):
+        return self.b(x * self.scale) * self.scale
+
+    def weight_of_another(self, x):
+        return F.linear(self.b(x), self.a.weight)
+
+    def beside(self, x):
+        return self.b(x) + self.a.kept
+
+    def size(self, x):
+        return self.b(x).repeat(len(x), 1)
+
+
+class Leaves(nn.Linear):
+    def forward(self, x):
+        self.kept = x * 2
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "what", ["in_place", "no_grad", "autocast", "module_in_place", "lists", "weight_on_both_sides"]
+)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_whatever_python_stands_between_modules_runs_as_it_is(what, stages):
+    cut(Between(what), stages, numbers())
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("decision", "looks at numbers that come from a to decide"),
+        ("draws", "draws random numbers between its modules .* before b, and uses them again after a cut, at c"),
+        ("twice", "calls b more than once"),
+        ("weight_of_another", "a.weight is used on both sides of a cut, in stages .0, 2."),
+        ("beside", "forward reads a tensor from inside a which that module does not return"),
+        ("size", "has the size .4, 8. for 2 samples and .9, 8. for 3"),
+    ],
+)
+def test_what_a_pipeline_would_do_otherwise_is_refused(what, says):
+    model = Between(what)
+    if what == "beside":
+        model.a = Leaves(8, 8)
+    with pytest.raises(Refusal, match=says):
+        cut(model, 3, numbers())
+
+
+def test_a_module_that_gives_other_numbers_in_stages_is_refused():
+    """Through a channel that no operation on tensors shows."""
+
+    class Hidden(nn.Linear):
+        def forward(self, x):
+            self.number = x.abs().mean().item()
+            return super().forward(x)
+
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * getattr(self.other[0], "number", 1.0)
+
+    model = nn.Sequential(Hidden(8, 8), Reads(8, 8))
+    model[1].other = [model[0]]
+    with pytest.raises(Refusal, match="cut into 2 pipeline stages, the model gives other numbers than whole"):
+        cut(model, 2, numbers())
