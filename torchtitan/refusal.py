@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,32 @@ class Refusal(ValueError):
 
 class PeerError(Refusal):
     """This rank ends because another one lags, failed or is gone; the message about that was already shown."""
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Inside runs code of the user's: its error becomes a refusal that gives the file and the line."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise Refusal(f"{what} fails{place_of(error)}: {type(error).__name__}: {said}") from None
+
+
+def place_of(error: BaseException) -> str:
+    """The deepest line that is neither Python's, nor torch's, nor this package's."""
+    if isinstance(error, SyntaxError):
+        return f" at {error.filename}:{error.lineno}"
+    ours, python = os.path.dirname(__file__) + os.sep, os.path.dirname(os.__file__) + os.sep
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", ours))
+    ]
+    known = f"{os.sep}site-packages{os.sep}"
+    own = [f for f in frames if not f.filename.startswith(python) or known in f.filename]
+    own = [f for f in own if f"{known}torch{os.sep}" not in f.filename]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 @contextmanager

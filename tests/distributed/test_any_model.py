@@ -13,7 +13,7 @@ from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import differences
 from tests.tiny_runs import read_records, tiny_config, train_here
 
-THEIRS = "BERT", "GPT2", "VIT", "T5", "WHISPER", "LLAMA", "MIXTRAL"
+THEIRS = "BERT", "GPT2", "VIT", "T5", "WHISPER", "LLAMA", "MIXTRAL", "HEAD"
 Records = list[dict[str, Any]]
 
 
@@ -63,6 +63,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "WITHOUT_LAYERS, TP 2": (2, keys("WITHOUT_LAYERS", parallelism__tensor_parallel_degree=2)),
     "BERT, PP 2 x FSDP 2": (4, keys("BERT", 4, pp=2, size=2, schedule="GPipe")),
     "BERT, PP 3, uneven": (3, keys("BERT", pp=3, size=2, parallelism__pipeline_parallel_layer_counts=[4, 1, 2])),
+    "HEAD, PP 3, two stages of which train nothing": (3, keys("HEAD", pp=3, size=2, schedule="1F1B")),
+    "HEAD, PP 2 x FSDP 2": (4, keys("HEAD", 4, pp=2, size=2, schedule="GPipe")),
     "GPT2, PP 2, Interleaved1F1B": (2, keys("GPT2", pp=2, size=4, schedule="Interleaved1F1B")),
     "GPT2, PP 3 x FSDP 2": (6, keys("GPT2", 4, pp=3, size=2, schedule="GPipe")),
     "GPT2, PP 2, ZBVZeroBubble": (2, keys("GPT2", pp=2, size=4, schedule="ZBVZeroBubble")),
@@ -153,6 +155,7 @@ def test_ranks_between_the_ends_of_a_pipeline_need_no_data(
             keys("BRANCHING", pp=2, schedule="1F1B"),
             "looks at numbers that come from a to decide.*cannot be cut into pipeline stages.*move the decision",
         ),
+        (keys("HEAD", pp=2, schedule="ZBVZeroBubble"), "all weights before stage 1 are frozen.*torch would lose"),
         (keys("TOWERS", pp=2, schedule="1F1B"), "has a step of its own"),
         (keys("DROPOUT", pp=2, schedule="Interleaved1F1B"), "4 pipeline stages, but the model calls only 3 parts"),
         (keys("MLP", parallelism__tensor_parallel_degree=2), "tensor_plan.*these modules: "),

@@ -14,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests import tiny_models
 from tests.own_model import any_models
 from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.config.load import ConfigError
+from torchtitan.models.families import plan_model
 from torchtitan.models.llama.model import Transformer
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.derive import derive
@@ -150,6 +152,55 @@ OFFLOAD = {"training__enable_cpu_offload": True}
 def test_what_would_give_wrong_numbers_is_refused(train, said, message):
     with pytest.raises(Refusal, match=message):
         train(**said)
+
+
+class Misspelt(nn.Linear):
+    def forward(self, x):
+        return self.layer(x)
+
+
+HERE = "test_trial.py:"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"build": lambda: nn.Linear(8, "3")}, f"build of the ModelSpec fails at .*{HERE}.*: TypeError: "),
+        ({"build": nn.Linear(8, 3)}, "build of the ModelSpec is a Linear; give its class, or a function"),
+        ({"build": lambda: None}, "build of the ModelSpec returns NoneType; return an nn.Module"),
+        (
+            {"build": lambda: torch.jit.trace(any_models.mlp(), torch.zeros(1, 8))},
+            "a compiled program.*load_state_dict",
+        ),
+        ({"build": lambda: any_models.mlp().requires_grad_(False)}, "no weight of the model requires a gradient"),
+        ({"build": lambda: Misspelt(8, 3)}, f"forward fails on the first sample at .*{HERE}.*has no attribute 'layer'"),
+        ({"data": lambda: 1 / 0}, f"data of the ModelSpec fails at .*{HERE}.*: ZeroDivisionError"),
+        ({"data": lambda: None}, "data of the ModelSpec gives NoneType; give a torch.utils.data.Dataset"),
+        ({"data": lambda: [(torch.zeros(8 + n), 1) for n in range(9)]}, "reading the first samples .* stack expects"),
+        ({"data": lambda: [(None, 1)] * 9}, "reading the first samples .* fails: TypeError: default_collate"),
+        ({"data": lambda: [torch.zeros(8)] * 9}, "a sample is .inputs, target., but the dataset gave Tensor"),
+        ({"data": lambda: [(torch.zeros(7), 1)] * 9}, "forward fails on the first sample.*shapes cannot be multiplied"),
+        (
+            {"data": lambda: [(torch.zeros(8), 9)] * 9},
+            "the loss of the ModelSpec fails .*: IndexError: Target 9 is out",
+        ),
+        ({"loss": lambda o, t: 1 / 0}, f"the loss of the ModelSpec fails on the first sample at .*{HERE}"),
+        ({"loss": lambda o, t: F.cross_entropy(o.detach(), t)}, "loss .* gives no gradient to any weight.*detach"),
+        ({"metrics": {"right": lambda o: o}}, "the metric right of the ModelSpec fails on the first sample: TypeError"),
+        ({"loss": None, "step": lambda m, x, t: m.nothing(x)}, f"the step of the ModelSpec fails .* at .*{HERE}"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_mistake_ends_in_one_sentence_with_the_line_in_the_users_file(train, said, message):
+    with pytest.raises(Refusal, match=message):
+        train(**said)
+
+
+@pytest.mark.parametrize("text", ["import nothing_here", "class A\n", "SPEC = ModelSpec()", "SPEC = 1"])
+def test_a_file_that_cannot_be_loaded_is_refused_with_its_line(tmp_path, text):
+    (tmp_path / "net.py").write_text(f"from torchtitan.models.spec import ModelSpec\n{text}")
+    with pytest.raises(ConfigError, match="net.py:2: |has no ModelSpec called SPEC"):
+        plan_model(tiny_config(tmp_path, model__name=f"{tmp_path / 'net.py'}:SPEC"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Models of transformers as their users have them: with masks, tied weights, and outputs in classes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,3 +160,13 @@ MIXTRAL = ModelSpec(
     loss=next_words,
     layers="model.layers",
 )
+
+
+def only_a_head() -> nn.Module:
+    model: nn.Module = BERT.build()
+    model.requires_grad_(False)
+    model.classifier.requires_grad_()  # type: ignore[union-attr]
+    return model
+
+
+HEAD = replace(BERT, build=only_a_head)

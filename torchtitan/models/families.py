@@ -14,7 +14,7 @@ from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config, Model
 from torchtitan.models.rules import find_refusals
 from torchtitan.models.spec import Blueprint, Family, ModelSpec
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import Refusal, blaming, place_of
 
 # name -> where its Family is, imported when a run asks for it
 FAMILIES = {
@@ -147,7 +147,8 @@ def _load_file(path: Path, name: str) -> Any:
     assert described is not None and described.loader is not None
     module = importlib.util.module_from_spec(described)
     sys.modules[module_name] = module  # dataclasses and pickle look up their module here
-    described.loader.exec_module(module)
+    with blaming(f'model.name = "{name}": the file'):
+        described.loader.exec_module(module)
     return module
 
 
@@ -155,8 +156,8 @@ def _import(place: str, name: str) -> Any:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        if error.name is None or not place.startswith(error.name):
-            raise  # the user's module imports something that is missing
+        if error.name is None or not place.startswith(error.name):  # it imports something that is missing
+            raise Refusal(f'model.name = "{name}": the module fails{place_of(error)}: {error}') from None
         raise Refusal(
             f'model.name = "{name}": there is no module {place}; correct the name, or set PYTHONPATH'
         ) from None

@@ -11,7 +11,7 @@ from torchtitan.refusal import Refusal
 
 _ONE_STAGE_A_RANK = ("1F1B", "GPipe")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank r holds stages r and 2 pp - 1 - r
-_BACKWARD_IN_TWO_PARTS = ("InterleavedZeroBubble", *V_SHAPED)
+BACKWARD_IN_TWO_PARTS = ("InterleavedZeroBubble", *V_SHAPED)
 _SPLIT_KEYS = ("module_fqns_per_model_part", "pipeline_parallel_layer_counts", "pipeline_parallel_layers_per_stage")
 
 
@@ -41,7 +41,7 @@ def plan_stages(parts: Sequence[Part], parallelism: Parallelism) -> StagePlan:
     given = [key for key in _SPLIT_KEYS if getattr(parallelism, key) is not None]
     if len(given) > 1:
         raise Refusal(f"parallelism.{given[0]} and {given[1]} both say how the stages are cut; remove one of them")
-    ranks, csv_microbatches, in_two_parts = None, None, schedule in _BACKWARD_IN_TWO_PARTS
+    ranks, csv_microbatches, in_two_parts = None, None, schedule in BACKWARD_IN_TWO_PARTS
     if parallelism.pipeline_parallel_schedule_csv:
         from torchtitan.models.schedule_file import read_csv
 

@@ -12,13 +12,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torchtitan.config.schema import Config
 from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import Part
-from torchtitan.models.stages import V_SHAPED, StagePlan, plan_microbatches
+from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS, V_SHAPED, StagePlan, plan_microbatches
 from torchtitan.observe.log import logger
 from torchtitan.own_model.cut import Cut, Stage, cut_ways, divide, place_weights
 from torchtitan.own_model.samples import own_draws
 from torchtitan.parallel.loss_scale import LossScale
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts, TiedWeight
+from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import apply_parallelism
 from torchtitan.weights.tensors import copy_part
 
@@ -121,6 +122,7 @@ def _stages(
     plan = plan_stages(config, known, mesh.dims.pp)
     plan_microbatches(config.parallelism, plan, config.training.local_batch_size)
     cuts = cut_ways(known, plan.stages)
+    _check_backward(config.parallelism.pipeline_parallel_schedule, cuts[True])
     away, ties = place_weights(model, known, plan.stages, cuts)
     if mesh.devices.get_rank() == 0:
         logger.info("pipeline: " + " | ".join(", ".join(part.name for part in stage) for stage in plan.stages))
@@ -132,6 +134,18 @@ def _stages(
             stage.take_away(name, getattr(torch, config.training.mixed_precision_param))
     axis = mesh.devices["pp"]
     return plan, own, [TiedWeight(names, numbers, own, plan.ranks, axis) for names, numbers in ties], cuts
+
+
+def _check_backward(schedule: str, cut: Cut) -> None:
+    """torch 2.13's backward in two parts loses the gradients of a stage whose inputs have none."""
+    for number in range(1, cut.last + 1) if schedule in BACKWARD_IN_TWO_PARTS else ():
+        arriving = [cut.way.forms[value].requires_grad for value in cut.arriving(number)]
+        if True not in arriving:
+            raise Refusal(
+                f'parallelism.pipeline_parallel_schedule = "{schedule}" computes the gradients of inputs before those '
+                f"of weights, and all weights before stage {number} are frozen, so that its inputs have none and torch "
+                'would lose those of its weights; use "1F1B" or "Interleaved1F1B"'
+            )
 
 
 def plan_stages(config: Config, known: Structure, degree: int) -> StagePlan:

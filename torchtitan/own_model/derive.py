@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from torchtitan.models.own import Inputs, Structure
 from torchtitan.models.spec import Part
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import Refusal, blaming, place_of
 
 LARGE = 1 << 20  # parameters of a module that is worth a collective of its own
 _LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
@@ -28,6 +28,26 @@ def in_order(inputs: Any, names: Sequence[str]) -> list[Any]:
     """The inputs as forward's arguments, all by position."""
     args, kwargs = as_arguments(inputs)
     return [*args, *(kwargs[name] for name in names[len(args) :])]
+
+
+def build_module(build: Callable[[], Any]) -> nn.Module:
+    if isinstance(build, nn.Module):
+        raise Refusal(
+            f"build of the ModelSpec is a {type(build).__name__}; give its class, or a function that builds it"
+        )
+    with blaming("build of the ModelSpec"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise Refusal(f"build of the ModelSpec returns {type(model).__name__}; return an nn.Module")
+    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_guards_fn"):
+        raise Refusal(
+            "build of the ModelSpec returns a compiled program (of TorchScript or torch.export), whose modules cannot "
+            "be sharded or cut; build the model from its class, and load the program's weights into it: "
+            "model.load_state_dict(torch.jit.load(file).state_dict())"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise Refusal("no weight of the model requires a gradient, so there is nothing to train; unfreeze some")
+    return model
 
 
 def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None) -> Structure:
@@ -105,9 +125,10 @@ def _flops_of_modules(
             model.eval()(*args, **kwargs)
     except Exception as error:
         raise Refusal(
-            f"the model's forward fails on the first sample: {type(error).__name__}: {error}; a sample is (inputs, "
-            "target), and inputs are a tensor, a tuple in the order of forward's arguments, or a dict by their names"
-        ) from error
+            f"the model's forward fails on the first sample{place_of(error)}: {type(error).__name__}: "
+            f"{error}; a sample is (inputs, target), and inputs are a tensor, a tuple in the order of forward's "
+            "arguments, or a dict by their names"
+        ) from None
     finally:
         model.train(was_training)
         for hook in hooks:

@@ -17,7 +17,7 @@ from torchtitan.observe.log import logger
 from torchtitan.own_model.derive import as_arguments
 from torchtitan.own_model.samples import collate, own_draws
 from torchtitan.own_model.step import as_counted, to_type
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import Refusal, place_of
 
 
 def first_samples(dataset: Any, is_seeded: bool) -> list[Any]:
@@ -56,7 +56,7 @@ def states() -> tuple[Any, ...]:
     return random.getstate(), of_numpy["key"].tobytes(), of_numpy["pos"], torch.get_rng_state().numpy().tobytes()
 
 
-def check_loss(spec: ModelSpec, model: nn.Module, sample: Any, pieces: int) -> None:
+def check_loss(spec: ModelSpec, model: nn.Module, sample: Any, pieces: int, on_cpu: bool) -> None:
     """The loss and the metrics of a sample, and of the sample twice: a mean stays, a sum doubles."""
     was_training = model.training
     if isinstance(spec.loss, nn.Module) and (names := [name for name, _ in spec.loss.named_parameters()]):
@@ -83,11 +83,34 @@ def check_loss(spec: ModelSpec, model: nn.Module, sample: Any, pieces: int) -> N
                     function(inputs if name == "the step" else output_of(number), target)
                     for number, (inputs, target) in enumerate(batches)
                 ]
-        except Exception as error:  # it may hold tensors on a GPU
+        except Exception as error:
+            if on_cpu:
+                raise Refusal(
+                    f"{name} of the ModelSpec fails on the first sample{place_of(error)}: {type(error).__name__}: "
+                    f"{error}; it gets the model's output and the sample's target, as batches"
+                ) from None
+            # it may hold tensors on a GPU
             logger.info(f"{name} cannot be tried on a CPU before training ({type(error).__name__}: {error})")
             continue
         _judge(name, results, pieces)
+    if on_cpu:
+        _check_gradient(spec, model, batches[0])
     model.train(was_training)
+
+
+def _check_gradient(spec: ModelSpec, model: nn.Module, batch: Any) -> None:
+    with own_draws("the loss"), torch.enable_grad():
+        if spec.step is not None:
+            result = spec.step(model, *batch)
+        else:
+            assert spec.loss is not None
+            args, kwargs = as_arguments(batch[0])
+            result = spec.loss(to_type(model(*args, **kwargs), torch.float32), batch[1])
+    if not (result[0] if isinstance(result, tuple) else result).requires_grad:
+        raise Refusal(
+            f"the {'step' if spec.step else 'loss'} of the ModelSpec gives no gradient to any weight; compute it from "
+            "the model's output, without detach, item or numpy"
+        )
 
 
 def _judge(name: str, results: Sequence[Any], pieces: int) -> None:

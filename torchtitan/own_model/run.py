@@ -16,7 +16,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.build import OwnParts, build, cast_parameters, lay_out, plan_stages
 from torchtitan.own_model.cut import check_stages
-from torchtitan.own_model.derive import candidates_of, derive
+from torchtitan.own_model.derive import build_module, candidates_of, derive
 from torchtitan.own_model.first_samples import first_samples
 from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate, open_dataset, own_draws
@@ -24,7 +24,7 @@ from torchtitan.own_model.step import OwnForwardBackward, to_type
 from torchtitan.own_model.trial import check_norms, try_out
 from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.parts import ModelParts
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import Refusal, blaming
 from torchtitan.training.run import Run
 
 
@@ -122,9 +122,11 @@ class OwnRun(Run):
         if self.place.rank == 0:
             try:
                 dataset, is_part = open_dataset(self.spec.data, "train")
-                samples = first_samples(dataset, self.spec.data_is_random)
+                with blaming("reading the first samples of the ModelSpec's data"):
+                    samples = first_samples(dataset, self.spec.data_is_random)
+                    collate([samples[0], samples[-1]])
                 with own_draws("a trial"):
-                    model = self.spec.build()
+                    model = build_module(self.spec.build)
                 check_norms(model, self)
                 known = derive(model, self.spec.layers, *collate(samples[:1]))
                 known = replace(known, changing=try_out(self, self.spec, model, known, samples))

@@ -19,7 +19,7 @@ from torchtitan.data.cursor import Order
 from torchtitan.data.draws import seed_draws
 from torchtitan.data.permutation import permute
 from torchtitan.data.texts.held_out import Part
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import Refusal, blaming
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,14 @@ class Numbered:
 
 def open_dataset(data: Any, split: str) -> tuple[Any, bool]:
     """The dataset, and whether it is the part for this split. Otherwise it is all there is, and must be divided."""
-    if not callable(data):
-        return data, False
-    if "split" in inspect.signature(data).parameters:
-        return data(split=split), True
-    return data(), False
+    is_part = callable(data) and "split" in inspect.signature(data).parameters
+    with blaming("data of the ModelSpec"):
+        dataset = data if not callable(data) else data(split=split) if is_part else data()
+    if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+        raise Refusal(
+            f"data of the ModelSpec gives {type(dataset).__name__}; give a torch.utils.data.Dataset of (inputs, target)"
+        )
+    return dataset, is_part
 
 
 @contextmanager

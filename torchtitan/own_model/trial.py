@@ -18,7 +18,7 @@ from torchtitan.own_model.build import is_sharded
 from torchtitan.own_model.derive import as_arguments
 from torchtitan.own_model.first_samples import check_loss, states
 from torchtitan.own_model.samples import collate, own_draws
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import Refusal, place_of
 from torchtitan.training.run import Run
 
 
@@ -35,7 +35,7 @@ class Changes:
 
 def try_out(run: Run, spec: ModelSpec, model: nn.Module, known: Structure, samples: Sequence[Any]) -> frozenset[str]:
     """The names of the buffers that forward changes."""
-    check_loss(spec, model, samples[0], _pieces(run)[0])
+    check_loss(spec, model, samples[0], _pieces(run)[0], run.device.type == "cpu")
     changes = find_changes(spec, model, samples)
     _check_state(model, changes, run)
     _check_draws(changes, known, run)
@@ -105,8 +105,9 @@ def _forward_in_training(spec: ModelSpec, model: nn.Module, batch: Any, key: str
                 logger.info(f"the step cannot be tried on a CPU before training ({type(error).__name__}: {error})")
                 return False
             raise Refusal(
-                f"the model's forward fails in training, on the first sample twice: {type(error).__name__}: {error}"
-            ) from error
+                f"the model's forward fails in training, on the first sample twice{place_of(error)}: "
+                f"{type(error).__name__}: {error}"
+            ) from None
         return states() != before
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,4 +144,4 @@ class ModelParts:
         own = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in copies]
         if not own:  # the stage holds nothing else
             own = [torch.zeros_like(p.grad) for p in self.parameters() if p.grad is not None]
-        return own
+        return own or [torch.zeros(1, device=parameter.device) for parameter in islice(self.parameters(), 1)]  # frozen

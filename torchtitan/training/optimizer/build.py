@@ -73,7 +73,7 @@ def _build_adamw(parameters: list[nn.Parameter], config: Optimizer, compile_: Co
         group | {"params": group["params"][begin : begin + _MOST_IN_A_GROUP]}
         for group in groups
         for begin in range(0, len(group["params"]), _MOST_IN_A_GROUP)
-    ]
+    ] or [{"params": []}]  # a pipeline stage whose weights are all frozen
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
