@@ -119,6 +119,8 @@ def test_bfloat16_computes_in_bfloat16(
         ("SKIPPING", (1, keys("SKIPPING")), (4, keys("SKIPPING", 4, pp=2, schedule="GPipe"))),
         ("SKIPPING", (2, keys("SKIPPING", pp=2, schedule="1F1B")), (2, keys("SKIPPING", 4))),
         ("TOWERS", (2, keys("TOWERS", 4)), (1, keys("TOWERS"))),
+        ("GPT2", (2, keys("GPT2", pp=2, size=4, schedule="ZBVZeroBubble")), (2, keys("GPT2", 4))),
+        ("GPT2", (2, keys("GPT2", 4)), (3, keys("GPT2", pp=3, size=2, schedule="1F1B"))),
     ],
 )
 def test_a_run_resumes_on_another_layout(

@@ -1,5 +1,8 @@
 """Cuts of a module on one process: what each stage needs of the others, and what is refused."""
 
+from collections import namedtuple
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +94,42 @@ class Between(nn.Module):
 
     def size(self, x):
         return self.b(x).repeat(len(x), 1)
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    second: dict[str, torch.Tensor] | None = None
+
+
+Named = namedtuple("Named", "one other")
+
+
+class InClasses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (Returns(kind) for kind in (Pair, Named, lambda *both: {"x": both[0], "y": both[1]}))
+
+    def forward(self, x):
+        pair = self.a(x)
+        named = self.b(pair.first)
+        last = self.c(named.one + pair.second["twice"])
+        return Pair(last["x"], {"all": last["y"] + named.other["twice"]} if self.training else None)
+
+
+class Returns(nn.Linear):
+    def __init__(self, kind):
+        super().__init__(8, 8)
+        self.kind = kind
+
+    def forward(self, x):
+        y = super().forward(x)
+        return self.kind(y, {"twice": 2 * y}) if self.kind in (Pair, Named) else self.kind(y, 2 * y)
+
+
+def test_modules_and_models_may_give_dataclasses_named_tuples_and_dictionaries_and_other_ones_in_validation():
+    arriving = cut(InClasses(), 3, numbers())
+    assert arriving[1:] == [{"a 0", "a 1"}, {"b 0", "b 1", "a 1"}, {"the output 0", "the output 1"}]
 
 
 class Leaves(nn.Linear):

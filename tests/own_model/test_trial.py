@@ -178,7 +178,10 @@ HERE = "test_trial.py:"
         ({"data": lambda: None}, "data of the ModelSpec gives NoneType; give a torch.utils.data.Dataset"),
         ({"data": lambda: [(torch.zeros(8 + n), 1) for n in range(9)]}, "reading the first samples .* stack expects"),
         ({"data": lambda: [(None, 1)] * 9}, "reading the first samples .* fails: TypeError: default_collate"),
-        ({"data": lambda: [torch.zeros(8)] * 9}, "a sample is .inputs, target., but the dataset gave Tensor"),
+        (
+            {"data": lambda: [torch.zeros(8)] * 9},
+            "a sample is .inputs, target., or a dictionary with labels, but the dataset gave Tensor",
+        ),
         ({"data": lambda: [(torch.zeros(7), 1)] * 9}, "forward fails on the first sample.*shapes cannot be multiplied"),
         (
             {"data": lambda: [(torch.zeros(8), 9)] * 9},
@@ -247,6 +250,62 @@ def test_runs_with_random_samples_and_dropout_repeat_and_resume_to_the_bit(train
     held_out = [read_records(tmp_path / folder, "validation.jsonl") for folder in "abc"]
     assert losses[0] == losses[1] == losses[2]
     assert held_out[0] == held_out[1] == held_out[2]
+
+
+class Named(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 3)
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_datasets_of_hugging_face_give_dictionaries_with_labels(train):
+    from datasets import Dataset as Table
+
+    x, y = any_models.classes().tensors
+    pairs = train("pairs", build=Named)
+    table = Table.from_dict({"x": x.tolist(), "label": y.tolist()})
+    for folder, data in {
+        "format": table.with_format("torch"),
+        "transform": table.with_transform(lambda rows: {"x": torch.tensor(rows["x"]), "labels": rows["label"]}),
+        "dictionaries": [{"x": row, "labels": label} for row, label in zip(x, y, strict=True)],
+    }.items():
+        assert [r["loss"] for r in train(folder, build=Named, data=data)] == [r["loss"] for r in pairs], folder
+
+
+class Lengths(Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return torch.arange(1 + index % 5) + index, index % 3
+
+
+def padded(samples):
+    """With a 0 for the padding, which no sample holds."""
+    words = [1 + sample[0] % 9 for sample in samples]
+    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor([sample[1] for sample in samples])
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(10, 8, padding_idx=0), nn.Linear(8, 3)
+
+    def forward(self, words):
+        return self.out(self.table(words).sum(1))
+
+
+def test_samples_of_unlike_length_are_padded_by_collate(train, caplog):
+    caplog.set_level("INFO", "torchtitan")
+    said = {"build": Bag, "data": Lengths, "collate": padded, "validation__enable": True}
+    once = train("once", **said)
+    halves = train("halves", training__local_batch_size=4, training__global_batch_size=8, **said)
+    for one, other in zip(once, halves, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    with pytest.raises(Refusal, match="reading the first samples .* stack expects each tensor to be equal size"):
+        train("without", **(said | {"collate": None}))
 
 
 class Recurrent(nn.Module):

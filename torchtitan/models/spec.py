@@ -89,6 +89,7 @@ class ModelSpec:
     step: Callable[[nn.Module, Any, Any], Any] | None = None  # model, inputs, target -> the loss, instead of `loss`
     layers: str | None = None  # the name of the list of layers; without it, the module's children are cut between
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None  # see Family; shape is None
+    collate: Callable[[Sequence[Any]], tuple[Any, Any]] | None = None  # samples -> (inputs, target), as batches
     data_workers: int = 0  # processes that read samples
     data_is_random: bool = False  # a sample draws random numbers, which are then seeded by epoch and number
 

@@ -33,8 +33,9 @@ class OwnParts(ModelParts):
 
     def saved_parameters(self) -> dict[str, Any]:
         """Parameters, and the buffers that are persistent or that forward changes."""
-        known, saved = self.structure, dict[str, Any](super().saved_parameters())
+        known = self.structure
         assert known is not None
+        saved: dict[str, Any] = {known.saved_name(name): p for name, p in super().saved_parameters().items()}
         for name, holder, leaf in self.buffers():
             if leaf not in holder._non_persistent_buffers_set or name in known.changing:
                 saved[known.saved_name(name)] = holder._buffers[leaf]

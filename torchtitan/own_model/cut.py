@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 
 from torchtitan.models.balance import balance
 from torchtitan.models.own import Structure
@@ -69,8 +68,13 @@ class Cut:
                         "others would be drawn; draw them in a module, such as nn.Dropout"
                     )
 
+        self._arriving = [self._find_arriving(stage) for stage in range(self.last + 2)]
+
     def arriving(self, stage: int) -> list[Value]:
         """The values that come in from the stage before; for the first all inputs, after the last what is returned."""
+        return self._arriving[stage]
+
+    def _find_arriving(self, stage: int) -> list[Value]:
         if stage > self.last:
             return [value for value in self.way.forms if value.of == OUTPUT]
         needs = {value for call in self.way.calls if self.stage[call.name] >= stage for value in call.needs}
@@ -157,11 +161,12 @@ def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[P
         stage.listen()
         values = stage(*values)
     for ours, theirs in zip(values, (leaf for leaf in leaves_of(whole)[0] if isinstance(leaf, Tensor)), strict=True):
-        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5, equal_nan=True):
+        pair = ours.double(), theirs.double()
+        if not torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise Refusal(
                 f"cut into {len(stages)} pipeline stages, the model gives other numbers than whole (they differ by up "
-                f"to {(ours - theirs).abs().max():.2g}), because a module reads what another one leaves beside what "
-                "it returns; return it, or use parallelism.pipeline_parallel_degree = 1"
+                f"to {(pair[0] - pair[1]).abs().max():.2g}), because a module reads what another one leaves beside "
+                "what it returns; return it, or use parallelism.pipeline_parallel_degree = 1"
             )
 
 
@@ -224,7 +229,10 @@ class Stage:
 
     def listen(self) -> None:
         """Keep what this stage's modules give, for those of later stages that need it; after they are compiled."""
+        leaving = {value.of for cut in self.cuts.values() for value in cut.arriving(self.number + 1)}
         for name, module in self.own.items():
+            if name not in leaving:
+                continue
             note = self._note(name)
             if module._compiled_call_impl is None:
                 module.register_forward_hook(lambda _, __, output, note=note: note(output))
@@ -256,21 +264,19 @@ class Stage:
             self.have = {}
         if self.number < cut.last:
             raise self._went_astray(f"it ended before stage {self.number + 1}")
-        self.returned, self.spec = leaves_of(output)
-        return tuple(leaf for leaf in self.returned if isinstance(leaf, Tensor))
+        self.returned = as_values(OUTPUT, output)
+        return tuple(leaf for leaf in leaves_of(output)[0] if isinstance(leaf, Tensor))
 
     def assembled(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output, of the tensors that the last stage returned."""
         given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.returned]
-        return tree_unflatten(leaves, self.spec)
+        return map_leaves(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, self.returned)
 
     def _note(self, name: str) -> Callable[[Any], None]:
         def note(output: Any) -> None:
             cut = self.cuts[self.model.training]
-            leaving = set(cut.arriving(self.number + 1)) if self.number < cut.last else set()
             for number, leaf in enumerate(leaves_of(output)[0]):
-                if (value := Value(name, number)) in leaving:
+                if (value := Value(name, number)) in cut.arriving(self.number + 1):
                     self.have[value] = leaf.clone() if value in cut.way.written else leaf
 
         return note

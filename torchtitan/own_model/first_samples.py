@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.derive import as_arguments
-from torchtitan.own_model.samples import collate, own_draws
+from torchtitan.own_model.samples import collate_of, own_draws
 from torchtitan.own_model.step import as_counted, to_type
 from torchtitan.refusal import Refusal, place_of
 
@@ -67,6 +67,7 @@ def check_loss(spec: ModelSpec, model: nn.Module, sample: Any, pieces: int, on_c
     functions: dict[str, Callable[[Any, Any], Any]] = {f"the metric {n}": m for n, m in spec.metrics.items()}
     if spec.loss is not None and spec.step is None:
         functions = {"the loss": spec.loss} | functions
+    collate = collate_of(spec)
     batches = collate([sample]), collate([sample, sample])
     if spec.step is not None:
         functions = {"the step": lambda inputs, target: spec.step(model.eval(), inputs, target)} | functions

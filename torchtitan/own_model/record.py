@@ -146,10 +146,19 @@ def _storage(tensor: Tensor) -> int:
 
 def leaves_of(value: Any) -> tuple[list[Any], Any]:
     """The leaves of a tree, and how to put them together. A dataclass is a tree, too."""
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_new_dataclass)
-    if any(map(_is_new_dataclass, leaves)):
-        return leaves_of(value)  # known by now
-    return leaves, spec
+    found: list[type] = []
+
+    def is_new(node: Any) -> bool:
+        kind = type(node)
+        if not dataclasses.is_dataclass(kind) or kind is Value or kind in pytree.SUPPORTED_NODES:
+            return False
+        found.append(kind)
+        return True
+
+    leaves, spec = pytree.tree_flatten(value, is_leaf=is_new)
+    for kind in set(found):
+        pytree.register_dataclass(kind)
+    return leaves_of(value) if found else (leaves, spec)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -166,14 +175,6 @@ def as_values(of: str, tree: Any) -> Any:
         for n, leaf in enumerate(leaves)
     ]
     return pytree.tree_unflatten(values, spec)
-
-
-def _is_new_dataclass(value: Any) -> bool:
-    kind = type(value)
-    if not dataclasses.is_dataclass(kind) or kind is Value or kind in pytree.SUPPORTED_NODES:
-        return False
-    pytree.register_dataclass(kind)
-    return True
 
 
 def record(

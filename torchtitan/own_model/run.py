@@ -19,7 +19,7 @@ from torchtitan.own_model.cut import check_stages
 from torchtitan.own_model.derive import build_module, candidates_of, derive
 from torchtitan.own_model.first_samples import first_samples
 from torchtitan.own_model.record import record
-from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate, open_dataset, own_draws
+from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate_of, open_dataset, own_draws
 from torchtitan.own_model.step import OwnForwardBackward, to_type
 from torchtitan.own_model.trial import check_norms, try_out
 from torchtitan.parallel.collectives import any_says_so
@@ -109,6 +109,7 @@ class OwnRun(Run):
             workers=self.spec.data_workers,
             is_random=self.spec.data_is_random,
             any_says_so=ask,
+            collate=self.spec.collate,
         )
 
     def prepared(self) -> "OwnRun":
@@ -124,11 +125,11 @@ class OwnRun(Run):
                 dataset, is_part = open_dataset(self.spec.data, "train")
                 with blaming("reading the first samples of the ModelSpec's data"):
                     samples = first_samples(dataset, self.spec.data_is_random)
-                    collate([samples[0], samples[-1]])
+                    collate_of(self.spec)([samples[0], samples[-1]])
                 with own_draws("a trial"):
                     model = build_module(self.spec.build)
                 check_norms(model, self)
-                known = derive(model, self.spec.layers, *collate(samples[:1]))
+                known = derive(model, self.spec.layers, *collate_of(self.spec)(samples[:1]))
                 known = replace(known, changing=try_out(self, self.spec, model, known, samples))
                 told = [self._cut(model, known, samples) if self.dims.pp > 1 else known]
                 logger.info(
@@ -148,7 +149,7 @@ class OwnRun(Run):
         used = self.config.training.mixed_precision_param
         cast_parameters(model, used)
         several = [samples[0], samples[-1], samples[0]]
-        batches = [to_type(collate(several[:size])[0], getattr(torch, used)) for size in (2, 3)]
+        batches = [to_type(collate_of(self.spec)(several[:size])[0], getattr(torch, used)) for size in (2, 3)]
         with own_draws("a cut"):
             ways = record(model, dict(candidates_of(model, self.spec.layers)), batches, known.changing)
             known = replace(known, ways=ways)

@@ -3,7 +3,7 @@
 import inspect
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +19,7 @@ from torchtitan.data.cursor import Order
 from torchtitan.data.draws import seed_draws
 from torchtitan.data.permutation import permute
 from torchtitan.data.texts.held_out import Part
+from torchtitan.models.spec import ModelSpec
 from torchtitan.refusal import Refusal, blaming
 
 
@@ -124,10 +125,12 @@ class SampleLoader:
         workers: int,
         is_random: bool,
         any_says_so: Callable[[bool], bool] | None = None,
+        collate: Callable[[Sequence[Any]], tuple[Any, Any]] | None = None,
     ) -> None:
         """`held_out`: only the part for validation (True), only the rest (False), or everything (None)."""
         self._layout, self._order, self._epochs, self._pads = layout, order, epochs, pads
         self._any_says_so, self._workers, self._is_random = any_says_so, workers, is_random
+        self._collate = collate or default_pairs
         self._dataset, self._is_stream = dataset, isinstance(dataset, IterableDataset)
         if self._is_stream:
             if held_out is not None:
@@ -168,7 +171,7 @@ class SampleLoader:
     def _filler(self) -> SampleBatch:
         """A batch that does not count, for a rank whose data has ended before the others'."""
         slots = self._layout.own_slots
-        inputs, targets = collate([next(iter(self._dataset))] * len(slots))
+        inputs, targets = self._collate([next(iter(self._dataset))] * len(slots))
         return SampleBatch(inputs, targets, 0, SampleOrigin(slots, []))
 
     def end(self) -> None:
@@ -211,7 +214,7 @@ class SampleLoader:
     def _indexed(self) -> Iterator[Any]:
         fetch = Fetch(self._dataset, self._order.seed, self._is_random)
         # Worker processes read ahead, so a batch's state is noted when it is planned and taken when it is delivered.
-        return iter(DataLoader(fetch, batch_sampler=self._plan(), num_workers=self._workers, collate_fn=collate))
+        return iter(DataLoader(fetch, batch_sampler=self._plan(), num_workers=self._workers, collate_fn=self._collate))
 
     def _plan(self) -> Iterator[list[tuple[int, int]]]:
         """The samples of one batch after another."""
@@ -262,16 +265,30 @@ class SampleLoader:
                 kept = [items[slot] for slot in own if slot < len(items)]
                 read += len(items)
                 self._planned.append(([read - len(items) + slot for slot in own], len(kept), self._all_at(epoch, read)))
-                yield collate(kept + kept[-1:] * (len(own) - len(kept)))
+                yield self._collate(kept + kept[-1:] * (len(own) - len(kept)))
             epoch, read = epoch + 1, 0
 
     def _all_at(self, epoch: int, read: int) -> dict[int, list[int]]:
         return dict.fromkeys(self._layout.own_streams, [epoch, read])
 
 
-def collate(samples: Sequence[Any]) -> tuple[Any, Any]:
-    first = samples[0]
-    if not (isinstance(first, tuple | list) and len(first) == 2):
-        raise Refusal(f"a sample is (inputs, target), but the dataset gave {type(first).__name__}; return a pair")
-    inputs, targets = default_collate(list(samples))
+def collate_of(spec: ModelSpec) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
+    return spec.collate or default_pairs
+
+
+def default_pairs(samples: Sequence[Any]) -> tuple[Any, Any]:
+    """A batch of pairs, or of dictionaries that hold the target as `labels` or `label`, as datasets' do."""
+    inputs, targets = default_collate([_pair(sample) for sample in samples])
     return inputs, targets
+
+
+def _pair(sample: Any) -> tuple[Any, Any]:
+    if isinstance(sample, Mapping) and (named := [key for key in ("labels", "label") if key in sample]):
+        return {key: value for key, value in sample.items() if key != named[0]}, sample[named[0]]
+    if isinstance(sample, tuple | list) and len(sample) == 2:
+        return sample[0], sample[1]
+    said = f"a dictionary of {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
+    raise Refusal(
+        f"a sample is (inputs, target), or a dictionary with labels, but the dataset gave {said}; return a pair, or "
+        "give the ModelSpec collate = ..., a function of samples that returns (inputs, target)"
+    )

@@ -1,6 +1,6 @@
 """Forward and backward of a user's model. How many samples count is known only then, so the update divides by it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,14 @@ from torch.utils._pytree import tree_map
 from torchtitan.config.schema import Config
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.build import OwnParts
-from torchtitan.own_model.cut import Stage
+from torchtitan.own_model.cut import Cut, Stage
 from torchtitan.own_model.derive import as_arguments
 from torchtitan.own_model.record import leaves_of
 from torchtitan.own_model.samples import SampleBatch
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import build_schedule
+from torchtitan.refusal import Refusal
 from torchtitan.training.step import StepLoss
 
 
@@ -119,9 +120,21 @@ class OwnPipeline:
         args: list[Any] = []
         if 0 in self.model.stages:
             args = [leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor)]
+            self._check_sizes(args, self.model.cuts[is_training])
         rows = torch.arange(self.local_batch_size, device=self.owner.device)  # stand for the targets, of any kind
         (schedule.step if is_training else schedule.eval)(*args, target=rows, return_outputs=False)
         return self._totals
+
+    def _check_sizes(self, args: Sequence[Tensor], cut: Cut) -> None:
+        """What travels between stages has the size of the first samples: other ranks wait for so much."""
+        for value, arg in zip(cut.arriving(0), args, strict=True):
+            expected = cut.way.forms[value].zeros(self.local_batch_size, "meta").shape
+            if arg.shape != expected:
+                raise Refusal(
+                    f"a batch's inputs have the size {list(arg.shape)}, and those of the first samples "
+                    f"{list(expected)}; in a pipeline all batches have one size: let collate pad to it, or use "
+                    "parallelism.pipeline_parallel_degree = 1"
+                )
 
     def _build(self, is_training: bool) -> Any:
         cut, size = self.model.cuts[is_training], self.parallelism.pipeline_parallel_microbatch_size

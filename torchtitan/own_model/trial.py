@@ -17,7 +17,7 @@ from torchtitan.observe.log import logger
 from torchtitan.own_model.build import is_sharded
 from torchtitan.own_model.derive import as_arguments
 from torchtitan.own_model.first_samples import check_loss, states
-from torchtitan.own_model.samples import collate, own_draws
+from torchtitan.own_model.samples import collate_of, own_draws
 from torchtitan.refusal import Refusal, place_of
 from torchtitan.training.run import Run
 
@@ -46,6 +46,7 @@ def try_out(run: Run, spec: ModelSpec, model: nn.Module, known: Structure, sampl
 @torch.no_grad()
 def find_changes(spec: ModelSpec, model: nn.Module, samples: Sequence[Any]) -> Changes:
     """Compare the module before and after forwards in training."""
+    collate = collate_of(spec)
     batches = [collate([sample, sample]) for sample in (samples[0], samples[-1])]  # two: a norm needs more than one
     was_training = model.training
     sums, first, numbers = _sums(model), _State(model), _numbers(model)

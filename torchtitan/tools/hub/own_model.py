@@ -17,7 +17,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.cut import cut_ways, divide
 from torchtitan.own_model.derive import as_arguments, candidates_of, derive, several_names
 from torchtitan.own_model.record import record
-from torchtitan.own_model.samples import collate, open_dataset
+from torchtitan.own_model.samples import collate_of, open_dataset
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.targets import refuse_existing
@@ -45,7 +45,7 @@ def export(checkpoint: str, target: str, num_stages: int) -> None:
     print(f"step {manifest.step}: {len(state)} tensors in {out / 'model.safetensors'}")
     dataset, _ = open_dataset(spec.data, "train")
     samples = list(islice(iter(dataset), 2))
-    _write_program(model, collate([samples[0], samples[0]])[0], out / "model.pt2")
+    _write_program(model, collate_of(spec)([samples[0], samples[0]])[0], out / "model.pt2")
     for number, text in enumerate(_stages(model, spec, samples, num_stages) if num_stages else []):
         (out / f"stage-{number}.txt").write_text(text)
         print(f"stage {number}: {out / f'stage-{number}.txt'}")
@@ -77,7 +77,7 @@ def _write_program(model: nn.Module, inputs: Any, file: Path) -> None:
 
 def _stages(model: nn.Module, spec: ModelSpec, samples: Sequence[Any], count: int) -> list[str]:
     """What each pipeline stage would hold, and what comes in and goes out."""
-    two, three = (collate([samples[0], samples[-1], samples[0]][:size])[0] for size in (2, 3))
+    two, three = (collate_of(spec)([samples[0], samples[-1], samples[0]][:size])[0] for size in (2, 3))
     known = derive(model, spec.layers, two)
     ways = record(model, dict(candidates_of(model, spec.layers)), [two, three], frozenset())
     stages = divide([*known.parts, *known.rest], ways[True], count)
