@@ -3,7 +3,7 @@
 #
 #     ./run_tests.sh                       all tests
 #     ./run_tests.sh tests/data -k stream  any arguments of pytest
-#     ./run_tests.sh --quick               in two minutes: without tests/distributed, the dry run, the planner's long
+#     ./run_tests.sh --quick               in under three minutes: without tests/distributed, the dry run, the planner's long
 #                                          searches, the compiler, an installation, and the memory of a conversion
 #     ./run_tests.sh --lint
 set -euo pipefail
