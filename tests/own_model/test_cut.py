@@ -1,7 +1,7 @@
 """Cuts of a module on one process: what each stage needs of the others, and what is refused."""
 
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from tests.own_model import any_models
-from torchtitan.own_model.cut import check_stages, cut_ways, divide
+from torchtitan.own_model.cut import Stage, check_stages, cut_ways, divide
 from torchtitan.own_model.derive import candidates_of, derive
 from torchtitan.own_model.record import record
 from torchtitan.refusal import Refusal
@@ -19,9 +19,8 @@ from torchtitan.refusal import Refusal
 def cut(model, num_stages, batches, layers=None, changing=frozenset()):
     """What arrives at each stage in training, and after the last what is returned."""
     known = derive(model, layers, batches[0])
-    known = known.__class__(**vars(known) | {"changing": changing})
     ways = record(model, dict(candidates_of(model, layers)), batches, changing)
-    known = known.__class__(**vars(known) | {"ways": ways})
+    known = replace(known, changing=changing, ways=ways)
     stages = divide([*known.parts, *known.rest], ways[True], num_stages)
     check_stages(model, known, stages, batches)
     one = cut_ways(known, stages)[True]
@@ -163,6 +162,16 @@ def test_what_a_pipeline_would_do_otherwise_is_refused(what, says):
         model.a = Leaves(8, 8)
     with pytest.raises(Refusal, match=says):
         cut(model, 3, numbers())
+
+
+def test_a_batch_that_takes_another_way_than_the_first_samples_ends_the_run_in_a_sentence():
+    model, batches = any_models.BySize(), numbers()
+    known = derive(model, None, batches[0])
+    known = replace(known, ways=record(model, dict(candidates_of(model, None)), batches, frozenset()))
+    stage = Stage(model, cut_ways(known, divide(known.parts, known.ways[True], 2)), 0, 4, batches[0])
+    stage.listen()
+    with pytest.raises(Refusal, match="stage 0: forward went another way than on the first samples: it did not call a"):
+        stage(torch.randn(4, 8))
 
 
 def test_a_module_that_gives_other_numbers_in_stages_is_refused():

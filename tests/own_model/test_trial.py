@@ -154,6 +154,18 @@ def test_what_would_give_wrong_numbers_is_refused(train, said, message):
         train(**said)
 
 
+def test_a_cache_that_a_recompute_would_fill_again_is_refused_and_inputs_are_cast_to_the_weights_type(tmp_path):
+    keys = {"training__epochs": -1, "training__steps": 2, "activation_checkpoint__mode": "full"}
+    try:
+        with pytest.raises(Refusal, match="runs transformer.h.0 again in backward.*use_cache = False"):
+            train_here(tiny_config(tmp_path / "cache", model__name="tests.own_model.their_models:GPT2", **keys))
+        stop_process_group()
+        keys |= {"model__name": "tests.own_model.their_models:VIT", "training__mixed_precision_param": "bfloat16"}
+        assert len(train_here(tiny_config(tmp_path / "types", **keys))) == 2
+    finally:
+        stop_process_group()
+
+
 class Misspelt(nn.Linear):
     def forward(self, x):
         return self.layer(x)

@@ -301,8 +301,8 @@ class Stage:
             return way.forms[leaf].zeros(self.samples, self.device)
         return self.have[leaf].clone() if leaf in way.written else self.have[leaf]
 
-    def _went_astray(self, how: str) -> Exception:
-        return ValueError(
+    def _went_astray(self, how: str) -> Refusal:
+        return Refusal(
             f"pipeline stage {self.number}: forward went another way than on the first samples: {how}; move what "
             "depends on values into a module, or use parallelism.pipeline_parallel_degree = 1"
         )

@@ -122,7 +122,12 @@ class OwnPipeline:
             args = [leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor)]
             self._check_sizes(args, self.model.cuts[is_training])
         rows = torch.arange(self.local_batch_size, device=self.owner.device)  # stand for the targets, of any kind
-        (schedule.step if is_training else schedule.eval)(*args, target=rows, return_outputs=False)
+        try:
+            (schedule.step if is_training else schedule.eval)(*args, target=rows, return_outputs=False)
+        except RuntimeError as error:  # torch wraps what a stage's forward raises
+            if isinstance(error.__cause__, Refusal):
+                raise error.__cause__ from None
+            raise
         return self._totals
 
     def _check_sizes(self, args: Sequence[Tensor], cut: Cut) -> None:

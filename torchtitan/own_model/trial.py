@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from torchtitan.models.own import Structure
 from torchtitan.models.spec import ModelSpec
@@ -40,6 +41,7 @@ def try_out(run: Run, spec: ModelSpec, model: nn.Module, known: Structure, sampl
     _check_state(model, changes, run)
     _check_draws(changes, known, run)
     _check_use(known, run)
+    _check_recompute(spec, model, known, samples[0], run)
     return frozenset(changes.buffers)
 
 
@@ -207,6 +209,42 @@ def _check_draws(changes: Changes, known: Structure, run: Run) -> None:
             "the model draws random numbers (dropout does): they depend on the seed, the step and the rank's place, so "
             "this run repeats to the bit on this layout, and another layout draws others"
         )
+
+
+@torch.no_grad()
+def _check_recompute(spec: ModelSpec, model: nn.Module, known: Structure, sample: Any, run: Run) -> None:
+    """Refuse a recompute of a layer that gives something else when it runs again, as one that fills a cache does."""
+    layers = [part.name for part in known.parts if part.kind == "layer"]
+    if run.config.activation_checkpoint.mode not in ("full", "selective") or not layers or spec.step is not None:
+        return
+    layer = model.get_submodule(layers[0])
+    before: list[_State] = []
+
+    def run_again(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before[0].restore(layer)
+        try:
+            again = layer.forward(*args, **kwargs)
+        except Exception:
+            again = None
+        pairs = zip(tree_leaves(output), tree_leaves(again), strict=False)
+        if again is None or any(isinstance(a, Tensor) and not _equal(a, b) for a, b in pairs):
+            raise Refusal(
+                f'activation_checkpoint.mode = "{run.config.activation_checkpoint.mode}" runs {layers[0]} again in '
+                "backward, and this layer gives something else when it runs again, because it changes what it is given "
+                '(a cache: set use_cache = False in a configuration of transformers); or use mode = "none"'
+            )
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: before.insert(0, _State(layer))),
+        layer.register_forward_hook(run_again, with_kwargs=True),
+    ]
+    args, kwargs = as_arguments(collate_of(spec)([sample, sample])[0])
+    try:
+        with own_draws("a recompute"):
+            model.eval()(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_use(known: Structure, run: Run) -> None:

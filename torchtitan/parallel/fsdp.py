@@ -20,6 +20,7 @@ def apply_fsdp(
     mesh: DeviceMesh,
     training: Training,
     reshard: Literal["default", "always", "never"],
+    casts_inputs: bool = False,
 ) -> None:
     """Shard each unit, and then the rest of the model as one more unit. Gradients are summed over ranks, not averaged.
 
@@ -32,8 +33,8 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, training.mixed_precision_param),
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        # Activations already have param_dtype; the float32 rotary table must keep its own.
-        cast_forward_inputs=False,
+        # A family's activations already have param_dtype; its float32 rotary table must keep its own.
+        cast_forward_inputs=casts_inputs,
     )
     # A GPU copies pinned memory while it computes. On a CPU nothing is copied, so nothing needs pinning.
     pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

@@ -74,7 +74,7 @@ def apply_parallelism(
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
     units = sharding_units(model, blueprint)
-    apply_fsdp(model, units, mesh.fsdp, config.training, reshard)
+    apply_fsdp(model, units, mesh.fsdp, config.training, reshard, casts_inputs=not blueprint.reads_text)
     for part in blueprint.parts():
         module = modules.get(part.name)
         if part.kind == "lookup" and isinstance(module, FSDPModule):  # backward of a lookup needs no weights
