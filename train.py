@@ -20,7 +20,7 @@ from torchtitan.hardware import EXIT_UNFINISHED, Place, end_with_launcher, read_
 from torchtitan.models.families import load_run_or_exit, refuse_other_programs
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger, start_logging, wants_color
-from torchtitan.refusal import PeerError, Refusal, ends_in_a_line
+from torchtitan.refusal import ends_in_a_line
 
 
 def main(config: Config, blueprint: Blueprint, place: Place) -> None:
@@ -141,7 +141,7 @@ if __name__ == "__main__":
             from torch.distributed.elastic.multiprocessing.errors import record
 
             record(main)(config, blueprint, place)  # under torchrun, the error of the rank that failed first is shown
-    except Refusal as error:
+    except Exception as error:
         from torchtitan.observe.failure import leave
 
-        leave(error, shown=isinstance(error, PeerError))
+        leave(error)

@@ -80,7 +80,7 @@ class Watch(Alone):
             first = f"rank {self._rank} failed first, at {where}: {type(error).__name__}: {error}"
             last_words = "" if self._verdict.follows else self._verdict.standing(self._progress()) or first
         self._verdict.leave(last_words)
-        self._thread.join(self._grace)
+        self._thread.join(2 * self._grace)
         if self._verdict.thrown and (verdict := self._verdict.standing(self._progress())):
             raise PeerError(verdict.partition("\n")[0]) from None
 
@@ -100,6 +100,9 @@ class Watch(Alone):
             self._beats.beat("left")
             if self._verdict.last_words:
                 self._board.compare_set("end", "", self._verdict.last_words)
+            self._board.set(f"read/{self._rank}", "")
+            if self._verdict.last_words and self._rank == 0:  # it may serve the board, so it ends after all have read
+                self._comes([f"read/{rank}" for rank in range(self._world_size)])
         except RuntimeError:  # the board is gone, so rank 0 or the launcher has ended
             self._verdict.give_none()
             before = self._progress()
@@ -180,6 +183,7 @@ class Watch(Alone):
     def _follow(self, reported: bool) -> None:
         """Another rank has ended: wait until this rank's collective fails because of that, or end the process."""
         message = self._board.get("end").decode()
+        self._board.set(f"read/{self._rank}", "")
         end = time.monotonic() + 2 * self._grace
         while not (self._verdict.thrown or self._verdict.has_left()) and time.monotonic() < end:
             time.sleep(0.05)

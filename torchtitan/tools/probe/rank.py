@@ -33,7 +33,7 @@ from torchtitan.observe.log import start_logging
 from torchtitan.observe.peers.alone import Alone
 from torchtitan.observe.peers.watch import Watch
 from torchtitan.parallel import collectives
-from torchtitan.refusal import PeerError, Refusal
+from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.estimate import blank_batch
 from torchtitan.tools.probe.report import write
 from torchtitan.training.optimizer import build_optimizer
@@ -282,4 +282,4 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)
     except Refusal as error:
-        leave(error, shown=isinstance(error, PeerError))
+        leave(error)
