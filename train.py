@@ -31,7 +31,6 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     from torchtitan.observe.run_folder import start_record
     from torchtitan.parallel import collectives
     from torchtitan.training.checkpoints.restore import Checkpoints
-    from torchtitan.training.optimizer import build_optimizer
     from torchtitan.training.report import Reporter
     from torchtitan.training.sample import build_sampler
     from torchtitan.training.start import start_run
@@ -55,10 +54,10 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     logger.info(f"{run.describe_model()}, seed {seed}")
     if (total := config.lr_scheduler.total_steps or 0) > training.steps:
         logger.info(f"the learning rate follows a schedule of {total} steps (lr_scheduler.total_steps)")
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile, run.blueprint.takes_muon)
+    optimizer = run.build_optimizer(model)
     forward_backward = run.build_forward_backward(model)
-    update = Update(config, model, optimizer, run.mesh.stage_group)
-    saves = checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
+    update = Update(config, model, optimizer, run.mesh.stage_group, run.learning_rate_factor)
+    saves = checkpoints.restore(recorded, run.load_weights, model, optimizer, loader)
     begun = step = checkpoints.start.step
     update.after_update()  # what depends on the weights, such as float8's scales, depends on those that were loaded
 

@@ -1,5 +1,6 @@
 """A user's module trains on any layout as in one process, and resumes on another."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -7,13 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import differences
+from tests.own_model import their_models
 from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.checkpoint.storage import find_checkpoints
+from torchtitan.refusal import Refusal
+from torchtitan.weights.checkpoint import open_checkpoint
+from torchtitan.weights.files import open_files
 
-THEIRS = "BERT", "GPT2", "VIT", "T5", "WHISPER", "LLAMA", "MIXTRAL", "HEAD"
+THEIRS = "BERT", "GPT2", "VIT", "T5", "WHISPER", "LLAMA", "MIXTRAL", "HEAD", "TIED_SGD"
 Records = list[dict[str, Any]]
 
 
@@ -73,7 +81,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "WHISPER, PP 2": (2, keys("WHISPER", pp=2, schedule="1F1B")),
     "LLAMA, PP 2 x FSDP 2": (4, keys("LLAMA", 4, pp=2, size=2, schedule="1F1B")),
     "MIXTRAL, PP 3": (3, keys("MIXTRAL", pp=3, size=2, schedule="1F1B")),
+    "OPTIMIZERS, FSDP 2": (2, keys("OPTIMIZERS", 4)),
+    "OPTIMIZERS, PP 2 x FSDP 2": (4, keys("OPTIMIZERS", 4, pp=2, schedule="GPipe")),
+    "TIED_SGD, PP 2, ZBVZeroBubble": (2, keys("TIED_SGD", pp=2, size=4, schedule="ZBVZeroBubble")),
     "TOWERS, FSDP 2": (2, keys("TOWERS", 4)),
+    "GAN, FSDP 2": (2, keys("GAN", 4)),
     "TOWERS, FSDP 4": (4, keys("TOWERS", 2)),
 }
 
@@ -119,6 +131,7 @@ def test_bfloat16_computes_in_bfloat16(
         ("SKIPPING", (1, keys("SKIPPING")), (4, keys("SKIPPING", 4, pp=2, schedule="GPipe"))),
         ("SKIPPING", (2, keys("SKIPPING", pp=2, schedule="1F1B")), (2, keys("SKIPPING", 4))),
         ("TOWERS", (2, keys("TOWERS", 4)), (1, keys("TOWERS"))),
+        ("OPTIMIZERS", (2, keys("OPTIMIZERS", pp=2, schedule="1F1B")), (2, keys("OPTIMIZERS", 4))),
         ("GPT2", (2, keys("GPT2", pp=2, size=4, schedule="ZBVZeroBubble")), (2, keys("GPT2", 4))),
         ("GPT2", (2, keys("GPT2", 4)), (3, keys("GPT2", pp=3, size=2, schedule="1F1B"))),
     ],
@@ -191,3 +204,93 @@ def test_dropout_knows_training_from_validation_in_a_pipeline(ranks: Ranks, tmp_
     held_out = {record["validation_loss"] for record in read_records(tmp_path, "validation.jsonl")}
     losses = {record["loss"] for record in read_records(tmp_path)}
     assert max(held_out) - min(held_out) < 1e-5 and max(losses) - min(losses) > 1e-3
+
+
+def _write(folder: Path, form: str, state: dict[str, torch.Tensor]) -> Path:
+    """The weights as others write them: a hub folder of two files, or one file in a form of torch.save."""
+    if form == "hub":
+        names = list(state)
+        files = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+        for file, part in files.items():
+            save_file({name: state[name].clone() for name in part}, folder / file)
+        index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return folder
+    held = {"epoch": 3, "state_dict": {f"module.{name}": value.bfloat16() for name, value in state.items()}}
+    torch.save(state if form == "plain" else held, folder / "weights.pt", _use_new_zipfile_serialization=form != "old")
+    return folder / "weights.pt"
+
+
+@pytest.mark.parametrize(
+    ("form", "world_size", "overrides"),
+    [
+        ("hub", 4, keys("GPT2", 4, pp=2, size=2, schedule="GPipe")),
+        ("plain", 2, keys("GPT2", pp=2, size=4, schedule="ZBVZeroBubble")),  # one rank has both ends of the tie
+        ("nested", 2, keys("GPT2", 4)),
+        ("old", 1, keys("GPT2")),
+    ],
+)
+def test_a_run_starts_from_weights_that_others_saved(
+    ranks: Ranks, tmp_path: Path, form: str, world_size: int, overrides: dict[str, Any]
+) -> None:
+    torch.manual_seed(7)
+    state = their_models.GPT2.build().state_dict()
+    state.pop("lm_head.weight")  # the file has one name of the tied weight, as safetensors do
+    path = _write(tmp_path, form, state)
+    more = {"checkpoint__enable": True, "checkpoint__initial_load_path": str(path), "optimizer__lr": 1e-12}
+    ranks(cases.train, world_size, str(tmp_path / "run"), overrides | more | {"training__steps": 1})
+    saved = open_checkpoint(*find_checkpoints(str(tmp_path / "run/checkpoint/step-1")))
+    tolerance = 1e-2 if form in ("nested", "old") else 1e-9
+    assert saved.outline.keys() == state.keys()
+    assert all((saved.read(name) - state[name]).abs().max() <= tolerance for name in state)
+
+
+def test_weights_that_do_not_fit_are_listed_and_a_new_head_is_allowed(ranks: Ranks, tmp_path: Path) -> None:
+    state = their_models.BERT.build().state_dict()
+    first = state.pop("classifier.weight")
+    state["classifier.bias"], state["cls.predictions.bias"] = torch.zeros(3), torch.zeros(50)
+    path = tmp_path / "weights.safetensors"
+    save_file(state, path)
+    more = {"checkpoint__enable": True, "checkpoint__initial_load_path": str(path), "training__steps": 1}
+    overrides = keys("BERT", pp=2, size=4, schedule="GPipe") | more
+    said = ranks(cases.refused, 2, str(tmp_path / "run"), overrides)[1]
+    assert "classifier.weight is missing there; classifier.bias is [3] there, [2] here; and it has" in said
+    assert "but the model has not: cls.predictions.bias; for weights that may keep" in said
+    wrong = overrides | {"checkpoint__initial_load_missing": ["clasifier.*"]}
+    assert '"clasifier.*", which no name of the model' in ranks(cases.refused, 2, str(tmp_path / "run"), wrong)[0]
+    right = overrides | {"checkpoint__initial_load_missing": ["classifier.*"], "optimizer__lr": 1e-12}
+    ranks(cases.train, 2, str(tmp_path / "run"), right)
+    saved = open_checkpoint(*find_checkpoints(str(tmp_path / "run/checkpoint/step-1")))
+    assert saved.read("bert.embeddings.word_embeddings.weight").allclose(
+        state["bert.embeddings.word_embeddings.weight"]
+    )
+    assert saved.read("classifier.weight").shape == first.shape
+
+    # A run's own checkpoint may lack a new head, too.
+    again = {
+        "checkpoint__initial_load_path": str(tmp_path / "run"),
+        "checkpoint__initial_load_missing": ["classifier.*"],
+    }
+    ranks(cases.train, 1, str(tmp_path / "again"), keys("BERT") | more | again)
+
+
+class _Other:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("held", "says"),
+    [
+        ({"model": _Other()}, "holds a .*_Other, and.*save the weights alone"),
+        ({"G": {"a": torch.ones(1)}, "D": {"a": torch.ones(1)}}, "no state dict, or several .G, D."),
+        (b"no file of torch", "is no file of torch.save"),
+    ],
+)
+def test_a_file_without_plain_weights_is_refused(tmp_path: Path, held: Any, says: str) -> None:
+    path = tmp_path / "weights.pt"
+    if isinstance(held, bytes):
+        path.write_bytes(held)
+    else:
+        torch.save(held, path)
+    with pytest.raises(Refusal, match=says):
+        open_files([path])

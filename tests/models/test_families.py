@@ -56,6 +56,21 @@ def test_a_family_comes_from_the_table_a_module_or_a_file(tmp_path: Path) -> Non
     assert find_spec(f"{tmp_path}/mine.py:SPEC") is find_spec("llama2")
 
 
+@pytest.mark.parametrize("name", ["beside.py:SPEC", "of_mine.nets.model:SPEC"])
+def test_a_model_beside_the_toml_is_found_with_its_siblings(tmp_path: Path, name: str) -> None:
+    package = tmp_path / "of_mine" / "nets"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (tmp_path / "its_sibling.py").write_text("from torchtitan.models.llama.spec import LLAMA2\n")
+    (tmp_path / "beside.py").write_text("from its_sibling import LLAMA2 as SPEC\n")
+    (package.parent / "spec.py").write_text("from its_sibling import LLAMA2 as SPEC\n")
+    (package / "model.py").write_text("from ..spec import SPEC\n")
+    (tmp_path / "run.toml").write_text(f'[model]\nname = "{name}"\nflavor = "7B"\n')
+    _, blueprint = load_run(["--job.config_file", str(tmp_path / "run.toml")], 1)
+    assert blueprint.spec is find_spec("llama2")
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

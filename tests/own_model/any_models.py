@@ -1,6 +1,6 @@
 """Models that know nothing of the recipe, with data of their own: what a user might bring."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from torchtitan.config.schema import Optimizer
 from torchtitan.models.spec import ModelSpec
 
 SAMPLES = 96
@@ -127,6 +128,19 @@ SKIPPING = ModelSpec(
 )
 
 
+def two_optimizers(named: Sequence[tuple[str, nn.Parameter]], section: Optimizer) -> list[torch.optim.Optimizer]:
+    """SGD with a rate of its own for the heads' weights; another kind, whose states exist from the beginning."""
+    heads = [p for name, p in named if name.startswith("heads")]
+    matrices, vectors = ([p for p in heads if (p.ndim > 1) is whole] for whole in (True, False))
+    groups = [{"params": matrices, "lr": 5 * section.lr}, {"params": vectors}]
+    rest = [p for name, p in named if not name.startswith("heads")]
+    sgd = torch.optim.SGD(groups, lr=section.lr, momentum=0.9, weight_decay=1e-2, nesterov=True)
+    return [sgd, torch.optim.Adagrad(rest, lr=2 * section.lr, initial_accumulator_value=0.1)]
+
+
+OPTIMIZERS = replace(SKIPPING, optimizer=two_optimizers, schedule=lambda step, steps: 0.5 ** (step / steps))
+
+
 class Towers(nn.Module):
     """Two inputs by position, a tuple as output, and one weight under two names."""
 
@@ -155,6 +169,40 @@ def likeness(model: nn.Module, inputs: tuple[Tensor, Tensor], target: Tensor) ->
 
 
 TOWERS = ModelSpec(build=Towers, data=Pairs, step=likeness)
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.generator(noise)  # type: ignore[no-any-return]
+
+
+def adversarial(model: nn.Module, noise: Tensor, real: Tensor) -> Tensor:
+    """Calls parts of the model, some of which are units of FSDP."""
+    fake = model.generator(noise)
+    of_real, of_fake = model.discriminator(real), model.discriminator(fake)
+    if fake.requires_grad:
+        factor = -torch.exp(-of_fake.detach())  # of softplus(-score), the generator's loss, to softplus(score)
+        fake.register_hook(lambda gradient: gradient * factor)
+    return (F.softplus(-of_real) + F.softplus(of_fake)).mean()
+
+
+def both_rates(named: Sequence[tuple[str, nn.Parameter]], section: Optimizer) -> list[torch.optim.Optimizer]:
+    sides = {side: [p for name, p in named if name.startswith(side)] for side in ("generator", "discriminator")}
+    return [torch.optim.Adam(sides["generator"], section.lr), torch.optim.Adam(sides["discriminator"], section.lr / 2)]
+
+
+GAN = ModelSpec(
+    build=Gan,
+    data=lambda: TensorDataset(numbers(8), 2 + numbers(8, seed=1)),
+    step=adversarial,
+    optimizer=both_rates,
+    layers="discriminator",
+)
 
 
 class WithDropout(nn.Sequential):

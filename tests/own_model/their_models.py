@@ -170,3 +170,7 @@ def only_a_head() -> nn.Module:
 
 
 HEAD = replace(BERT, build=only_a_head)
+TIED_SGD = replace(
+    GPT2,
+    optimizer=lambda named, section: torch.optim.SGD([p for _, p in named], lr=section.lr, momentum=0.9),
+)

@@ -105,7 +105,7 @@ def test_a_run_starts_where_its_checkpoints_say(
         (
             ELSEWHERE, None, {},
             'checkpoint.initial_load_path = "elsewhere" has no complete checkpoint; name a folder that has one, or '
-            "remove the key to start with random weights",
+            "files of weights, or remove the key to start with random weights",
         ),
         (
             {"exclude_from_loading": ["train_state"]}, 4, {},

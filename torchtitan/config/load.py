@@ -48,9 +48,19 @@ def load_config(argv: Sequence[str], world_size: int | None = None, prog: str = 
     # tyro needs defaults of the right type: the file's where they are right.
     given = _merge(others, _parse(options, _validate(data)[0], prog, quiet=rank != 0))
     values = _merge(data, given)
+    if path:
+        _look_beside(Path(path).parent, values.get("model"))
     if not any(word.startswith("--lr_scheduler.total_steps") for word in options):
         _keep_schedule(values, data.get("training"), given.get("training", {}))
     return check(values, path or "command line", world_size, refused + also_refused)
+
+
+def _look_beside(folder: Path, model: Any) -> None:
+    """A model of one's own is looked for beside the TOML first, so that both can lie anywhere."""
+    place, _, spec = str(model.get("name")).rpartition(":") if isinstance(model, dict) else ("", "", "")
+    file = folder / (place if place.endswith(".py") else place.replace(".", "/") + ".py")
+    if place and file.is_file():
+        model["name"] = f"{file}:{spec}"
 
 
 def _keep_schedule(values: dict[str, Any], file: Any, given: dict[str, Any]) -> None:

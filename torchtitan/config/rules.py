@@ -175,6 +175,7 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
     for key, missed in (
         ("create_seed_checkpoint", "nothing would be trained or saved"),
         ("initial_load_path", "the run would begin with drawn weights"),
+        ("initial_load_missing", "the run would begin with drawn weights"),
         ("initial_load_in_hf", "the run would begin with drawn weights"),
         ("last_save_in_hf", "nothing would be saved"),
         ("load_step", "the run would begin anew"),
@@ -186,6 +187,12 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
                 f"checkpoint.{key} = {json.dumps(value)} without checkpoint.enable: {missed}; set "
                 "checkpoint.enable = true, or remove it",
             )
+    if checkpoint.initial_load_missing and not (checkpoint.initial_load_path and checkpoint.initial_load_model_only):
+        yield (
+            ("checkpoint.initial_load_missing",),
+            f"checkpoint.initial_load_missing = {json.dumps(checkpoint.initial_load_missing)} is for weights alone; "
+            "set checkpoint.initial_load_path, with initial_load_model_only = true, or remove it",
+        )
     for key, lost in (("create_seed_checkpoint", "trained or saved"), ("last_save_in_hf", "saved")):
         if getattr(checkpoint, key) and checkpoint.load_only:
             yield (

@@ -5,7 +5,8 @@ import importlib
 import importlib.util
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -142,14 +143,36 @@ def find_spec(name: str) -> Family | ModelSpec:
 def _load_file(path: Path, name: str) -> Any:
     if not path.is_file():
         raise Refusal(f'model.name = "{name}": there is no file {path} (looked from {Path.cwd()}); correct the path')
-    module_name = f"torchtitan_model_{path.stem}_{abs(hash(str(path.resolve())))}"
+    folder, module_name = path.resolve().parent, f"torchtitan_model_{path.stem}_{abs(hash(str(path.resolve())))}"
+    if (folder / "__init__.py").is_file():  # a module of a package, which may import others of it by a dot
+        parts = [path.stem]
+        while (folder / "__init__.py").is_file():
+            parts, folder = [folder.name, *parts], folder.parent
+        with _first_on_path(folder):
+            module = _import(".".join(parts), name)
+        if Path(module.__file__).resolve() != path.resolve():
+            raise Refusal(
+                f'model.name = "{name}": Python has another package {parts[0]}, in {module.__file__}; rename yours'
+            )
+        return module
     described = importlib.util.spec_from_file_location(module_name, path)
     assert described is not None and described.loader is not None
     module = importlib.util.module_from_spec(described)
     sys.modules[module_name] = module  # dataclasses and pickle look up their module here
-    with blaming(f'model.name = "{name}": the file'):
+    with _first_on_path(folder), blaming(f'model.name = "{name}": the file'):
         described.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _first_on_path(folder: Path) -> Iterator[None]:
+    """While a user's file is imported, it finds its siblings first; later they are found last."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        sys.path.append(str(folder))
 
 
 def _import(place: str, name: str) -> Any:

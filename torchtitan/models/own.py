@@ -12,6 +12,7 @@ from torchtitan.models.spec import Blueprint, ModelSpec, Part
 from torchtitan.refusal import Refusal
 
 _PP, _BY_COUNTS = "parallelism.pipeline_parallel", "is cut by pipeline_parallel_layer_counts"
+_IN_PATH = "reads any weights that initial_load_path names"
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,16 @@ class Structure:
     target: Any  # likewise
     shared: tuple[tuple[str, ...], ...]  # names of one parameter
     shared_buffers: tuple[tuple[str, ...], ...]
+    trained: Mapping[str, Any] = field(default_factory=dict)  # by saved name, the size of each weight with a gradient
     changing: frozenset[str] = frozenset()  # buffers that forward changes in training, under all their names
     ways: Mapping[bool, Any] = field(default_factory=dict)  # for a pipeline, how forward goes in training, and not
 
     def saved_name(self, name: str) -> str:
         """The name of a parameter or buffer in checkpoints, where all names of one tensor are one entry."""
-        return next((names[0] for names in (*self.shared, *self.shared_buffers) if name in names), name)
+        return self.names_of(name)[0]
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        return next((names for names in (*self.shared, *self.shared_buffers) if name in names), (name,))
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
         (f"{_PP}_layers_per_stage", parallelism.pipeline_parallel_layers_per_stage, None, _BY_COUNTS),
         (f"{_PP}_first_stage_less_layers", parallelism.pipeline_parallel_first_stage_less_layers, None, _BY_COUNTS),
         (f"{_PP}_last_stage_less_layers", parallelism.pipeline_parallel_last_stage_less_layers, None, _BY_COUNTS),
-        ("checkpoint.initial_load_in_hf", config.checkpoint.initial_load_in_hf, False, "has no Hugging Face names"),
+        ("checkpoint.initial_load_in_hf", config.checkpoint.initial_load_in_hf, False, _IN_PATH),
         ("checkpoint.last_save_in_hf", config.checkpoint.last_save_in_hf, False, "has no Hugging Face names"),
     ):
         if value != needed:
@@ -123,6 +128,11 @@ def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
                 f"validation.local_batch_size = {sizes[0]} goes through the training's pipeline schedule, made for "
                 f"training.local_batch_size; use {sizes[1]}"
             )
+    if spec.optimizer is not None and config.checkpoint.create_seed_checkpoint:
+        yield (
+            f"checkpoint.create_seed_checkpoint = true: {blueprint.name} has an optimizer of its own, whose states "
+            "before the first step are not known; remove it"
+        )
     if config.optimizer.name == "Muon":
         yield f'optimizer.name = "Muon" needs to know which weights are matrices of {blueprint.name}; use "AdamW"'
     if parallelism.tensor_parallel_degree > 1 and spec.tensor_plan is None:

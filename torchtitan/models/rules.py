@@ -17,6 +17,11 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
         assert isinstance(blueprint, OwnBlueprint)
         yield from refusals(blueprint, config)
         return
+    if config.checkpoint.initial_load_missing:
+        yield (
+            f"checkpoint.initial_load_missing: {blueprint.name} has a whole checkpoint or none; remove it, or bring "
+            "the model as a module of your own (docs/any-model.md)"
+        )
     refused = list(find_tensor_parallel_refusals(blueprint, config))
     yield from refused
     # If the degree is refused, checking lengths against it would only repeat the mistake.

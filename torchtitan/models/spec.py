@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, Optimizer
 from torchtitan.refusal import Refusal
 
 IGNORED = -100  # label of a position that adds nothing to the loss
@@ -90,6 +90,9 @@ class ModelSpec:
     layers: str | None = None  # the name of the list of layers; without it, the module's children are cut between
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None  # see Family; shape is None
     collate: Callable[[Sequence[Any]], tuple[Any, Any]] | None = None  # samples -> (inputs, target), as batches
+    # named parameters, section [optimizer] -> a torch.optim.Optimizer or a list; their groups may have rates
+    optimizer: Callable[[Sequence[tuple[str, nn.Parameter]], Optimizer], Any] | None = None
+    schedule: Callable[[int, int], float] | None = None  # a step, counted from 1, and how many -> the factor on rates
     data_workers: int = 0  # processes that read samples
     data_is_random: bool = False  # a sample draws random numbers, which are then seeded by epoch and number
 

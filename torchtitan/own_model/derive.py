@@ -72,8 +72,10 @@ def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None
     names = (*arguments[: len(args)], *(name for name in arguments[len(args) :] if name in kwargs))
     inputs, target = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (inputs, target))
     total = sum(parameter.numel() for parameter in model.parameters())
+    trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Structure(
-        tuple(parts), tuple(rest), total, costs.get("", 0), Inputs(names), inputs, target, shared, shared_buffers
+        *(tuple(parts), tuple(rest), total, costs.get("", 0), Inputs(names), inputs, target, shared, shared_buffers),
+        trained=trained,
     )
 
 

@@ -72,6 +72,26 @@ class OwnRun(Run):
     def build_model(self, seed: int) -> ModelParts:
         return build(self.config, self.own, self.mesh, self.device, seed)
 
+    def build_optimizer(self, model: ModelParts) -> torch.optim.Optimizer:
+        if self.spec.optimizer is None:
+            return super().build_optimizer(model)
+        from torchtitan.own_model.optimizer import build_own
+
+        return build_own(self.spec, self.own.known, model, self.config.optimizer)
+
+    def learning_rate_factor(self, step: int) -> float:
+        if self.spec.schedule is None:
+            return super().learning_rate_factor(step)
+        with blaming("schedule of the ModelSpec"):
+            return float(self.spec.schedule(step, self.config.lr_scheduler.total_steps or self.config.training.steps))
+
+    def load_weights(self, model: ModelParts) -> None:
+        from torchtitan.own_model.weights import start_from
+
+        section = self.config.checkpoint
+        assert isinstance(model, OwnParts) and section.initial_load_path is not None
+        start_from(section.initial_load_path, model, self.own.known, section.initial_load_missing)
+
     def lay_out_model(self) -> ModelParts:
         return lay_out(self.config, self.own, self.mesh, self.device, self.spec.build())
 

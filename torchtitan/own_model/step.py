@@ -59,7 +59,9 @@ class OwnForwardBackward:
             if self._pipeline is not None:
                 totals += self._pipeline(inputs, targets, valid, is_training=False)
                 continue
-            loss = self._loss(inputs, targets, valid) if self.spec.step is not None else None
+            loss = None
+            if self.spec.step is not None:  # on at least one sample, for all ranks gather the weights together
+                loss = self._loss(*(_first(part, max(1, valid)) for part in (inputs, targets)), valid)
             output = self._forward(inputs)  # where nothing counts, too: all ranks gather the weights together
             totals += self.measure(output, targets, valid, loss) if valid else 0
         for stage in self.model.stages.values():
@@ -81,8 +83,19 @@ class OwnForwardBackward:
 
     def _loss(self, inputs: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
         if self.spec.step is not None:
-            return as_counted(self.spec.step(self.model.stages[0], inputs, targets), valid)
+            return as_counted(self._step(inputs, targets), valid)
         return self.loss_of(self._forward(inputs), targets, valid)
+
+    def _step(self, inputs: Any, targets: Any) -> Any:
+        """The step takes the place of the model's forward, so FSDP has gathered what parts of the model need."""
+        model, bare, step = self.model.stages[0], self.model.bare, self.spec.step
+        assert bare is not None and step is not None
+        bare.training = model.training
+        model.forward = lambda: step(bare, inputs, targets)
+        try:
+            return model()
+        finally:
+            del model.forward
 
     def loss_of(self, output: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
         assert self.spec.loss is not None

@@ -72,4 +72,8 @@ def _check_places(config: Config) -> None:
         if "://" in place:
             Storage(place)
         elif key == "initial_load_path" and place and not Path(place).exists():
-            raise Refusal(f'checkpoint.initial_load_path = "{place}" is not there (looked from {Path.cwd()})')
+            from torchtitan.weights.files import DOWNLOADS, find_files
+
+            if not find_files(place):
+                looked = f"looked from {Path.cwd()}, and in {DOWNLOADS}"
+                raise Refusal(f'checkpoint.initial_load_path = "{place}" is not there ({looked})')

@@ -24,6 +24,8 @@ from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training import data, model
 from torchtitan.training.loss import LossFunction, build_loss
+from torchtitan.training.optimizer import build_optimizer
+from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
 from torchtitan.training.step import ForwardBackward
 
 
@@ -127,6 +129,24 @@ class Run:
     def build_model(self, seed: int) -> ModelParts:
         """This rank's part of the model, with its first weights."""
         return model.build_model(self.config, self.blueprint, self.mesh, self.device, seed)
+
+    def build_optimizer(self, model: ModelParts) -> torch.optim.Optimizer:
+        config = self.config
+        return build_optimizer(model.named_parameters(), config.optimizer, config.compile, self.blueprint.takes_muon)
+
+    def learning_rate_factor(self, step: int) -> float:
+        """The factor on `optimizer.lr` at this step."""
+        return learning_rate_factor(step, self.config.lr_scheduler, self.config.training.steps)
+
+    def load_weights(self, model: ModelParts) -> None:
+        """Fill this rank's part with weights that no run of this recipe has saved."""
+        from torchtitan.weights.stored import check_shape, load_weights, open_model
+
+        path = self.config.checkpoint.initial_load_path or self.config.model.hf_assets_path
+        source = open_model(path, self.config.model.name)
+        check_shape(source, self.blueprint)
+        load_weights(source, model)
+        logger.info(f"loaded the weights of {source.weights.where}")
 
     def lay_out_model(self) -> ModelParts:
         """This rank's part of the model, on the meta device."""

@@ -7,7 +7,6 @@ from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger
 from torchtitan.observe.run_folder import start_record
 from torchtitan.training.checkpoints.restore import Checkpoints
-from torchtitan.training.optimizer import build_optimizer
 from torchtitan.training.start import start_run
 
 
@@ -18,8 +17,8 @@ def save_seed_checkpoint(config: Config, blueprint: Blueprint, place: Place) -> 
     seed = run.agree_on_seed(checkpoints.seed)
     recorded = with_seed(config, seed)
     loader, model = run.build_training_loader(seed), run.build_model(seed)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer, config.compile, run.blueprint.takes_muon)
-    saves = checkpoints.restore(recorded, run.blueprint, model, optimizer, loader)
+    optimizer = run.build_optimizer(model)
+    saves = checkpoints.restore(recorded, run.load_weights, model, optimizer, loader)
     if place.rank == 0:
         start_record(run.folder, recorded, goes_on=checkpoints.resumes)
     with watch, saves:

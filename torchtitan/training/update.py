@@ -1,5 +1,7 @@
 """Everything after backward: the gradient norm, the optimizer's update, and values that depend on the new weights."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -8,16 +10,22 @@ from torchtitan.config.schema import Config
 from torchtitan.parallel.collectives import GlobalNorm
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.optimizer import apply_update, update_in_backward
-from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
 
 
 class Update:
     """One optimizer step: `begin` before backward, `apply` after it."""
 
     def __init__(
-        self, config: Config, model: ModelParts, optimizer: torch.optim.Optimizer, stages: ProcessGroup
+        self,
+        config: Config,
+        model: ModelParts,
+        optimizer: torch.optim.Optimizer,
+        stages: ProcessGroup,
+        learning_rate_factor: Callable[[int], float],
     ) -> None:
+        """`learning_rate_factor` gives the factor on `optimizer.lr` at a step."""
         self.config, self.model, self.optimizer = config, model, optimizer
+        self.learning_rate_factor = learning_rate_factor
         self.learning_rate = 0.0
         self._norm = GlobalNorm(stages)
         if config.optimizer.early_step_in_backward:
@@ -25,8 +33,7 @@ class Update:
 
     def begin(self, step: int) -> None:
         """Set the step's learning rate before backward, because an update in backward needs it."""
-        factor = learning_rate_factor(step, self.config.lr_scheduler, self.config.training.steps)
-        self.learning_rate = self.config.optimizer.lr * factor
+        self.learning_rate = self.config.optimizer.lr * self.learning_rate_factor(step)
 
     def apply(self, count: Tensor | None = None) -> Tensor:
         """Divide the gradients by `count`, clip them and update. Returns their norm before, still on the device."""

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ _DTYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 
@@ -35,20 +39,28 @@ def open_hf(folder: str | Path) -> Weights:
         files = {folder / "model.safetensors"}
     if absent := sorted(path.name for path in files if not path.is_file()):
         raise Refusal(f"{folder} lacks {', '.join(absent)}; download all safetensors files of the model, again")
-    outline, places = {}, {}
-    for path in sorted(files):
+    weights = open_safetensors(sorted(files), str(folder))
+    constant = ".rotary_emb.inv_freq"  # in files of 2023
+    return weights.renamed({name: name for name in weights.outline if not name.endswith(constant)})
+
+
+def open_safetensors(files: Iterable[Path], where: str) -> Weights:
+    outline: dict[str, Tensor] = {}
+    places: dict[str, Path] = {}
+    for path in files:
         with _opened(path) as file:
             for name in file.keys():
-                if not name.endswith(".rotary_emb.inv_freq"):  # a constant, in files of 2023
-                    part = file.get_slice(name)
-                    outline[name] = torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype(), path), device="meta")
-                    places[name] = path
+                if name in places:
+                    raise Refusal(f"{name} is in {places[name]} and in {path}; name the file that is meant")
+                part = file.get_slice(name)
+                outline[name] = torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype(), path), device="meta")
+                places[name] = path
 
     def fill(name: str, tensor: Tensor) -> None:
         with _opened(places[name]) as file:
             copy_part(tensor, lambda part: file.get_slice(name)[part])
 
-    return Weights(str(folder), outline, fill)
+    return Weights(where, outline, fill)
 
 
 def save_hf(

@@ -36,8 +36,13 @@ class Checkpoint(Section):
     records."""
 
     initial_load_path: str | None = None
-    """Checkpoint to start from as long as the run has none of its own: a folder step-N, or a folder of several, of
-    which the newest is taken."""
+    """What to start from as long as the run has no checkpoint of its own: a folder step-N, or a folder of several, of
+    which the newest is taken; or weights that another program saved: a file of safetensors or of torch.save, a folder
+    of the hub, or the name of one in assets/hf."""
+
+    initial_load_missing: list[str] = []
+    """Names of weights, with `*`, that keep their first values where what `initial_load_path` names lacks them or has
+    them in another shape, such as a new head. For a model of one's own."""
 
     initial_load_model_only: bool = True
     """Takes only the weights from `initial_load_path` and starts at step 0. Set it to false to take optimizer, data

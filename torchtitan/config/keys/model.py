@@ -28,7 +28,8 @@ class Model(Section):
 
     name: str = "llama3"
     """Family of the model: a name that the recipe knows (the error for a wrong name lists them all), or
-    `package.module:SPEC` or `path/to/file.py:SPEC`, a ModelSpec that is imported when the run starts."""
+    `package.module:SPEC` or `path/to/file.py:SPEC`, a ModelSpec that is imported when the run starts. A module or file
+    is looked for beside the TOML first."""
 
     flavor: str = "debugmodel"
     """Size of the model: one that the family names, for example 8B, or `config.json` for the shape that config.json in

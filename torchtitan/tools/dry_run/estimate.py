@@ -33,7 +33,7 @@ from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint
 from torchtitan.tools.dry_run.kernels import apply_gpu_attention, gpu_norms, real_biases
 from torchtitan.tools.dry_run.replay import Replay
-from torchtitan.training.optimizer import build_optimizer, make_states
+from torchtitan.training.optimizer import make_states
 from torchtitan.training.start import lay_out_ranks
 from torchtitan.training.update import Update
 
@@ -106,11 +106,11 @@ def estimate(
             modules = {name: module for part in model.stages.values() for name, module in part.named_modules()}
             Replay(footprint).apply(modules[name] for name in blueprint.layers if name in modules)
         forward_backward = run.build_forward_backward(model)
-        optimizer = build_optimizer(model.named_parameters(), config.optimizer, takes_muon=blueprint.takes_muon)
+        optimizer = run.build_optimizer(model)
         make_states(optimizer)  # from its second step on, a run holds the states throughout the step
         states = [value for state in optimizer.state.values() for value in state.values()]
         footprint.mark((value for value in states if isinstance(value, Tensor)), "optimizer")
-        update = Update(config, model, optimizer, run.mesh.stage_group)
+        update = Update(config, model, optimizer, run.mesh.stage_group, run.learning_rate_factor)
         footprint.moved.clear()
 
         update.begin(1)

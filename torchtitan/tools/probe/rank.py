@@ -36,7 +36,6 @@ from torchtitan.parallel import collectives
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.estimate import blank_batch
 from torchtitan.tools.probe.report import write
-from torchtitan.training.optimizer import build_optimizer
 from torchtitan.training.start import lay_out_ranks
 from torchtitan.training.update import Update
 
@@ -214,8 +213,9 @@ class Step:
         run = lay_out_ranks(config, blueprint, probe.place, probe.device)
         parts = run.build_model(seed=0)
         self.probe, self.forward_backward = probe, run.build_forward_backward(parts)
-        optimizer = build_optimizer(parts.named_parameters(), config.optimizer, config.compile)
-        self.update, self.update_seconds = Update(config, parts, optimizer, run.mesh.stage_group), float("inf")
+        optimizer = run.build_optimizer(parts)
+        self.update = Update(config, parts, optimizer, run.mesh.stage_group, run.learning_rate_factor)
+        self.update_seconds = float("inf")
         self.batch = blank_batch(config, run.blueprint, run.dims.dp).to(probe.device)
 
     def __call__(self) -> None:

@@ -3,6 +3,7 @@
 `resume.plan_start` decides where the run starts. With `checkpoint.enable = false` that is step 0, and nothing is saved.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,6 @@ from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import Config
 from torchtitan.data.loader import Loader
-from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger
 from torchtitan.observe.peers.alone import Alone
 from torchtitan.parallel.parts import ModelParts
@@ -47,13 +47,19 @@ class Checkpoints:
         assert self.manager is not None
         storage, manifest = own, self.manager.find(own, self.section.load_step)
         self.resumes = manifest is not None
-        if manifest is None and self.section.initial_load_path is not None and not self.section.initial_load_in_hf:
-            storage, step = find_checkpoints(self.section.initial_load_path)
-            manifest = self.manager.find(storage, step)
+        path, holds_files = self.section.initial_load_path, self.section.initial_load_in_hf
+        if manifest is None and path is not None and not holds_files:
+            from torchtitan.weights.files import find_files
+
+            holds_files = self.manager.on_rank_0(lambda: bool(find_files(path)))
+            if not holds_files:
+                storage, step = find_checkpoints(path)
+                manifest = self.manager.find(storage, step)
         self.start = plan_start(
             self.section,
             manifest,
             storage.url,
+            holds_files=holds_files,
             is_own=self.resumes,
             only_weights=manifest is not None and self.manager.holds_only_weights(storage, manifest.step),
             optimizer=config.optimizer.name,
@@ -79,21 +85,24 @@ class Checkpoints:
         return self.found[1].config["debug"]["seed"] if self.found and self.resumes else None
 
     def restore(
-        self, config: Config, blueprint: Blueprint, model: ModelParts, optimizer: torch.optim.Optimizer, loader: Loader
+        self,
+        config: Config,
+        load_weights: Callable[[ModelParts], None],
+        model: ModelParts,
+        optimizer: torch.optim.Optimizer,
+        loader: Loader,
     ) -> Saves:
-        """Fill model, optimizer and loader as `start` says; returns what will save them."""
+        """Fill model, optimizer and loader as `start` says; returns what will save them.
+
+        `load_weights` reads weights that need not be a whole checkpoint of this recipe.
+        """
         if self.manager is not None:
             self.manager.about["config"] = config.model_dump(mode="json")
-        if self.found is not None:
+        if self.found is not None and (self.resumes or not self.section.initial_load_missing):
             with self.watch.saving():
                 self._load(*self.found, model, optimizer, loader)
         elif self.start.weights:
-            from torchtitan.weights.stored import check_shape, load_weights, open_model
-
-            source = open_model(self.section.initial_load_path or config.model.hf_assets_path, config.model.name)
-            check_shape(source, blueprint)
-            load_weights(source, model)
-            logger.info(f"loaded the weights of {source.weights.where}")
+            load_weights(model)
         return Saves(config, self.manager, self.run_folder, self.tokens_at, self.watch, model, optimizer, loader)
 
     def _load(

@@ -31,14 +31,18 @@ def plan_start(
     manifest: Manifest | None,
     url: str,
     *,
+    holds_files: bool = False,
     is_own: bool,
     only_weights: bool,
     optimizer: str,
     last_step: int,
 ) -> Start:
-    """Decide from the checkpoint that was found, if any: it lies at `url` and is this run's own or another run's."""
+    """Decide from the checkpoint that was found, if any: it lies at `url` and is this run's own or another run's.
+
+    `holds_files`: the section names weights that another program saved.
+    """
     if manifest is None:
-        return _start_without_checkpoint(section, url)
+        return _start_without_checkpoint(section, url, holds_files)
     if is_own:
         _check_own(section, manifest.step, url)
     saved = manifest.config["optimizer"]["name"]
@@ -88,16 +92,15 @@ _PARTS = {
 }
 
 
-def _start_without_checkpoint(section: Checkpoint, url: str) -> Start:
-    if section.initial_load_in_hf:
+def _start_without_checkpoint(section: Checkpoint, url: str, holds_files: bool) -> Start:
+    if holds_files:
         path = section.initial_load_path or "model.hf_assets_path"
-        return Start(
-            0, f"starting at step 0 with the weights in {path} (checkpoint.initial_load_in_hf = true)", weights=True
-        )
+        said = " (checkpoint.initial_load_in_hf = true)" if section.initial_load_in_hf else ""
+        return Start(0, f"starting at step 0 with the weights in {path}{said}", weights=True)
     if section.initial_load_path is not None:
         raise Refusal(
             f'checkpoint.initial_load_path = "{section.initial_load_path}" has no complete checkpoint; '
-            "name a folder that has one, or remove the key to start with random weights"
+            "name a folder that has one, or files of weights, or remove the key to start with random weights"
         )
     return Start(0, f"starting at step 0: {url} has no complete checkpoint")
 

@@ -27,14 +27,13 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's states. Creates them if there has been no update yet."""
+    """The optimizer's states. Creates those of parameters that had no update yet."""
     named = model.saved_parameters()
-    if not optimizer.state:
-        make_states(optimizer)
+    make_states(optimizer)
     return {
         f"optimizer.{name}.{key}": value
         for name, parameter in named.items()
-        for key, value in optimizer.state[parameter].items()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 

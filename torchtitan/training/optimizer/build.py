@@ -66,14 +66,7 @@ def _build_adamw(parameters: list[nn.Parameter], config: Optimizer, compile_: Co
             {"params": [p for p in parameters if p.ndim > 1]},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-    mesh_of = {p: getattr(p, "device_mesh", None) for p in parameters}  # torch updates a group at once, on one mesh
-    meshes = dict.fromkeys(mesh_of.values())
-    groups = [g | {"params": [p for p in g["params"] if mesh_of[p] == mesh]} for g in groups for mesh in meshes]
-    groups = [
-        group | {"params": group["params"][begin : begin + _MOST_IN_A_GROUP]}
-        for group in groups
-        for begin in range(0, len(group["params"]), _MOST_IN_A_GROUP)
-    ] or [{"params": []}]  # a pipeline stage whose weights are all frozen
+    groups = split_groups(groups)
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
@@ -87,3 +80,15 @@ def _build_adamw(parameters: list[nn.Parameter], config: Optimizer, compile_: Co
 
         return BFloat16AdamW(groups, compile_ if compile_ and compile_.enable else None, **options)
     return torch.optim.AdamW(groups, **options)
+
+
+def split_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups that torch updates at once: of parameters on one mesh, and not too many."""
+    mesh_of = {p: getattr(p, "device_mesh", None) for group in groups for p in group["params"]}
+    meshes = dict.fromkeys(mesh_of.values())
+    split = [g | {"params": [p for p in g["params"] if mesh_of[p] == mesh]} for g in groups for mesh in meshes]
+    return [
+        group | {"params": group["params"][begin : begin + _MOST_IN_A_GROUP]}
+        for group in split
+        for begin in range(0, len(group["params"]), _MOST_IN_A_GROUP)
+    ] or [{**groups[0], "params": []}]  # a pipeline stage whose weights are all frozen

@@ -24,7 +24,7 @@ def apply_update(
     """
     divisor = ((gradient_norm + 1e-6) / max_norm).clamp(min=1.0) * scale
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get("relative_rate", 1.0)
     if optimizer.defaults["fused"]:
         # torch's GradScaler sets these two to make a fused optimizer divide or skip. No value travels to the host.
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -55,20 +55,23 @@ def update_in_backward(
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create the states that the first update would create, and leave parameters and step counts unchanged.
+    """Create the states that the first update would create, where there are none; parameters stay as they are.
 
-    Each parameter gets an update with a zero gradient at a learning rate of 0; the step counts are then reset.
+    Each such parameter gets an update with a zero gradient at a learning rate of 0; the step counts are then reset.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    kept: list[dict[str, Any]] = [
+        {key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups
+    ]
     for group in optimizer.param_groups:
-        for parameter in group["params"].copy():
+        group.update({"weight_decay": 0.0} if "weight_decay" in group else {})  # some add it to the gradient
+    for group in optimizer.param_groups:
+        for parameter in [p for p in group["params"] if p not in optimizer.state]:
             parameter.grad = torch.zeros_like(parameter)
             _update_one(optimizer, group, parameter, 0.0)
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"].zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+            if "step" in optimizer.state.get(parameter, {}):
+                optimizer.state[parameter]["step"].zero_()
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group.update(values)
 
 
 def _update_one(
