@@ -70,7 +70,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
         writer = MetricsWriter(recorded, records, step, training.steps, checkpoints.tokens_at, run.unit)
     collectives.make_trace_folder(comm, run.folder, run.device)
     reporter = Reporter(run, watch, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
-    validator = Validator(run, forward_backward, held_out, writer)
+    validator = Validator(run, forward_backward, held_out, writer, checkpoints.best)
     sampler = build_sampler(run, forward_backward, writer)
     interrupt = Interrupt(saves=config.checkpoint.enable and not config.checkpoint.load_only)
     profiler = profile(config.profiling, run.folder, place.rank, step, run.device, reporter.paused)
@@ -78,7 +78,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     stopping = False
     with attention, profiler as step_ended, watch, interrupt, saves:
-        while step < training.steps and not stopping:
+        while step < training.steps and not (stopping or validator.is_over):
             batch = reporter.wait_for(loader.next)
             has_ended, is_asked_to_stop, is_time_up = collectives.agree(
                 batch is None, interrupt.is_asked(), saves.is_time_up()
@@ -96,7 +96,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             gradient_norm = update.apply(loss.count)
             reporter.add(batch.origin, loss, gradient_norm)
 
-            saving = saves.due(step, is_time_up)
+            saving = saves.due(step, is_time_up, validator.due(step))
             stopping = is_asked_to_stop and step < training.steps
             if saving or reporter.due(step):  # losses are judged before they are saved
                 reporter.flush(step, update.learning_rate)

@@ -104,6 +104,24 @@ def test_a_layout_trains_and_validates_as_one_process_does(
         assert all(abs(ours[key] - theirs[key]) < 1e-4 for key in theirs)
 
 
+def test_the_best_validation_is_kept_and_ends_a_run_that_gets_no_better(ranks: Ranks, tmp_path: Path) -> None:
+    """Also after a resume; what all outputs together are measured by is equal on a pipeline and with FSDP."""
+    held_out = []
+    for world_size, layout in ((1, keys("TURNING")), (4, keys("TURNING", 4, pp=2, schedule="GPipe"))):
+        more = {"checkpoint__enable": True, "checkpoint__keep_best": "loss", "checkpoint__keep_latest_k": 1}
+        more |= {"validation__freq": 2, "validation__patience": 2, "training__steps": 20}
+        folder = tmp_path / str(world_size)
+        for _ in range(2):
+            records = ranks(cases.train, world_size, str(folder), layout | more)[0]
+            assert records[-1]["step"] == 8
+            assert {path.name for path in (folder / "checkpoint").iterdir()} == {"step-4", "step-8"}
+        held_out.append(read_records(folder, "validation.jsonl"))
+        assert [record["step"] for record in held_out[-1]] == [2, 4, 6, 8]
+    for alone, ours in zip(*held_out, strict=True):
+        assert alone["confusion"] == ours["confusion"] and sum(map(sum, ours["confusion"])) == ours["validation_tokens"]
+        assert ours["spread"] == pytest.approx(alone["spread"], rel=1e-5)
+
+
 BFLOAT16 = {"training__mixed_precision_param": "bfloat16"}
 
 
@@ -172,6 +190,10 @@ def test_ranks_between_the_ends_of_a_pipeline_need_no_data(
         ),
         (keys("HEAD", pp=2, schedule="ZBVZeroBubble"), "all weights before stage 1 are frozen.*torch would lose"),
         (keys("TOWERS", pp=2, schedule="1F1B"), "has a step of its own"),
+        (
+            keys("MLP", 4, checkpoint__enable=True, checkpoint__keep_best="-acuracy"),
+            'keep_best = "-acuracy" is no metric of MLP; use one of loss, accuracy',
+        ),
         (keys("DROPOUT", pp=2, schedule="Interleaved1F1B"), "4 pipeline stages, but the model calls only 3 parts"),
         (keys("MLP", parallelism__tensor_parallel_degree=2), "tensor_plan.*these modules: "),
         (keys("MISSPELT", parallelism__tensor_parallel_degree=2), 'splits "blocks.*.O".*for instance to .blocks.*.0.'),

@@ -171,6 +171,17 @@ def likeness(model: nn.Module, inputs: tuple[Tensor, Tensor], target: Tensor) ->
 TOWERS = ModelSpec(build=Towers, data=Pairs, step=likeness)
 
 
+def confusion(output: Tensor, labels: Tensor) -> Tensor:
+    return F.one_hot(labels * 3 + output.argmax(-1), 9).sum(0).view(3, 3)
+
+
+TURNING = replace(
+    MLP,
+    metrics_of_all={"confusion": confusion, "spread": lambda output, _: output.std()},
+    schedule=lambda step, _: 1.0 if step <= 4 else -1.0,  # from then on, the loss rises
+)
+
+
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -103,6 +103,10 @@ def test_a_run_starts_where_its_checkpoints_say(
     ("keys", "step", "found", "message"),
     [
         (
+            ELSEWHERE | {"initial_load_model_only": False}, None, {"holds_files": True},
+            "checkpoint.initial_load_model_only = false, but elsewhere holds only weights; remove it",
+        ),
+        (
             ELSEWHERE, None, {},
             'checkpoint.initial_load_path = "elsewhere" has no complete checkpoint; name a folder that has one, or '
             "files of weights, or remove the key to start with random weights",

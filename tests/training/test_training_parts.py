@@ -167,6 +167,18 @@ def test_muon_takes_the_matrices_within_blocks_and_adamw_the_rest(moments: str) 
         assert torch.allclose(ours, theirs, atol=1e-7) == by_muon
 
 
+def test_a_weight_that_had_no_gradient_gets_its_states_and_the_others_keep_theirs() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model.named_parameters(), Optimizer())
+    used = model[0].weight
+    used.grad = torch.ones_like(used)
+    apply_update(optimizer, 1e-3, torch.tensor(1.0))
+    before = {name: value.clone() for name, value in optimizer.state[used].items()}
+    make_states(optimizer)
+    assert all(torch.equal(value, optimizer.state[used][name]) for name, value in before.items())
+    assert all(optimizer.state[p].keys() == before.keys() for p in model.parameters())
+
+
 def test_a_model_can_name_the_matrices_for_muon() -> None:
     model = Transformer(TINY)
     optimizer = build_optimizer(

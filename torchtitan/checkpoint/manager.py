@@ -45,6 +45,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=start_seconds))
         _set_pg_timeout(_TIMEOUT, self.group)
         self._began, self._bytes, self.last_step = time.monotonic(), 0, -1
+        self.best_step = -1  # kept beside the newest
         self._writing: Future[None] | None = None
         self._copies: Tensors = {}  # in host memory, which each save uses again
         for name in [] if config.load_only else self.on_rank_0(storage.sweep):
@@ -163,12 +164,12 @@ class Checkpointer:
         return self._all(lambda: work() if self.rank == 0 else None)[0]
 
     def _retain(self, newest: int) -> None:
-        """Keep the newest `keep_latest_k` complete checkpoints and every one that another process is reading."""
+        """Keep the newest `keep_latest_k` complete checkpoints, the best, and each that another process is reading."""
         keep = self.config.keep_latest_k
         older = [step for step in self.storage.steps() if step <= newest] if keep else []
         complete = [step for step in older if isinstance(self.storage.examine(step), Manifest)]
         for step in complete[keep:]:
-            if not self.storage.remove_unread(step):
+            if step != self.best_step and not self.storage.remove_unread(step):
                 logger.info(f"kept the checkpoint of step {step} for now: another process is reading it")
 
     def _warn_of_a_full_disk(self) -> None:

@@ -179,6 +179,7 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
         ("initial_load_in_hf", "the run would begin with drawn weights"),
         ("last_save_in_hf", "nothing would be saved"),
         ("load_step", "the run would begin anew"),
+        ("keep_best", "nothing would be kept"),
     ):
         value = getattr(checkpoint, key)
         if not checkpoint.enable and value != Checkpoint.model_fields[key].default:
@@ -186,6 +187,16 @@ def _checkpoint(config: Config) -> Iterator[Finding]:
                 (f"checkpoint.{key}", "checkpoint.enable"),
                 f"checkpoint.{key} = {json.dumps(value)} without checkpoint.enable: {missed}; set "
                 "checkpoint.enable = true, or remove it",
+            )
+    for key, value in (
+        ("checkpoint.keep_best", checkpoint.keep_best),
+        ("validation.patience", config.validation.patience),
+    ):
+        if value is not None and not config.validation.enable:
+            yield (
+                (key, "validation.enable"),
+                f"{key} = {json.dumps(value)} without validation.enable: there is nothing to judge by; set "
+                "validation.enable = true, or remove it",
             )
     if checkpoint.initial_load_missing and not (checkpoint.initial_load_path and checkpoint.initial_load_model_only):
         yield (

@@ -133,6 +133,12 @@ def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
             f"checkpoint.create_seed_checkpoint = true: {blueprint.name} has an optimizer of its own, whose states "
             "before the first step are not known; remove it"
         )
+    metrics = ["loss", *spec.metrics, *spec.metrics_of_all]
+    if (config.checkpoint.keep_best or "loss").removeprefix("-") not in metrics:
+        yield (
+            f'checkpoint.keep_best = "{config.checkpoint.keep_best}" is no metric of {blueprint.name}; use one of '
+            f"{', '.join(metrics)}"
+        )
     if config.optimizer.name == "Muon":
         yield f'optimizer.name = "Muon" needs to know which weights are matrices of {blueprint.name}; use "AdamW"'
     if parallelism.tensor_parallel_degree > 1 and spec.tensor_plan is None:

@@ -22,6 +22,8 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
             f"checkpoint.initial_load_missing: {blueprint.name} has a whole checkpoint or none; remove it, or bring "
             "the model as a module of your own (docs/any-model.md)"
         )
+    if config.checkpoint.keep_best not in (None, "loss"):
+        yield f'checkpoint.keep_best = "{config.checkpoint.keep_best}": {blueprint.name} has no metrics; use "loss"'
     refused = list(find_tensor_parallel_refusals(blueprint, config))
     yield from refused
     # If the degree is refused, checking lengths against it would only repeat the mistake.

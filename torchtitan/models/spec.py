@@ -86,6 +86,7 @@ class ModelSpec:
     data: Any = None  # a torch Dataset of (inputs, target), or a function that returns one and may take `split`
     loss: Callable[[Any, Any], Any] | None = None  # output, target -> a mean over samples, or (sum, count)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)  # likewise, for validation
+    metrics_of_all: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)  # of all outputs and targets
     step: Callable[[nn.Module, Any, Any], Any] | None = None  # model, inputs, target -> the loss, instead of `loss`
     layers: str | None = None  # the name of the list of layers; without it, the module's children are cut between
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None  # see Family; shape is None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
@@ -99,9 +99,9 @@ class JsonLines:
             anew.replace(path)
         self._file = path.open("ab" if start_step else "wb", buffering=0)  # a killed run keeps its last line
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: dict[str, Any]) -> None:
         # JSON has no NaN: a number that is not finite becomes null.
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        finite = {n: value if isinstance(value, list) or math.isfinite(value) else None for n, value in values.items()}
         line = json.dumps({"step": step, **finite}, allow_nan=False).encode() + b"\n"
         begin = self._file.seek(0, os.SEEK_END)
         if self._file.write(line) != len(line):  # a disk that fills up writes only a part
@@ -192,12 +192,14 @@ class MetricsWriter:
         if self.live is not None:
             self.live.recorded(step, record.loss, record.tokens_per_second, record.eta_seconds)
 
-    def write_validation(self, step: int, loss: float, num_tokens: int, metrics: dict[str, float]) -> None:
+    def write_validation(self, step: int, loss: float, num_tokens: int, metrics: dict[str, Any]) -> None:
+        """A metric of several numbers, such as a matrix, is a list, and goes into the file alone."""
         assert self._validations is not None
         self._write(self._validations, step, {"validation_loss": loss, "validation_tokens": num_tokens, **metrics})
-        self._draw(step, {"validation_loss": loss}, {f"validation/{name}": value for name, value in metrics.items()})
+        single = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        self._draw(step, {"validation_loss": loss}, {f"validation/{name}": value for name, value in single.items()})
         unit = "tokens" if self._unit == "tokens" else "targets"
-        more = "".join(f", {name} {value:.4f}" for name, value in metrics.items())
+        more = "".join(f", {name} {value:.4f}" for name, value in single.items())
         logger.info(f"validation after step {step}: loss {loss:.4f}{more} over {num_tokens:,} {unit}")
 
     def write_sample(self, step: int, text: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map
@@ -18,7 +19,7 @@ from torchtitan.own_model.samples import SampleBatch
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import build_schedule
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import Refusal, blaming
 from torchtitan.training.step import StepLoss
 
 
@@ -29,6 +30,7 @@ class OwnForwardBackward:
         self.spec, self.model, self.device = spec, model, device
         self.local_batch_size, self.losses = config.training.local_batch_size, mesh.losses.get_group()
         self.metric_names, self.dtype = tuple(spec.metrics), getattr(torch, config.training.mixed_precision_param)
+        self._kept: list[tuple[Any, Any]] = []  # outputs and targets, for metrics of all
         self._pipeline = OwnPipeline(self, config) if mesh.dims.pp > 1 else None
 
     def __call__(self, batch: SampleBatch) -> StepLoss:
@@ -61,7 +63,7 @@ class OwnForwardBackward:
                 continue
             loss = None
             if self.spec.step is not None:  # on at least one sample, for all ranks gather the weights together
-                loss = self._loss(*(_first(part, max(1, valid)) for part in (inputs, targets)), valid)
+                loss = self._loss(_first(inputs, max(1, valid)), _first(targets, max(1, valid)), valid)
             output = self._forward(inputs)  # where nothing counts, too: all ranks gather the weights together
             totals += self.measure(output, targets, valid, loss) if valid else 0
         for stage in self.model.stages.values():
@@ -104,9 +106,31 @@ class OwnForwardBackward:
     def measure(self, output: Any, targets: Any, valid: int, loss: tuple[Tensor, Tensor] | None = None) -> Tensor:
         numbers = [*(loss or self.loss_of(output, targets, valid))]
         output, targets = _first(to_type(output, torch.float32), valid), _first(targets, valid)
+        if self.spec.metrics_of_all:
+            self._kept.append(
+                tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, (output, targets))
+            )
         for metric in self.spec.metrics.values():
             numbers += as_counted(metric(output, targets), valid)
         return torch.stack([number.detach().double() for number in numbers])
+
+    def metrics_of_all(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        """On rank 0, the metrics of all outputs that `evaluate` has seen."""
+        ranks = dist.get_process_group_ranks(group)
+        kept, self._kept = self._kept, []
+        if not self.spec.metrics_of_all or 0 not in ranks:
+            return {}
+        everyone: list[Any] = [None] * len(ranks)
+        dist.gather_object(kept, everyone if dist.get_rank() == 0 else None, dst=0, group=group)
+        if dist.get_rank():
+            return {}
+        output, target = _joined([batch for each in everyone for batch in each])
+        found = {}
+        for name, metric in self.spec.metrics_of_all.items():
+            with blaming(f"the metric {name} of the ModelSpec"):
+                value = metric(output, target)
+                found[name] = value.tolist() if hasattr(value, "tolist") else float(value)
+        return found
 
 
 class OwnPipeline:
@@ -196,6 +220,22 @@ def as_counted(result: Any, num_samples: int) -> tuple[Tensor, Tensor]:
         total, count = result
         return total, torch.as_tensor(count, dtype=torch.float32, device=total.device)
     return result * num_samples, torch.tensor(float(num_samples), device=result.device)
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """All batches as one."""
+
+    def join(*leaves: Any) -> Any:
+        if not isinstance(leaves[0], Tensor):
+            return list(leaves)
+        if len({leaf.shape[1:] for leaf in leaves}) > 1:
+            raise Refusal(
+                "metrics_of_all of the ModelSpec: outputs or targets of batches differ in size, as "
+                f"{list(leaves[0].shape)} and {list(leaves[-1].shape)}; let collate pad all batches to one size"
+            )
+        return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
+
+    return tree_map(join, *batches)
 
 
 def _part(value: Any, begin: int, size: int) -> Any:

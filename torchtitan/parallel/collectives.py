@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torchtitan.hardware import loopback
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
+Number = TypeVar("Number", int, float)
 _ADVICE = (
     "gloo uses the address that the node's own host name resolves to, or the interface in GLOO_SOCKET_IFNAME; "
     "run PREFLIGHT=1 ./run_llama_train.sh on each node to see which interface reaches the other nodes"
@@ -120,12 +121,12 @@ def max_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor
 
 
-def from_rank_0(value: int) -> int:
+def from_rank_0(value: Number) -> Number:
     """Return rank 0's value on every rank."""
-    tensor = torch.tensor(value, dtype=torch.int64)
+    tensor = torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
     if dist.get_world_size() > 1:
         dist.broadcast(tensor, src=0)
-    return int(tensor)
+    return type(value)(tensor)
 
 
 class GlobalNorm:

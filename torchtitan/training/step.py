@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.config.schema import Parallelism, Training
@@ -50,6 +51,9 @@ class ForwardBackward:
             self.run = Pipeline(model, loss, parallelism, getattr(torch, training.mixed_precision_param), device)
         # Look these up once, because slicing a mesh costs tensor operations.
         self.token_group, self.cp_axis = mesh.tokens.get_group(), mesh.devices["cp"]
+
+    def metrics_of_all(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        return {}  # a model of one's own may have some
 
     def __call__(self, batch: Batch) -> StepLoss:
         batch, positions = self._own_part(batch)

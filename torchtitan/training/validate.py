@@ -1,23 +1,34 @@
 """Measures the loss on held-out data: the same batches every time, each token once, on any number of ranks."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from torchtitan.data.loader import Loader
+from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.parallel.collectives import any_says_so, sum_over
 from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.run import Run
 from torchtitan.training.step import ForwardBackward
 
+if TYPE_CHECKING:
+    from torchtitan.training.best import Best
+
 
 class Validator:
     """Records the mean loss over the first batches of the data, or over all of it."""
 
     def __init__(
-        self, run: Run, forward_backward: ForwardBackward, loader: Loader | None, writer: MetricsWriter | None = None
+        self,
+        run: Run,
+        forward_backward: ForwardBackward,
+        loader: Loader | None,
+        writer: MetricsWriter | None = None,
+        best: "Best | None" = None,
     ) -> None:
         self.config, self.device, self.group = run.config.validation, run.device, run.mesh.losses.get_group()
-        self.forward_backward, self.loader, self.writer = forward_backward, loader, writer
+        self.forward_backward, self.loader, self.writer, self.best = forward_backward, loader, writer, best
         self.local_batch_size = self.config.local_batch_size or run.config.training.local_batch_size
         self._last = 0  # the step of the last validation
 
@@ -29,16 +40,24 @@ class Validator:
         loss, tokens, metrics = self.measure()
         if self.writer is not None:
             self.writer.write_validation(step, loss, tokens, metrics)
+        if self.best is not None:
+            self.best.judge(step, {"loss": loss} | metrics)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is to end early."""
+        return self.best is not None and self.best.is_over
 
     def finish(self, step: int, goes_on: bool) -> None:
         """Validate at the end, unless the records have it. A run that will be resumed validates only when it is due."""
-        if self.loader is None or step == self._last or (goes_on and not self.due(step)):
-            return
-        if not any_says_so(self.writer is not None and self.writer.has_validated(step)):
+        is_due = self.loader is not None and step != self._last and (not goes_on or self.due(step))
+        if is_due and not any_says_so(self.writer is not None and self.writer.has_validated(step)):
             self(step)
+        if self.best is not None and self.best.step:
+            logger.info(f"the best validation: {self.best}")
 
-    def measure(self) -> tuple[float, int, dict[str, float]]:
-        """Mean loss, number of tokens, and means of the metrics that a model of one's own has.
+    def measure(self) -> tuple[float, int, dict[str, Any]]:
+        """Mean loss, number of tokens, and the metrics that a model of one's own has.
 
         The loader ends on all ranks at once, so every rank runs as many forward passes, which FSDP needs.
         """
@@ -53,4 +72,5 @@ class Validator:
         free_gathered(self.forward_backward.model.stages.values())
         pairs = sum_over(totals, self.group).view(-1, 2).tolist()  # of the loss, then of each metric: sum and count
         loss, *metrics = (total / max(1, count) for total, count in pairs)
-        return loss, int(pairs[0][1]), dict(zip(names, metrics, strict=True))
+        of_all = self.forward_backward.metrics_of_all(self.group)
+        return loss, int(pairs[0][1]), dict(zip(names, metrics, strict=True)) | of_all

@@ -31,6 +31,10 @@ class Checkpoint(Section):
     keep_latest_k: NonNegativeInt = 10
     """Number of complete checkpoints to keep; older ones are removed. 0 keeps all."""
 
+    keep_best: str | None = None
+    """Also keeps the checkpoint of the best validation: of the lowest "loss", or, of a model of one's own, of the
+    highest metric of this name, or the lowest with a hyphen before it ("-error"). Each validation is saved then."""
+
     load_step: Annotated[int, Field(ge=-1)] = -1
     """Step to resume from; -1: the newest complete checkpoint. The run sets later checkpoints aside, and a copy of its
     records."""

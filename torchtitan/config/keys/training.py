@@ -200,3 +200,7 @@ class Validation(Section):
 
     steps: AllOrCount = -1
     """Number of batches in one validation. -1: all the data; ignored tokens fill the last batch."""
+
+    patience: PositiveInt | None = None
+    """Ends the run when so many validations in a row were not better than the best before, by what
+    `checkpoint.keep_best` names, or by the loss."""

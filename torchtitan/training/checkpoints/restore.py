@@ -34,6 +34,11 @@ class Checkpoints:
         self.found: tuple[Storage, Manifest] | None = None
         self.resumes = False  # the checkpoint that was found is this run's own
         self.start = Start(0, "checkpoint.enable = false")
+        self.best = None
+        if self.section.keep_best is not None or config.validation.patience is not None:
+            from torchtitan.training.best import Best
+
+            self.best = Best(self.section.keep_best or "loss", config.validation.patience)
         if not self.section.enable:
             return
         own = Storage(self.section.folder if "://" in self.section.folder else str(run_folder / self.section.folder))
@@ -47,8 +52,8 @@ class Checkpoints:
         assert self.manager is not None
         storage, manifest = own, self.manager.find(own, self.section.load_step)
         self.resumes = manifest is not None
-        path, holds_files = self.section.initial_load_path, self.section.initial_load_in_hf
-        if manifest is None and path is not None and not holds_files:
+        path, holds_files = self.section.initial_load_path, False
+        if manifest is None and path is not None and not self.section.initial_load_in_hf:
             from torchtitan.weights.files import find_files
 
             holds_files = self.manager.on_rank_0(lambda: bool(find_files(path)))
@@ -72,6 +77,8 @@ class Checkpoints:
         if self.start.train_state:
             self.tokens_offset = manifest.run["tokens"] - manifest.step * self.tokens_per_step
             self.skips_in_a_row = manifest.run.get("skips_in_a_row", 0)
+        if self.resumes and self.best is not None:
+            self.best.load(manifest.run.get("best"))
         for change in describe_changes(manifest.config, config.model_dump(mode="json")) if self.resumes else []:
             logger.info(f"changed since that checkpoint: {change}")
 
@@ -103,7 +110,8 @@ class Checkpoints:
                 self._load(*self.found, model, optimizer, loader)
         elif self.start.weights:
             load_weights(model)
-        return Saves(config, self.manager, self.run_folder, self.tokens_at, self.watch, model, optimizer, loader)
+        own = self.manager, self.run_folder, self.tokens_at, self.watch
+        return Saves(config, *own, model, optimizer, loader, self.best)
 
     def _load(
         self,

@@ -93,7 +93,11 @@ _PARTS = {
 
 
 def _start_without_checkpoint(section: Checkpoint, url: str, holds_files: bool) -> Start:
-    if holds_files:
+    if holds_files and not section.initial_load_model_only:
+        raise Refusal(
+            f"checkpoint.initial_load_model_only = false, but {section.initial_load_path} holds only weights; remove it"
+        )
+    if holds_files or section.initial_load_in_hf:
         path = section.initial_load_path or "model.hf_assets_path"
         said = " (checkpoint.initial_load_in_hf = true)" if section.initial_load_in_hf else ""
         return Start(0, f"starting at step 0 with the weights in {path}{said}", weights=True)

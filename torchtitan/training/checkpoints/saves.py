@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from torchtitan.observe.log import logger
 from torchtitan.observe.peers.alone import Alone
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.checkpoints import state
+
+if TYPE_CHECKING:
+    from torchtitan.training.best import Best
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Saves:
     model: ModelParts
     optimizer: torch.optim.Optimizer
     loader: Loader
+    best: "Best | None" = None
 
     def __enter__(self) -> "Saves":
         return self
@@ -48,8 +53,9 @@ class Saves:
     def is_time_up(self) -> bool:
         return self.manager is not None and self.manager.is_time_up()
 
-    def due(self, step: int, time_is_up: bool) -> bool:
-        """Whether to save after this step; `finish` saves the last one."""
+    def due(self, step: int, time_is_up: bool, validates: bool) -> bool:
+        """Whether to save after this step, also since it may be the best; `finish` saves the last one."""
+        time_is_up = time_is_up or (validates and self.config.checkpoint.keep_best is not None)
         return self.manager is not None and step < self.config.training.steps and self.manager.due(step, time_is_up)
 
     def finish(self, step: int, skips_in_a_row: int, is_last: bool) -> None:
@@ -103,5 +109,8 @@ class Saves:
         run = {"tokens": self.tokens_at(step), "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}
         if self.model.loss_scale is not None:
             run["loss_scale"] = self.model.loss_scale.state()
+        if self.best is not None:
+            run["best"] = self.best.state()
+            self.manager.best_step = self.best.step or -1
         with self.watch.saving():
             self.manager.save(step, tensors, run)
