@@ -20,6 +20,7 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "pairs": [(2, FSDP), (4, MIXED)],
     "sorter": [(2, FSDP), (4, MIXED), (2, TENSOR), (4, TENSOR | FSDP)],
     "towers": [(2, FSDP)],
+    "vit": [(2, FSDP), (2, PIPELINE)],
 }
 
 
