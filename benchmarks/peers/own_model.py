@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -132,4 +131,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 else:
-    SPEC = spec() if "torchtitan" in sys.modules else None
+    SPEC = spec()

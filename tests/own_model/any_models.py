@@ -87,14 +87,14 @@ class Skipping(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.mix, self.heads = nn.Linear(8, 8), nn.ModuleDict({"a": nn.Linear(8, 3), "b": nn.Linear(8, 1)})
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
-        self.bias = nn.Parameter(torch.zeros(8))
+        self.bias, self.temperature = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.tensor(1.5))
 
     def forward(self, word: Tensor, *, place: Tensor, gain: float = 2.0) -> dict[str, Tensor]:
         first = x = self.embedding(word)
         for block in self.blocks:
             x = block(x)
         x = self.mix(x * self.scale + gain * first) + self.embedding_of(place) + self.bias
-        return {"class": self.heads["a"](x), "value": self.heads["b"](x)[:, 0]}
+        return {"class": self.temperature * self.heads["a"](x), "value": self.heads["b"](x)[:, 0]}
 
     def embedding_of(self, place: Tensor) -> Tensor:
         return place[:, None].sin() * self.scale

@@ -29,6 +29,7 @@ class OwnForwardBackward:
     def __init__(self, spec: ModelSpec, model: OwnParts, mesh: Mesh, config: Config, device: torch.device) -> None:
         self.spec, self.model, self.device = spec, model, device
         self.local_batch_size, self.losses = config.training.local_batch_size, mesh.losses.get_group()
+        self.replicas = mesh.tokens.get_group()
         self.metric_names, self.dtype = tuple(spec.metrics), getattr(torch, config.training.mixed_precision_param)
         self._kept: list[tuple[Any, Any]] = []  # outputs and targets, for metrics of all
         self._pipeline = OwnPipeline(self, config) if mesh.dims.pp > 1 else None
@@ -45,6 +46,9 @@ class OwnForwardBackward:
             count += counted
         for tie in self.model.ties:
             tie.sum_gradients()
+        for parameter in self.model.parameters():
+            if parameter.dim() == 0 and parameter.grad is not None:  # FSDP shards no single number
+                sum_over(parameter.grad, self.replicas)
         all_samples = sum_over(count.clone(), self.losses).clamp(min=1)
         return StepLoss(share=total / all_samples, own=total / count.clamp(min=1), count=all_samples)
 
