@@ -171,6 +171,21 @@ def likeness(model: nn.Module, inputs: tuple[Tensor, Tensor], target: Tensor) ->
 TOWERS = ModelSpec(build=Towers, data=Pairs, step=likeness)
 
 
+class WithPlaces(nn.Module):
+    """Its buffer stays in float32, and meets the next weight in the same unit of FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("places", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(self.first(x) + self.places)))  # type: ignore[no-any-return]
+
+
+PLACES = ModelSpec(build=WithPlaces, data=classes, loss=F.cross_entropy)
+
+
 def confusion(output: Tensor, labels: Tensor) -> Tensor:
     return F.one_hot(labels * 3 + output.argmax(-1), 9).sum(0).view(3, 3)
 

@@ -39,6 +39,18 @@ class Structure:
     changing: frozenset[str] = frozenset()  # buffers that forward changes in training, under all their names
     ways: Mapping[bool, Any] = field(default_factory=dict)  # for a pipeline, how forward goes in training, and not
 
+    mixes_types: bool = False  # forward needs torch.autocast
+
+    def mixing_types(self) -> Structure:
+        return replace(self, mixes_types=True)
+
+    def held(self, config: Config) -> Config:
+        """The configuration with the type in which weights are kept and gathered."""
+        if not self.mixes_types:
+            return config
+        training = config.training.model_copy(update={"mixed_precision_param": config.training.dtype})
+        return config.model_copy(update={"training": training})
+
     def saved_name(self, name: str) -> str:
         """The name of a parameter or buffer in checkpoints, where all names of one tensor are one entry."""
         return self.names_of(name)[0]

@@ -92,6 +92,8 @@ def is_sharded(config: Config, mesh: Mesh) -> bool:
 def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.device, whole: nn.Module) -> OwnParts:
     """This rank's part of the module under its layout, on the meta device."""
     model, known = whole.to("meta"), blueprint.known
+    scale = LossScale(device) if config.training.mixed_precision_param == "float16" else None
+    config = known.held(config)
     _share(model, (*known.shared, *known.shared_buffers))
     cast_parameters(model, config.training.dtype)
     names = [name for name, _ in model.named_modules()]
@@ -107,7 +109,6 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
         apply_parallelism(stage.train(), blueprint, mesh, config, names, is_sharded(config, mesh))
         if isinstance(stage.forward, Stage):
             stage.forward.listen()
-    scale = LossScale(device) if config.training.mixed_precision_param == "float16" else None
     axis = mesh.devices["pp"]
     return OwnParts(stages, ranks, axis, 0, 0, ties, scale, known, cuts, bare)
 

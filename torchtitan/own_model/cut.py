@@ -162,7 +162,9 @@ def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[P
         values = stage(*values)
     for ours, theirs in zip(values, (leaf for leaf in leaves_of(whole)[0] if isinstance(leaf, Tensor)), strict=True):
         pair = ours.double(), theirs.double()
-        if not torch.allclose(*pair, rtol=1e-3, atol=1e-5, equal_nan=True):
+        # Under autocast, torch's encoder layer rounds in another way when it is alone.
+        rtol, atol = (3e-2, 1e-2) if torch.is_autocast_enabled("cpu") else (1e-3, 1e-5)
+        if not torch.allclose(*pair, rtol=rtol, atol=atol, equal_nan=True):
             raise Refusal(
                 f"cut into {len(stages)} pipeline stages, the model gives other numbers than whole (they differ by up "
                 f"to {(pair[0] - pair[1]).abs().max():.2g}), because a module reads what another one leaves beside "

@@ -14,10 +14,11 @@ from torchtitan.data.cursor import Order
 from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
-from torchtitan.own_model.build import OwnParts, build, cast_parameters, lay_out, plan_stages
+from torchtitan.own_model.build import OwnParts, build, is_sharded, lay_out, plan_stages
 from torchtitan.own_model.cut import check_stages
 from torchtitan.own_model.derive import build_module, candidates_of, derive
 from torchtitan.own_model.first_samples import first_samples
+from torchtitan.own_model.precision import computing, in_its_type
 from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate_of, open_dataset, own_draws
 from torchtitan.own_model.step import OwnForwardBackward, to_type
@@ -55,6 +56,8 @@ class OwnRun(Run):
 
     def describe_model(self) -> str:
         known, batch = self.own.known, self.batch
+        trained = sum(size.numel() for size in known.trained.values())
+        frozen = "" if trained == known.num_parameters else f" ({trained:,} of them trained)"
         count = sum(part.kind == "layer" for part in known.parts)
         named = "in one unit, none of it recomputed"
         if count:
@@ -62,8 +65,8 @@ class OwnRun(Run):
             named = f"in {count + 1} units, of which {count} are layers (recompute: "
             named += f"{self.config.activation_checkpoint.mode}{compiled})"
         return (
-            f"{self.own.name}: {known.num_parameters:,} parameters {named}, global batch {batch.global_batch_size} "
-            f"samples, local batches a rank: {batch.num_local_batches}"
+            f"{self.own.name}: {known.num_parameters:,} parameters{frozen} {named}, global batch "
+            f"{batch.global_batch_size} samples, local batches a rank: {batch.num_local_batches}"
         )
 
     def pick_attention(self) -> AbstractContextManager:
@@ -151,7 +154,7 @@ class OwnRun(Run):
                 check_norms(model, self)
                 known = derive(model, self.spec.layers, *collate_of(self.spec)(samples[:1]))
                 known = replace(known, changing=try_out(self, self.spec, model, known, samples))
-                told = [self._cut(model, known, samples) if self.dims.pp > 1 else known]
+                told = [self._in_its_type(model, known, samples)]
                 logger.info(
                     f"{self.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and "
                     "flavor are not used"
@@ -164,12 +167,24 @@ class OwnRun(Run):
             raise told[0]
         return replace(self, blueprint=self.own.with_structure(told[0]))
 
-    def _cut(self, model: nn.Module, known: Structure, samples: Sequence[Any]) -> Structure:
-        """With what a pipeline needs to know, once its stages have been tried one after another."""
+    def _in_its_type(self, model: nn.Module, known: Structure, samples: Sequence[Any]) -> Structure:
+        """With what is known once the module computes in the type of the run."""
         used = self.config.training.mixed_precision_param
-        cast_parameters(model, used)
         several = [samples[0], samples[-1], samples[0]]
-        batches = [to_type(collate_of(self.spec)(several[:size])[0], getattr(torch, used)) for size in (2, 3)]
+        batches = [collate_of(self.spec)(several[:size]) for size in (2, 3)]
+        shards = is_sharded(self.config, self.mesh)
+        if used != "float32":
+            known = in_its_type(
+                self.spec, model, known, batches[0], self.config, shards, on_cpu=self.device.type == "cpu"
+            )
+        if self.dims.pp == 1:
+            return known
+        held = getattr(torch, known.held(self.config).training.mixed_precision_param)
+        with computing(model, known, self.config, shards):
+            return self._cut(model, known, [to_type(inputs, held) for inputs, _ in batches])
+
+    def _cut(self, model: nn.Module, known: Structure, batches: Sequence[Any]) -> Structure:
+        """With what a pipeline needs to know, once its stages have been tried one after another."""
         with own_draws("a cut"):
             ways = record(model, dict(candidates_of(model, self.spec.layers)), batches, known.changing)
             known = replace(known, ways=ways)

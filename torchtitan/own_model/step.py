@@ -1,6 +1,8 @@
 """Forward and backward of a user's model. How many samples count is known only then, so the update divides by it."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,17 +32,25 @@ class OwnForwardBackward:
         self.spec, self.model, self.device = spec, model, device
         self.local_batch_size, self.losses = config.training.local_batch_size, mesh.losses.get_group()
         self.replicas = mesh.tokens.get_group()
-        self.metric_names, self.dtype = tuple(spec.metrics), getattr(torch, config.training.mixed_precision_param)
+        self.metric_names, known = tuple(spec.metrics), model.structure
+        assert known is not None
+        used = getattr(torch, config.training.mixed_precision_param)
+        self.dtype = getattr(torch, known.held(config).training.mixed_precision_param)
+        self.choosing_types: Callable[[], Any] = (
+            functools.partial(torch.autocast, device.type, used) if known.mixes_types else nullcontext
+        )
         self._kept: list[tuple[Any, Any]] = []  # outputs and targets, for metrics of all
         self._pipeline = OwnPipeline(self, config) if mesh.dims.pp > 1 else None
 
     def __call__(self, batch: SampleBatch) -> StepLoss:
         total, count = self.zeros(2)
         for inputs, targets, valid in self._local_batches(batch, self.local_batch_size):
-            if self._pipeline is not None:
-                summed, counted = self._pipeline(inputs, targets, valid, is_training=True)
-            else:
-                summed, counted = self._loss(inputs, targets, valid)
+            with self.choosing_types():
+                if self._pipeline is not None:
+                    summed, counted = self._pipeline(inputs, targets, valid, is_training=True)
+                else:
+                    summed, counted = self._loss(inputs, targets, valid)
+            if self._pipeline is None:
                 self.scaled(summed).backward()
             total += summed.detach()
             count += counted
@@ -58,6 +68,10 @@ class OwnForwardBackward:
     @torch.no_grad()
     def evaluate(self, batch: SampleBatch, local_batch_size: int) -> Tensor:
         """Sum and count of the loss, then of each metric, in float64."""
+        with self.choosing_types():
+            return self._evaluate(batch, local_batch_size)
+
+    def _evaluate(self, batch: SampleBatch, local_batch_size: int) -> Tensor:
         totals = self.zeros(2 + 2 * len(self.metric_names)).double()
         for stage in self.model.stages.values():
             stage.eval()

@@ -39,7 +39,7 @@ def apply_fsdp(
     # A GPU copies pinned memory while it computes. On a CPU nothing is copied, so nothing needs pinning.
     pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     place = pinned if training.enable_cpu_offload else OffloadPolicy()
-    # FSDP shards no single number, such as a temperature; each rank keeps it, and a model of one's own sums its gradients.
+    # FSDP shards no single number, such as a temperature: each rank keeps it, and own_model sums its gradients.
     whole = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
     for unit in units:
