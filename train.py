@@ -57,7 +57,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     optimizer = run.build_optimizer(model)
     forward_backward = run.build_forward_backward(model)
     update = Update(config, model, optimizer, run.mesh.stage_group, run.learning_rate_factor)
-    saves = checkpoints.restore(recorded, run.load_weights, model, optimizer, loader)
+    saves = checkpoints.restore(recorded, run.load_weights, model, optimizer, loader, update.average)
     begun = step = checkpoints.start.step
     update.after_update()  # what depends on the weights, such as float8's scales, depends on those that were loaded
 
@@ -101,10 +101,10 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             if saving or reporter.due(step):  # losses are judged before they are saved
                 reporter.flush(step, update.learning_rate)
             if validator.due(step) and not stopping:
-                with reporter.paused():
+                with reporter.paused(), update.averaged():
                     validator(step)
             if sampler is not None and sampler.due(step):
-                with reporter.paused():
+                with reporter.paused(), update.averaged():
                     sampler(step)
             if saving and not stopping:  # after validation, so that a run resumed from here does not repeat it
                 with reporter.paused():
@@ -118,7 +118,8 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
         reporter.flush(step, update.learning_rate)
         saves.finish(step, reporter.skips_in_a_row, is_last=not stopping)
-        validator.finish(step, goes_on=stopping)  # after a kill here, the next start makes it up
+        with update.averaged():
+            validator.finish(step, goes_on=stopping)  # after a kill here, the next start makes it up
 
     loader.close()
     reporter.close(step, run.folder)

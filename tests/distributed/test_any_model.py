@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from tests.distributed import cases
@@ -16,12 +17,12 @@ from tests.distributed.conftest import Ranks
 from tests.distributed.test_layouts import differences
 from tests.own_model import their_models
 from tests.tiny_runs import read_records, tiny_config, train_here
-from torchtitan.checkpoint.storage import find_checkpoints
+from torchtitan.checkpoint.storage import Storage, find_checkpoints
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.files import open_files
 
-THEIRS = "BERT", "GPT2", "VIT", "T5", "WHISPER", "LLAMA", "MIXTRAL", "HEAD", "TIED_SGD"
+THEIRS = "BERT", "GPT2", "VIT", "T5", "WHISPER", "LLAMA", "MIXTRAL", "HEAD", "TIED_SGD", "QWEN3"
 Records = list[dict[str, Any]]
 
 
@@ -80,6 +81,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "T5, PP 3": (3, keys("T5", pp=3, size=2, schedule="1F1B")),
     "WHISPER, PP 2": (2, keys("WHISPER", pp=2, schedule="1F1B")),
     "LLAMA, PP 2 x FSDP 2": (4, keys("LLAMA", 4, pp=2, size=2, schedule="1F1B")),
+    "QWEN3, TP 2 x FSDP 2": (4, keys("QWEN3", 4, parallelism__tensor_parallel_degree=2)),
     "MIXTRAL, PP 3": (3, keys("MIXTRAL", pp=3, size=2, schedule="1F1B")),
     "OPTIMIZERS, FSDP 2": (2, keys("OPTIMIZERS", 4)),
     "OPTIMIZERS, PP 2 x FSDP 2": (4, keys("OPTIMIZERS", 4, pp=2, schedule="GPipe")),
@@ -120,6 +122,36 @@ def test_the_best_validation_is_kept_and_ends_a_run_that_gets_no_better(ranks: R
     for alone, ours in zip(*held_out, strict=True):
         assert alone["confusion"] == ours["confusion"] and sum(map(sum, ours["confusion"])) == ours["validation_tokens"]
         assert ours["spread"] == pytest.approx(alone["spread"], rel=1e-5)
+
+
+def test_the_average_of_the_weights_is_validated_resumed_on_another_layout_and_exported(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    more = {
+        "checkpoint__enable": True,
+        "checkpoint__interval": 5,
+        "validation__freq": 5,
+        "lr_scheduler__total_steps": 10,
+    }
+    more |= {"optimizer__average_decay": 0.5}
+    ranks(cases.train, 1, str(tmp_path / "one"), keys("GPT2") | more)
+    parts = [(5, 2, keys("GPT2", pp=2, size=4, schedule="ZBVZeroBubble")), (10, 4, keys("GPT2", 4, pp=2, size=2))]
+    for steps, world_size, layout in parts:
+        ranks(cases.train, world_size, str(tmp_path / "two"), layout | more | {"training__steps": steps})
+    losses = [[r["validation_loss"] for r in read_records(tmp_path / n, "validation.jsonl")] for n in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 2
+    storage, _ = find_checkpoints(str(tmp_path / "one"))
+    held = {step: {n: torch.empty(s) for n, s in _sizes(storage, step).items()} for step in (5, 10)}
+    for step, tensors in held.items():
+        dcp.load(tensors, storage_reader=storage.reader(step), no_dist=True)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    assert open_checkpoint(storage, 10).read(name).equal(held[10][f"average.{name}"])
+    assert not held[10][f"average.{name}"].allclose(held[10][f"model.{name}"])
+
+
+def _sizes(storage: Storage, step: int) -> dict[str, torch.Size]:
+    metadata = storage.reader(step).read_metadata().state_dict_metadata
+    return {name: about.size for name, about in metadata.items() if name.startswith(("model.", "average."))}
 
 
 BFLOAT16 = {"training__mixed_precision_param": "bfloat16"}
@@ -199,6 +231,8 @@ def test_ranks_between_the_ends_of_a_pipeline_need_no_data(
         ),
         (keys("DROPOUT", pp=2, schedule="Interleaved1F1B"), "4 pipeline stages, but the model calls only 3 parts"),
         (keys("MLP", parallelism__tensor_parallel_degree=2), "tensor_plan.*these modules: "),
+        (keys("MIXTRAL", parallelism__tensor_parallel_degree=2), "says moe_tp_experts, packed_colwise, which are no"),
+        (keys("LLAMA", parallelism__tensor_parallel_degree=2), "does not divide .*num_key_value_heads = 1"),
         (keys("MISSPELT", parallelism__tensor_parallel_degree=2), 'splits "blocks.*.O".*for instance to .blocks.*.0.'),
         (keys("NOTHING_SPLIT", parallelism__tensor_parallel_degree=2), "the tensor_plan splits no weight"),
         (

@@ -152,6 +152,12 @@ LLAMA = ModelSpec(
     loss=next_words,
     layers="model.layers",
 )
+QWEN3 = ModelSpec(  # its configuration brings a plan of tensor parallelism
+    build=_model("Qwen3ForCausalLM", "Qwen3Config", vocab_size=WORDS, **SMALL, num_key_value_heads=2, head_dim=8),
+    data=samples(masked=True),
+    loss=next_words,
+    layers="model.layers",
+)
 MIXTRAL = ModelSpec(
     build=_model(
         "MixtralForCausalLM", "MixtralConfig", vocab_size=WORDS, **SMALL, num_key_value_heads=1, num_local_experts=4

@@ -14,8 +14,10 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.model import Transformer
 from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import GlobalNorm, squares_at_once, squares_by_row
+from torchtitan.parallel.parts import ModelParts
 from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.refusal import Refusal
+from torchtitan.training.average import Average
 from torchtitan.training.loss import _Kernels, build_loss, cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer, make_states, update_in_backward
 from torchtitan.training.optimizer.bfloat16 import _update
@@ -177,6 +179,19 @@ def test_a_weight_that_had_no_gradient_gets_its_states_and_the_others_keep_their
     make_states(optimizer)
     assert all(torch.equal(value, optimizer.state[used][name]) for name, value in before.items())
     assert all(optimizer.state[p].keys() == before.keys() for p in model.parameters())
+
+
+def test_an_average_follows_the_weights_and_takes_their_place_for_a_while() -> None:
+    model = small_model()
+    average = Average(ModelParts({0: model}, (0,), None, 0, 0), 0.75)  # type: ignore[arg-type]
+    weight, first = model[0].weight, model[0].weight.detach().clone()
+    with torch.no_grad():
+        weight += 1.0
+    average.update()
+    average.swap()
+    assert torch.allclose(weight, first + 0.25)
+    average.swap()
+    assert torch.allclose(weight, first + 1.0)
 
 
 def test_a_model_can_name_the_matrices_for_muon() -> None:

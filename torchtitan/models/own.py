@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +38,7 @@ class Structure:
     changing: frozenset[str] = frozenset()  # buffers that forward changes in training, under all their names
     ways: Mapping[bool, Any] = field(default_factory=dict)  # for a pipeline, how forward goes in training, and not
 
+    tensor_words: Mapping[str, str] = field(default_factory=dict)  # a plan that came with the model, see tensor_plan.py
     mixes_types: bool = False  # forward needs torch.autocast
 
     def mixing_types(self) -> Structure:
@@ -153,22 +153,8 @@ def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
         )
     if config.optimizer.name == "Muon":
         yield f'optimizer.name = "Muon" needs to know which weights are matrices of {blueprint.name}; use "AdamW"'
-    if parallelism.tensor_parallel_degree > 1 and spec.tensor_plan is None:
-        yield (
-            f"parallelism.tensor_parallel_degree = {parallelism.tensor_parallel_degree}, but {blueprint.name} has no "
-            "tensor_plan that says how ranks share its weights; use 1, or give its ModelSpec a plan for some of these "
-            f"modules: {', '.join(_could_be_shared(spec)) or 'none could be shared'}"
-        )
     if parallelism.pipeline_parallel_degree > 1 and spec.step is not None:
         yield (
             f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: {blueprint.name} has a "
             "step of its own, which needs the whole model on each rank; use 1"
         )
-
-
-def _could_be_shared(spec: ModelSpec) -> list[str]:
-    from torch import nn
-
-    named = spec.build().named_modules()
-    names = [name for name, module in named if isinstance(module, nn.Linear | nn.Embedding)]
-    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,11 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
     model, known = whole.to("meta"), blueprint.known
     scale = LossScale(device) if config.training.mixed_precision_param == "float16" else None
     config = known.held(config)
+    if known.tensor_words:
+        from torchtitan.own_model.tensor_plan import styles_of
+
+        spec = replace(blueprint.spec, tensor_plan=lambda *_: styles_of(known.tensor_words))
+        blueprint = replace(blueprint, spec=spec)
     _share(model, (*known.shared, *known.shared_buffers))
     cast_parameters(model, config.training.dtype)
     names = [name for name, _ in model.named_modules()]

@@ -153,6 +153,10 @@ class OwnRun(Run):
                     model = build_module(self.spec.build)
                 check_norms(model, self)
                 known = derive(model, self.spec.layers, *collate_of(self.spec)(samples[:1]))
+                if self.dims.tp > 1 and self.spec.tensor_plan is None:
+                    from torchtitan.own_model.tensor_plan import words_of
+
+                    known = replace(known, tensor_words=words_of(model, known.shared, self.dims.tp, self.own.name))
                 known = replace(known, changing=try_out(self, self.spec, model, known, samples))
                 told = [self._in_its_type(model, known, samples)]
                 logger.info(

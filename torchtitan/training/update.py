@@ -1,6 +1,7 @@
 """Everything after backward: the gradient norm, the optimizer's update, and values that depend on the new weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ class Update:
         self.learning_rate_factor = learning_rate_factor
         self.learning_rate = 0.0
         self._norm = GlobalNorm(stages)
+        self.average = None
+        if config.optimizer.average_decay is not None:
+            from torchtitan.training.average import Average
+
+            self.average = Average(model, config.optimizer.average_decay)
         if config.optimizer.early_step_in_backward:
             update_in_backward(optimizer, self._norm.add, lambda: self.learning_rate)
 
@@ -48,8 +54,20 @@ class Update:
         apply_update(self.optimizer, self.learning_rate, gradient_norm, max_norm, 1.0 if divisor is None else divisor)
         if scale is not None:
             scale.adapt(gradient_norm)
+        if self.average is not None:
+            self.average.update()
         self.after_update()
         return gradient_norm
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights, if `optimizer.average_decay` keeps them."""
+        for is_over in (False, True):
+            if self.average is not None:
+                self.average.swap()
+                self.after_update()
+            if not is_over:
+                yield
 
     def after_update(self) -> None:
         """Recompute values that depend on the weights. Buffers that follow an update (a router's bias) go here."""

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.weights.tensors import Weights
 
-_MODEL = "model."  # prefix of a parameter's name in a checkpoint
+_MODEL, _AVERAGE = "model.", "average."  # prefixes of a parameter's name in a checkpoint
 
 
 def open_checkpoint(storage: Storage, step: int) -> Weights:
-    """The model of a checkpoint, under the model's names."""
+    """The model of a checkpoint, under the model's names: the average of its weights, where the run kept one."""
     reader = storage.reader(step)
     metadata = reader.read_metadata()
     outline = {
@@ -27,7 +27,8 @@ def open_checkpoint(storage: Storage, step: int) -> Weights:
 
     def fill(name: str, tensor: Tensor) -> None:
         planner = DefaultLoadPlanner()  # what dcp.load does, less its collectives and reading the metadata every time
-        planner.set_up_planner({_MODEL + name: tensor.detach()}, metadata, is_coordinator=True)
+        place = _AVERAGE if _AVERAGE + name in metadata.state_dict_metadata else _MODEL
+        planner.set_up_planner({place + name: tensor.detach()}, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
 

@@ -53,6 +53,10 @@ class Optimizer(Section):
     """Precision of AdamW's two moments. `bfloat16` halves their memory, rounds stochastically, and needs
     `implementation = "fused"`. `float32` keeps them in the type that `training.dtype` names. Not in torchtitan."""
 
+    average_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Keeps a moving average of the weights, such as 0.999: this part of the average so far, and the rest of the new
+    weights. Validation, samples, generate, eval and exports use the average. Not in torchtitan."""
+
     @property
     def leaves_out_updates(self) -> bool:
         """Whether the device skips, without the host, an update whose gradient norm is not finite."""

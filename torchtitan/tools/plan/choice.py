@@ -66,6 +66,8 @@ def left_out(config: Config) -> Iterator[str]:
         yield "training.enable_cpu_offload = true: what lies on the host is counted as on the device"
     if optimizer.name != "AdamW" or optimizer.moments_dtype != "float32":
         yield f"optimizer {optimizer.name} with moments in {optimizer.moments_dtype}: counted as AdamW's in float32"
+    if optimizer.average_decay is not None:
+        yield f"optimizer.average_decay = {optimizer.average_decay}: the average of the weights is not counted"
     if optimizer.early_step_in_backward:
         yield "optimizer.early_step_in_backward = true: gradients are counted as kept"
     if config.model.attn_mask_type != "causal":

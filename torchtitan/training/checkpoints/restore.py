@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.checkpoints import state
 from torchtitan.training.checkpoints.resume import Start, describe_changes, plan_start
 from torchtitan.training.checkpoints.saves import Saves
+
+if TYPE_CHECKING:
+    from torchtitan.training.average import Average
 
 
 class Checkpoints:
@@ -98,6 +102,7 @@ class Checkpoints:
         model: ModelParts,
         optimizer: torch.optim.Optimizer,
         loader: Loader,
+        average: "Average | None" = None,
     ) -> Saves:
         """Fill model, optimizer and loader as `start` says; returns what will save them.
 
@@ -107,11 +112,13 @@ class Checkpoints:
             self.manager.about["config"] = config.model_dump(mode="json")
         if self.found is not None and (self.resumes or not self.section.initial_load_missing):
             with self.watch.saving():
-                self._load(*self.found, model, optimizer, loader)
+                self._load(*self.found, model, optimizer, loader, average)
         elif self.start.weights:
             load_weights(model)
+            if average is not None:
+                average.begin()
         own = self.manager, self.run_folder, self.tokens_at, self.watch
-        return Saves(config, *own, model, optimizer, loader, self.best)
+        return Saves(config, *own, model, optimizer, loader, self.best, average)
 
     def _load(
         self,
@@ -120,18 +127,27 @@ class Checkpoints:
         model: ModelParts,
         optimizer: torch.optim.Optimizer,
         loader: Loader,
+        average: "Average | None",
     ) -> None:
         assert self.manager is not None
         tensors, streams = state.model_tensors(model), {}
+        shapes = self.manager.shapes(storage, manifest.step)
         if self.start.optimizer:
             tensors |= state.optimizer_tensors(model, optimizer)
+        has_average = self.start.optimizer and any(name.startswith("average.") for name in shapes)
+        if average is not None and has_average:
+            tensors |= average.tensors()
         if self.start.data:
-            shapes = self.manager.shapes(storage, manifest.step)
             own = [name for name in state.data_tensors(loader) if name in shapes]
             streams = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in own}
         self.manager.load(storage, manifest.step, tensors | streams)
         for tie in model.ties:
             tie.copy_first(optimizer.state)
+        if average is not None:
+            if not has_average:
+                average.begin()
+            for tie in model.ties:
+                tie.copy_first(average.states)
         if self.start.data:
             state.load_data(loader, manifest.run["data"], streams)
         if self.start.optimizer and model.loss_scale is not None and "loss_scale" in manifest.run:

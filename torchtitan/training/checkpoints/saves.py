@@ -18,6 +18,7 @@ from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.checkpoints import state
 
 if TYPE_CHECKING:
+    from torchtitan.training.average import Average
     from torchtitan.training.best import Best
 
 
@@ -37,6 +38,7 @@ class Saves:
     optimizer: torch.optim.Optimizer
     loader: Loader
     best: "Best | None" = None
+    average: "Average | None" = None
 
     def __enter__(self) -> "Saves":
         return self
@@ -101,11 +103,14 @@ class Saves:
     def save(self, step: int, skips_in_a_row: int, only_weights: bool = False) -> None:
         assert self.manager is not None
         tensors = state.model_tensors(self.model)
+        averages = {} if self.average is None else self.average.tensors()
         if only_weights:
+            tensors |= {f"model.{name.partition('.')[2]}": average for name, average in averages.items()}
             dtype = getattr(torch, self.config.checkpoint.export_dtype)
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         else:
             tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
+            tensors |= averages
         run = {"tokens": self.tokens_at(step), "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}
         if self.model.loss_scale is not None:
             run["loss_scale"] = self.model.loss_scale.state()

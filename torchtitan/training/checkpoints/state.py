@@ -15,10 +15,10 @@ Tensors = dict[str, Tensor]
 
 
 def model_tensors(model: ModelParts) -> Tensors:
-    return {f"model.{name}": _plain(parameter.detach()) for name, parameter in model.saved_parameters().items()}
+    return {f"model.{name}": plain(parameter.detach()) for name, parameter in model.saved_parameters().items()}
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor) -> Tensor:
     """Unwrap a weight that FSDP gathers in float8, so that a checkpoint can be read without torchao."""
     if not isinstance(tensor, DTensor):
         return tensor
