@@ -37,7 +37,6 @@ class Structure:
     trained: Mapping[str, Any] = field(default_factory=dict)  # by saved name, the size of each weight with a gradient
     changing: frozenset[str] = frozenset()  # buffers that forward changes in training, under all their names
     ways: Mapping[bool, Any] = field(default_factory=dict)  # for a pipeline, how forward goes in training, and not
-
     tensor_words: Mapping[str, str] = field(default_factory=dict)  # a plan that came with the model, see tensor_plan.py
     mixes_types: bool = False  # forward needs torch.autocast
 

@@ -30,7 +30,6 @@ class OwnParts(ModelParts):
 
     structure: Structure | None = None
     cuts: Mapping[bool, Cut] = field(default_factory=dict)  # of forward in training, and in validation
-    bare: nn.Module | None = None  # the whole model with the same weights, but without FSDP's hooks on itself
 
     def saved_parameters(self) -> dict[str, Any]:
         """Parameters, and the buffers that are persistent or that forward changes."""
@@ -106,7 +105,6 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
     ranks: tuple[int, ...] = (0,)
     ties: Sequence[TiedWeight] = ()
     cuts: Mapping[bool, Cut] = {}
-    bare = copy.copy(model)
     if mesh.dims.pp > 1:
         plan, stages, ties, cuts = _stages(config, known, mesh, model)
         ranks = plan.ranks
@@ -115,7 +113,7 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
         if isinstance(stage.forward, Stage):
             stage.forward.listen()
     axis = mesh.devices["pp"]
-    return OwnParts(stages, ranks, axis, 0, 0, ties, scale, known, cuts, bare)
+    return OwnParts(stages, ranks, axis, 0, 0, ties, scale, known, cuts)
 
 
 def cast_parameters(model: nn.Module, dtype: str) -> None:

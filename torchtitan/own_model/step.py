@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map
 
@@ -108,14 +108,16 @@ class OwnForwardBackward:
 
     def _step(self, inputs: Any, targets: Any) -> Any:
         """The step takes the place of the model's forward, so FSDP has gathered what parts of the model need."""
-        model, bare, step = self.model.stages[0], self.model.bare, self.spec.step
-        assert bare is not None and step is not None
-        bare.training = model.training
-        model.forward = lambda: step(bare, inputs, targets)
-        try:
-            return model()
-        finally:
+        model, step = self.model.stages[0], self.spec.step
+        assert step is not None
+
+        def instead() -> Any:
             del model.forward
+            with _without_fsdp(model):
+                return step(model, inputs, targets)
+
+        model.forward = instead
+        return model()
 
     def loss_of(self, output: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
         assert self.spec.loss is not None
@@ -254,6 +256,22 @@ def _joined(batches: Sequence[Any]) -> Any:
         return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
 
     return tree_map(join, *batches)
+
+
+@contextmanager
+def _without_fsdp(model: nn.Module) -> Iterator[None]:
+    """Inside, the model itself is as the user built it; its parts still gather their weights."""
+    kept = {name: hooks for name, hooks in vars(model).items() if name in ("_forward_pre_hooks", "_forward_hooks")}
+    for name, hooks in kept.items():
+        setattr(model, name, type(hooks)((key, hook) for key, hook in hooks.items() if not _is_fsdps(hook)))
+    try:
+        yield
+    finally:
+        vars(model).update(kept)
+
+
+def _is_fsdps(hook: Any) -> bool:
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp")
 
 
 def _part(value: Any, begin: int, size: int) -> Any:

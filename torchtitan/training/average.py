@@ -1,7 +1,5 @@
 """A moving average of the weights, which often does better than they do. It is saved, validated and exported."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -26,25 +24,24 @@ class Average:
         named = self.model.saved_parameters().items()
         return {f"{KEY}.{name}": self.states[p][KEY] for name, p in named if p in self.states}
 
-    def _each(self, change: Callable[[Tensor, Tensor], object]) -> None:
-        with torch.no_grad():
-            for parameter, state in self.states.items():
-                change(local_part(state[KEY]), local_part(parameter))
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's part of each average and of its weight."""
+        return [(local_part(state[KEY]), local_part(parameter.detach())) for parameter, state in self.states.items()]
 
     def begin(self) -> None:
         """Start from the weights as they are."""
-        self._each(lambda average, weight: average.copy_(weight))
+        for average, weight in self._pairs():
+            average.copy_(weight)
 
     def update(self) -> None:
-        self._each(lambda average, weight: average.lerp_(weight, 1 - self.decay))
+        if pairs := self._pairs():
+            averages, weights = zip(*pairs, strict=True)
+            torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
     def swap(self) -> None:
         """The model takes the average, and the average its weights; a second time, it is as before."""
-
-        def exchange(average: Tensor, weight: Tensor) -> None:
+        free_gathered(self.model.stages.values())
+        for average, weight in self._pairs():
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
-
-        free_gathered(self.model.stages.values())
-        self._each(exchange)

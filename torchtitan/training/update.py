@@ -62,12 +62,14 @@ class Update:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model has the averaged weights, if `optimizer.average_decay` keeps them."""
-        for is_over in (False, True):
-            if self.average is not None:
-                self.average.swap()
-                self.after_update()
-            if not is_over:
-                yield
+        self._swap()
+        yield
+        self._swap()
+
+    def _swap(self) -> None:
+        if self.average is not None:
+            self.average.swap()
+            self.after_update()
 
     def after_update(self) -> None:
         """Recompute values that depend on the weights. Buffers that follow an update (a router's bias) go here."""

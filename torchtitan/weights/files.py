@@ -22,6 +22,8 @@ _ENTRIES = ("state_dict", "model_state_dict", "model")  # of a file that holds m
 
 def find_files(path: str) -> list[Path]:
     """The files of weights at a path, or of the downloaded model of this name; none, if it has another kind."""
+    if "://" in path:
+        return []
     place = Path(path) if Path(path).exists() else DOWNLOADS / Path(path).name
     if place.is_file():
         return [place]
