@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from tests.distributed.test_layouts import differences
 from tests.own_model import their_models
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.checkpoint.storage import Storage, find_checkpoints
+from torchtitan.own_model.weights import _fitted
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.files import open_files
+from torchtitan.weights.tensors import Weights
 
 THEIRS = "BERT", "GPT2", "VIT", "T5", "WHISPER", "LLAMA", "MIXTRAL", "HEAD", "TIED_SGD", "QWEN3"
 Records = list[dict[str, Any]]
@@ -326,6 +328,26 @@ def test_weights_that_do_not_fit_are_listed_and_a_new_head_is_allowed(ranks: Ran
         "checkpoint__initial_load_missing": ["classifier.*"],
     }
     ranks(cases.train, 1, str(tmp_path / "again"), keys("BERT") | more | again)
+
+
+def _state(names: Iterable[str]) -> Weights:
+    return Weights("there", {name: torch.ones(1, device="meta") for name in names}, lambda name, tensor: None)
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "read"),
+    [
+        (["module.a.w", "module.b.w"], ["a.w", "b.w"], {"a.w", "b.w"}),  # of a wrapper
+        (["embed.LayerNorm.gamma", "pooler.beta"], ["bert.embed.LayerNorm.weight", "head.w"],
+         {"bert.embed.LayerNorm.weight", "pooler.bias"}),  # of 2018, and without the model's own name
+        (["bert.a.w", "cls.w"], ["a.w", "pool.w"], {"a.w", "cls.w"}),
+        (["1.w", "2.w"], ["one.1.w", "one.2.w", "other.1.w", "other.2.w"], {"1.w", "2.w"}),  # of which of the two?
+    ],
+)  # fmt: skip
+def test_names_are_read_as_the_models_where_only_what_is_before_them_differs(
+    there: list[str], here: list[str], read: set[str]
+) -> None:
+    assert set(_fitted(_state(there), set(here)).outline) == read
 
 
 class _Other:

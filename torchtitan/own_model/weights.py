@@ -1,6 +1,7 @@
 """Fills a user's module with weights that it, or another program, has saved under the module's names."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 
 import torch
@@ -15,14 +16,14 @@ from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.files import find_files, open_files
 from torchtitan.weights.tensors import Weights
 
-_WRAPPERS = ("module.", "_orig_mod.")  # before each name: DistributedDataParallel's, torch.compile's
+_OF_OLD_NORMS = re.compile(r"\.(gamma|beta)$")  # as models of 2018 name them, such as bert-base-uncased
 
 
 def start_from(path: str, model: OwnParts, known: Structure, may_lack: Sequence[str]) -> None:
     """Called by all ranks. Weights whose names match `may_lack` keep their first values where the file lacks them."""
     source, error = None, None
     try:
-        source = _without_wrapper(_open(path))
+        source = _open(path)
     except Refusal as refusal:
         error = str(refusal)
     parts: list[tuple[dict[str, torch.Size], str | None]] = [({}, None)] * dist.get_world_size()
@@ -31,6 +32,8 @@ def start_from(path: str, model: OwnParts, known: Structure, may_lack: Sequence[
         raise Refusal(error)
     assert source is not None
     wanted = {name: shape for part, _ in parts for name, shape in part.items()}
+    names = {other for name in wanted for other in known.names_of(name)}
+    source = _fitted(source, names)
     found = _names_there(source, known, wanted)
     for old in _differences(source, found, wanted, may_lack):
         found.pop(old, None)
@@ -42,7 +45,6 @@ def start_from(path: str, model: OwnParts, known: Structure, may_lack: Sequence[
     logger.info(f"loaded {len(found)} tensors of {source.where}")
     if kept := [name for name in wanted if name not in found]:
         logger.info(f"not there, so they keep their first values: {_some(kept)}")
-    names = {other for name in wanted for other in known.names_of(name)}
     if unused := [name for name in source.outline if name not in names]:
         logger.info(f"not in the model, so left out: {_some(unused)}")
 
@@ -54,12 +56,29 @@ def _open(path: str) -> Weights:
     return open_checkpoint(storage, step if step >= 0 else storage.steps()[0])
 
 
-def _without_wrapper(source: Weights) -> Weights:
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in source.outline):
-            logger.info(f'{source.where}: all names begin with "{prefix}", which a wrapper has added; read without it')
-            source = source.renamed({name.removeprefix(prefix): name for name in source.outline})
-    return source
+def _fitted(source: Weights, names: Set[str]) -> Weights:
+    """With names that only what the model was saved in has changed, read as the model's; the log says how."""
+    if not any(map(_OF_OLD_NORMS.search, names)):
+        source = source.renamed({_OF_OLD_NORMS.sub(_name_today, name): name for name in source.outline})
+    missing = names - source.outline.keys()
+    heads = {name.partition(".")[0] + "." for name in (*names, *source.outline) if "." in name}
+    readings = {f'with "{head}"': {head + name: name for name in source.outline} for head in heads}
+    readings |= {
+        f'without "{head}"': {name.removeprefix(head): name for name in source.outline if name.startswith(head)}
+        for head in heads
+    }
+    gains = {said: {new: old for new, old in pairs.items() if new in missing} for said, pairs in readings.items()}
+    most = max(map(len, gains.values()), default=0)
+    best = [said for said in gains if len(gains[said]) == most]
+    if not most or len(best) > 1:  # the model may have several parts that the file could be for
+        return source
+    gained = gains[best[0]]
+    logger.info(f"{source.where}: {most} names are read {best[0]} before them, as {next(iter(gained))}")
+    return source.renamed({name: name for name in source.outline if name not in gained.values()} | gained)
+
+
+def _name_today(old: re.Match[str]) -> str:
+    return ".weight" if old[0] == ".gamma" else ".bias"
 
 
 def _names_there(source: Weights, known: Structure, wanted: Iterable[str]) -> dict[str, str]:
