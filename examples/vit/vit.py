@@ -1,6 +1,6 @@
 """ViT of transformers, twice: it learns to name the digits 0 to 4, and then all ten from few that have a label.
 
-`FIRST` trains it, `SPEC` starts from its weights, with another head that learns ten times as fast.
+`FIRST` trains it. `SPEC` has another head that learns ten times as fast, and train.toml starts it from those weights.
 """
 
 from collections.abc import Sequence
