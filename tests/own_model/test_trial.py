@@ -19,6 +19,7 @@ from torchtitan.models.families import plan_model
 from torchtitan.models.llama.model import Transformer
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.derive import derive
+from torchtitan.own_model.first_samples import check_collate
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
 
@@ -378,3 +379,12 @@ def test_layers_that_are_containers_are_layers():
     model = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))))
     known = derive(model, "0", torch.zeros(1, 8))
     assert [(part.name, part.kind) for part in known.parts] == [(f"0.{n}", "layer") for n in range(3)]
+
+
+def test_a_collate_that_draws_is_refused():
+    def mixed(samples):
+        return torch.stack(samples)[torch.randperm(len(samples))], None
+
+    with pytest.raises(Refusal, match="collate of the ModelSpec draws random numbers.*mix samples in a step"):
+        check_collate(mixed, [torch.ones(1)] * 2)
+    check_collate(torch.stack, [torch.ones(1)] * 2)

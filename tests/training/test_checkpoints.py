@@ -175,6 +175,18 @@ def test_a_failed_save_is_logged_and_the_next_one_succeeds(tmp_path: Path, caplo
         assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-6"]  # no leftovers
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_best_checkpoint_that_could_not_be_saved_does_not_cost_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """The loss of this model is lowest after step 4."""
+    monkeypatch.setattr(Saves, "save", blocked(Saves.save, tmp_path, (4,)))
+    options = {"checkpoint__keep_best": "loss", "checkpoint__keep_latest_k": 1, "checkpoint__async_mode": mode}
+    options |= {"validation__enable": True, "validation__freq": 2, "training__epochs": -1}
+    run(tmp_path, 8, model__name="tests.own_model.any_models:TURNING", **options)
+    assert steps_in(tmp_path) == [8, 2]
+
+
 def test_the_log_warns_when_the_disk_has_no_room_for_another_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

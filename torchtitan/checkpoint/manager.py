@@ -45,7 +45,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=start_seconds))
         _set_pg_timeout(_TIMEOUT, self.group)
         self._began, self._bytes, self.last_step = time.monotonic(), 0, -1
-        self.best_step = -1  # kept beside the newest
+        self._best = -1  # the newest step that a save has called the best and that is complete: it is kept
         self._writing: Future[None] | None = None
         self._copies: Tensors = {}  # in host memory, which each save uses again
         for name in [] if config.load_only else self.on_rank_0(storage.sweep):
@@ -71,7 +71,7 @@ class Checkpointer:
         self._began = time.monotonic()
         self._warn_of_a_full_disk()
         if self.config.async_mode == "disabled":
-            self._try_write(step, lambda: self._write(step, tensors, run))
+            self._try_write(step, lambda: self._write(step, tensors, run), run)
             return
         copied = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         if torch.cuda.is_available():
@@ -94,7 +94,7 @@ class Checkpointer:
 
     def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         try:
-            self._try_write(step, lambda: self._write(step, tensors, run))
+            self._try_write(step, lambda: self._write(step, tensors, run), run)
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
@@ -105,7 +105,7 @@ class Checkpointer:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _try_write(self, step: int, write: Callable[[], None]) -> None:
+    def _try_write(self, step: int, write: Callable[[], None], run: dict[str, Any]) -> None:
         """Log a failure, or raise it if `on_failure = "stop"`; every rank does the same."""
         begin = time.monotonic()
         try:
@@ -122,6 +122,9 @@ class Checkpointer:
             return
         self.last_step = step
         logger.info(f"saved step {step}: {self._bytes / 2**20:,.1f} MiB in {time.monotonic() - begin:.2f} s")
+        best = run.get("best", {}).get("step", -1)
+        if best == step or self._best < 0:
+            self._best = best
         self._tidy(lambda: self._retain(step))
 
     def _tidy(self, remove: Callable[[], object]) -> None:
@@ -169,7 +172,7 @@ class Checkpointer:
         older = [step for step in self.storage.steps() if step <= newest] if keep else []
         complete = [step for step in older if isinstance(self.storage.examine(step), Manifest)]
         for step in complete[keep:]:
-            if step != self.best_step and not self.storage.remove_unread(step):
+            if step != self._best and not self.storage.remove_unread(step):
                 logger.info(f"kept the checkpoint of step {step} for now: another process is reading it")
 
     def _warn_of_a_full_disk(self) -> None:

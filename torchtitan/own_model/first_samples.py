@@ -42,6 +42,17 @@ def first_samples(dataset: Any, is_seeded: bool) -> list[Any]:
     return samples
 
 
+def check_collate(collate: Callable[[Sequence[Any]], Any], samples: Sequence[Any]) -> None:
+    with own_draws("a batch"):
+        before = states()
+        collate(samples)
+        if states() != before:
+            raise Refusal(
+                "collate of the ModelSpec draws random numbers, which nothing seeds, so no two runs would train on the "
+                "same; draw in the dataset, or mix samples in a step"
+            )
+
+
 def _are_equal(one: Any, other: Any) -> bool:
     def equal(a: Any, b: Any) -> bool:
         return torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b)

@@ -17,7 +17,7 @@ from torchtitan.observe.log import logger
 from torchtitan.own_model.build import OwnParts, build, is_sharded, lay_out, plan_stages
 from torchtitan.own_model.cut import check_stages
 from torchtitan.own_model.derive import build_module, candidates_of, derive
-from torchtitan.own_model.first_samples import first_samples
+from torchtitan.own_model.first_samples import check_collate, first_samples
 from torchtitan.own_model.precision import computing, in_its_type
 from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate_of, open_dataset, own_draws
@@ -148,7 +148,7 @@ class OwnRun(Run):
                 dataset, is_part = open_dataset(self.spec.data, "train")
                 with blaming("reading the first samples of the ModelSpec's data"):
                     samples = first_samples(dataset, self.spec.data_is_random)
-                    collate_of(self.spec)([samples[0], samples[-1]])
+                    check_collate(collate_of(self.spec), [samples[0], samples[-1]])
                 with own_draws("a trial"):
                     model = build_module(self.spec.build)
                 check_norms(model, self)

@@ -39,6 +39,7 @@ class OwnForwardBackward:
         self.choosing_types: Callable[[], Any] = (
             functools.partial(torch.autocast, device.type, used) if known.mixes_types else nullcontext
         )
+        self._numbers = [p for p in model.parameters() if p.dim() == 0]  # which FSDP does not shard
         self._kept: list[tuple[Any, Any]] = []  # outputs and targets, for metrics of all
         self._pipeline = OwnPipeline(self, config) if mesh.dims.pp > 1 else None
 
@@ -56,8 +57,8 @@ class OwnForwardBackward:
             count += counted
         for tie in self.model.ties:
             tie.sum_gradients()
-        for parameter in self.model.parameters():
-            if parameter.dim() == 0 and parameter.grad is not None:  # FSDP shards no single number
+        for parameter in self._numbers:
+            if parameter.grad is not None:
                 sum_over(parameter.grad, self.replicas)
         all_samples = sum_over(count.clone(), self.losses).clamp(min=1)
         return StepLoss(share=total / all_samples, own=total / count.clamp(min=1), count=all_samples)

@@ -24,8 +24,8 @@ def start_from(path: str, model: OwnParts, known: Structure, may_lack: Sequence[
     source, error = None, None
     try:
         source = _open(path)
-    except Refusal as refusal:
-        error = str(refusal)
+    except (Refusal, OSError) as fault:
+        error = str(fault)
     parts: list[tuple[dict[str, torch.Size], str | None]] = [({}, None)] * dist.get_world_size()
     dist.all_gather_object(parts, ({name: t.shape for name, t in model.saved_parameters().items()}, error))
     for error in (error for _, error in parts if error):

@@ -31,7 +31,7 @@ class Update:
         self._norm = GlobalNorm(stages)
         self.average = None
         if config.optimizer.average_decay is not None:
-            from torchtitan.training.average import Average
+            from torchtitan.training.optimizer.average import Average
 
             self.average = Average(model, config.optimizer.average_decay)
         if config.optimizer.early_step_in_backward:

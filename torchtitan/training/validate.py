@@ -13,7 +13,7 @@ from torchtitan.training.run import Run
 from torchtitan.training.step import ForwardBackward
 
 if TYPE_CHECKING:
-    from torchtitan.training.best import Best
+    from torchtitan.training.checkpoints.best import Best
 
 
 class Validator:

@@ -111,6 +111,8 @@ def estimate(
         states = [value for state in optimizer.state.values() for value in state.values()]
         footprint.mark((value for value in states if isinstance(value, Tensor)), "optimizer")
         update = Update(config, model, optimizer, run.mesh.stage_group, run.learning_rate_factor)
+        if update.average is not None:
+            footprint.mark(update.average.tensors().values(), "optimizer")
         footprint.moved.clear()
 
         update.begin(1)

@@ -21,7 +21,7 @@ from torchtitan.training.checkpoints.resume import Start, describe_changes, plan
 from torchtitan.training.checkpoints.saves import Saves
 
 if TYPE_CHECKING:
-    from torchtitan.training.average import Average
+    from torchtitan.training.optimizer.average import Average
 
 
 class Checkpoints:
@@ -40,7 +40,7 @@ class Checkpoints:
         self.start = Start(0, "checkpoint.enable = false")
         self.best = None
         if self.section.keep_best is not None or config.validation.patience is not None:
-            from torchtitan.training.best import Best
+            from torchtitan.training.checkpoints.best import Best
 
             self.best = Best(self.section.keep_best or "loss", config.validation.patience)
         if not self.section.enable:

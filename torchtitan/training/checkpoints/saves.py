@@ -18,8 +18,8 @@ from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.checkpoints import state
 
 if TYPE_CHECKING:
-    from torchtitan.training.average import Average
-    from torchtitan.training.best import Best
+    from torchtitan.training.checkpoints.best import Best
+    from torchtitan.training.optimizer.average import Average
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,5 @@ class Saves:
             run["loss_scale"] = self.model.loss_scale.state()
         if self.best is not None:
             run["best"] = self.best.state()
-            self.manager.best_step = self.best.step or -1
         with self.watch.saving():
             self.manager.save(step, tensors, run)

@@ -5,25 +5,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.data.loader import Loader
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.optimizer import make_states
+from torchtitan.training.optimizer.update import plain
 
 Tensors = dict[str, Tensor]
 
 
 def model_tensors(model: ModelParts) -> Tensors:
     return {f"model.{name}": plain(parameter.detach()) for name, parameter in model.saved_parameters().items()}
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """Unwrap a weight that FSDP gathers in float8, so that a checkpoint can be read without torchao."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local = tensor.to_local()
-    return DTensor(getattr(local, "_tensor", local), tensor._spec, requires_grad=False)
 
 
 def optimizer_tensors(model: ModelParts, optimizer: torch.optim.Optimizer) -> Tensors:

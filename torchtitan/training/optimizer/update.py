@@ -97,3 +97,8 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard; if FSDP gathers the weight in float8, the plain tensor inside torchao's wrapper."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(local, "_tensor", local)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Without torchao's wrapper, so that a checkpoint can be read without torchao."""
+    return DTensor(local_part(tensor), tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else tensor

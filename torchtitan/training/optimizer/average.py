@@ -5,8 +5,7 @@ from torch import Tensor, nn
 
 from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.parallel.parts import ModelParts
-from torchtitan.training.checkpoints.state import plain
-from torchtitan.training.optimizer.update import local_part
+from torchtitan.training.optimizer.update import local_part, plain
 
 KEY = "average"
 
