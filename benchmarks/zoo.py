@@ -23,6 +23,7 @@ from torchtitan.models.spec import ModelSpec
 
 ROOT = Path(__file__).parents[1]
 ENCODER = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+GROUPED = ENCODER | {"num_key_value_heads": 1}
 BOTH = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
         "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1,
         "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
@@ -42,9 +43,9 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
             "ffn_dim": 32, "word_embed_proj_dim": 16}, "words", "model.decoder.layers"),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", ENCODER, "words", "gpt_neox.layers"),
     "llama": ("LlamaForCausalLM", "LlamaConfig", ENCODER, "words", "model.layers"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", ENCODER | {"head_dim": 8}, "words", "model.layers"),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", ENCODER | {"head_dim": 8}, "words", "model.layers"),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", ENCODER | {"num_local_experts": 4}, "words", "model.layers"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED | {"head_dim": 8}, "words", "model.layers"),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED | {"head_dim": 8}, "words", "model.layers"),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", GROUPED | {"num_local_experts": 4}, "words", "model.layers"),
     "t5": ("T5ForConditionalGeneration", "T5Config", T5, "words to words", "encoder.block"),
     "bart": ("BartForConditionalGeneration", "BartConfig", BOTH, "words to words", "model.encoder.layers"),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig",
@@ -146,7 +147,7 @@ def train(name: str, num_ranks: int, batch: int, options: list[str]) -> list[flo
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         if done.returncode:
             found = re.search(r"error: (.*)", done.stderr)
-            return found[1] if found else f"fails: {done.stderr[-300:]}"
+            return found[1] if found else f"fails: {done.stderr.strip().splitlines()[-1]}"
         return [json.loads(line)["loss"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
