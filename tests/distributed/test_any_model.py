@@ -69,6 +69,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "SKIPPING, PP 2 x FSDP 2": (4, keys("SKIPPING", 4, pp=2, schedule="GPipe")),
     "CONTAINED, TP 2": (2, keys("CONTAINED", parallelism__tensor_parallel_degree=2)),
     "WITHOUT_LAYERS, TP 2": (2, keys("WITHOUT_LAYERS", parallelism__tensor_parallel_degree=2)),
+    "SENTENCES, FSDP 2": (2, keys("SENTENCES", 4)),
+    "SENTENCES, PP 3, a rank of which reads no lengths": (3, keys("SENTENCES", pp=3, size=2, schedule="1F1B")),
+    "SENTENCES, PP 2 x FSDP 2, ZBVZeroBubble": (4, keys("SENTENCES", 4, pp=2, size=1, schedule="ZBVZeroBubble")),
     "BERT, PP 2 x FSDP 2": (4, keys("BERT", 4, pp=2, size=2, schedule="GPipe")),
     "BERT, PP 3, uneven": (3, keys("BERT", pp=3, size=2, parallelism__pipeline_parallel_layer_counts=[4, 1, 2])),
     "HEAD, PP 3, two stages of which train nothing": (3, keys("HEAD", pp=3, size=2, schedule="1F1B")),
@@ -180,7 +183,7 @@ def test_bfloat16_computes_in_bfloat16(
     ("model", "first", "second"),
     [
         ("SKIPPING", (1, keys("SKIPPING")), (4, keys("SKIPPING", 4, pp=2, schedule="GPipe"))),
-        ("SKIPPING", (2, keys("SKIPPING", pp=2, schedule="1F1B")), (2, keys("SKIPPING", 4))),
+        ("SENTENCES", (2, keys("SENTENCES", pp=2, schedule="1F1B")), (2, keys("SENTENCES", 4))),
         ("TOWERS", (2, keys("TOWERS", 4)), (1, keys("TOWERS"))),
         ("OPTIMIZERS", (2, keys("OPTIMIZERS", pp=2, schedule="1F1B")), (2, keys("OPTIMIZERS", 4))),
         ("GPT2", (2, keys("GPT2", 4)), (3, keys("GPT2", pp=3, size=2, schedule="1F1B"))),

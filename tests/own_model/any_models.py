@@ -128,6 +128,62 @@ SKIPPING = ModelSpec(
 )
 
 
+class Sentences(Dataset):
+    """Of 1 to 9 words, and each word's successor; 0 is padding."""
+
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, index: int) -> Tensor:
+        return 1 + torch.arange(2 + index * 7 % 9) * (1 + index % 3) % 9
+
+
+def padded(sentences: Sequence[Tensor]) -> dict[str, Tensor]:
+    words = nn.utils.rnn.pad_sequence(list(sentences), batch_first=True)
+    labels = words[:, 1:].masked_fill(words[:, 1:] == 0, -100)
+    return {"words": words[:, :-1], "mask": (words[:, :-1] > 0).long(), "labels": labels}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = (each[:, None] for each in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(query, key, value, mask)[:, 0])
+
+
+class Reader(nn.Module):
+    """Masks and places are made between its modules, in sizes that follow from the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(10, 16), nn.ModuleList(Attention() for _ in range(5))
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        causal = torch.ones(words.shape[1], words.shape[1], device=words.device).tril().bool()
+        places = torch.arange(words.shape[1], device=words.device).sin()
+        x = self.table(words) + places[None, :, None]
+        for block in self.blocks:
+            x = block(x, causal & mask.bool()[:, None, None])
+        return self.out(x)
+
+
+SENTENCES = ModelSpec(
+    build=Reader,
+    data=Sentences,
+    collate=padded,  # a dictionary with labels, as collators of transformers give
+    length=len,
+    loss=lambda output, labels: (
+        F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"),
+        (labels >= 0).sum(),
+    ),
+    layers="blocks",
+)
+
+
 def two_optimizers(named: Sequence[tuple[str, nn.Parameter]], section: Optimizer) -> list[torch.optim.Optimizer]:
     """SGD with a rate of its own for the heads' weights; another kind, whose states exist from the beginning."""
     heads = [p for name, p in named if name.startswith("heads")]

@@ -153,7 +153,7 @@ def test_whatever_python_stands_between_modules_runs_as_it_is(what, stages):
         ("twice", "calls b more than once"),
         ("weight_of_another", "a.weight is used on both sides of a cut, in stages .0, 2."),
         ("beside", "forward reads a tensor from inside a which that module does not return"),
-        ("size", "has the size .4, 8. for 2 samples and .9, 8. for 3"),
+        ("size", "has the size .4, 8. for inputs of .2, 8., and .9, 8. for .3, 8.,"),
     ],
 )
 def test_what_a_pipeline_would_do_otherwise_is_refused(what, says):
@@ -168,7 +168,8 @@ def test_a_batch_that_takes_another_way_than_the_first_samples_ends_the_run_in_a
     model, batches = any_models.BySize(), numbers()
     known = derive(model, None, batches[0])
     known = replace(known, ways=record(model, dict(candidates_of(model, None)), batches, frozenset()))
-    stage = Stage(model, cut_ways(known, divide(known.parts, known.ways[True], 2)), 0, 4, batches[0])
+    stage = Stage(model, cut_ways(known, divide(known.parts, known.ways[True], 2)), 0, batches[0])
+    stage.sizes = ((4, 8),)
     stage.listen()
     with pytest.raises(Refusal, match="stage 0: forward went another way than on the first samples: it did not call a"):
         stage(torch.randn(4, 8))

@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -17,6 +18,7 @@ from torchtitan.models.balance import balance
 from torchtitan.models.families import plan_model
 from torchtitan.models.spec import ModelSpec, Part
 from torchtitan.own_model.derive import derive
+from torchtitan.own_model.grouping import Grouping
 from torchtitan.own_model.samples import SampleLoader, open_dataset
 from torchtitan.refusal import Refusal
 
@@ -81,10 +83,10 @@ class Noisy(Dataset):
         return torch.rand(()) + torch.tensor(random.random()), index
 
 
-def loader(rank=0, ranks=1, *, pads=False, workers=0, dataset=None, epochs=3):
+def loader(rank=0, ranks=1, *, pads=False, workers=0, dataset=None, epochs=3, grouping=None):
     layout, order = OwnSlots(8, 8, rank, ranks), Order(8, 0, not pads)
     more = {"epochs": 1 if pads else epochs, "pads": pads, "held_out": None, "workers": workers, "is_random": True}
-    return SampleLoader(dataset or Noisy(), layout, order, **more)
+    return SampleLoader(dataset or Noisy(), layout, order, grouping=grouping, **more)
 
 
 def rows(batch):
@@ -105,6 +107,23 @@ def test_batches_do_not_depend_on_the_ranks_and_epochs_differ(ranks):
     alone = all_batches([loader()])
     assert all_batches([loader(rank, ranks) for rank in range(ranks)]) == alone
     assert len(alone) == 18 and alone[0] != alone[6]
+
+
+def test_batches_of_like_length_hold_every_sample_but_those_of_the_last_batch_in_an_order_of_the_epoch():
+    lengths = np.arange(len(Noisy())) * 5 % 7
+    grouped = Grouping(lengths, 8)
+
+    def batches(rank, ranks):
+        return [batch.origin.indices for batch in iter(loader(rank, ranks, grouping=grouped, epochs=2).next, None)]
+
+    alone = batches(0, 1)
+    assert [sorted(a + b) for a, b in zip(batches(0, 2), batches(1, 2), strict=True)] == [sorted(b) for b in alone]
+    per_epoch = len(Noisy()) // 8
+    epochs = [[index for batch in alone[e : e + per_epoch] for index in batch] for e in (0, per_epoch)]
+    assert all(len(set(epoch)) == 8 * per_epoch for epoch in epochs) and epochs[0] != epochs[1]
+    assert sum(len({lengths[i] for i in batch}) for batch in alone) < 2.5 * len(alone)  # 8 at random have 5 lengths
+    with pytest.raises(Refusal, match="was written for"):
+        loader(grouping=grouped).load_state_dict(loader().state_dict())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -144,4 +163,4 @@ def test_a_trained_model_leaves_as_safetensors_and_as_a_program(tmp_path, capsys
         assert torch.allclose(ours, theirs, atol=1e-6)
     first, second = ((tmp_path / f"out/stage-{number}.txt").read_text() for number in range(2))
     assert "blocks.0: " in first and "heads.b: 9 parameters" in second
-    assert "comes in\n    the inputs, float32 [1 a sample]\n    embedding, float32 [1 a sample, 8]" in second
+    assert "comes in\n    the inputs, float32 [samples]\n    embedding, float32 [samples, 8]" in second

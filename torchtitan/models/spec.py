@@ -90,7 +90,8 @@ class ModelSpec:
     step: Callable[[nn.Module, Any, Any], Any] | None = None  # model, inputs, target -> the loss, instead of `loss`
     layers: str | None = None  # the name of the list of layers; without it, the module's children are cut between
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None  # see Family; shape is None
-    collate: Callable[[Sequence[Any]], tuple[Any, Any]] | None = None  # samples -> (inputs, target), as batches
+    collate: Callable[[Sequence[Any]], Any] | None = None  # samples -> (inputs, target) as batches, or with `labels`
+    length: Callable[[Any], int] | None = None  # of a sample; batches then hold samples of like length
     # named parameters, section [optimizer] -> a torch.optim.Optimizer or a list; their groups may have rates
     optimizer: Callable[[Sequence[tuple[str, nn.Parameter]], Optimizer], Any] | None = None
     schedule: Callable[[int, int], float] | None = None  # a step, counted from 1, and how many -> the factor on rates

@@ -136,7 +136,7 @@ def _stages(
     own = {}
     for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
         own[number] = copy.deepcopy(model)
-        stage = Stage(own[number], cuts, number, config.parallelism.pipeline_parallel_microbatch_size, known.example)
+        stage = Stage(own[number], cuts, number, known.example)
         for name in away[number]:
             stage.take_away(name, getattr(torch, config.training.mixed_precision_param))
     axis = mesh.devices["pp"]

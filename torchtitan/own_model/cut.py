@@ -17,6 +17,7 @@ from torchtitan.models.balance import balance
 from torchtitan.models.own import Structure
 from torchtitan.models.spec import Part
 from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.forms import Sizes, sizes_of
 from torchtitan.own_model.record import DRAWS, INPUTS, OUTPUT, Value, Way, as_values, kept, leaves_of, map_leaves
 from torchtitan.refusal import Refusal
 
@@ -145,7 +146,7 @@ def place_weights(
 @torch.no_grad()
 def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[Part]], batches: Sequence[Any]) -> None:
     """Refuse a cut whose stages, one after another, do not compute what the whole model does."""
-    inputs, others = batches
+    inputs, others = batches[-1], batches[0]
     cuts = cut_ways(known, stages)
     away, _ = place_weights(model, known, stages, cuts)
     with kept(model):
@@ -155,7 +156,8 @@ def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[P
     tensors = (*model.parameters(), *model.buffers())
     for number in range(len(stages)):
         own = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        stage = Stage(own, cuts, number, len(values[0]), inputs)
+        stage = Stage(own, cuts, number, inputs)
+        stage.sizes = sizes_of(inputs)
         for name in away[number]:
             stage.take_away(name, next(model.parameters()).dtype)
         stage.listen()
@@ -210,8 +212,9 @@ def _noted(call: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..
 class Stage:
     """The forward of one stage: from the values that arrive to a tuple of those that leave."""
 
-    def __init__(self, model: nn.Module, cuts: Mapping[bool, Cut], number: int, samples: int, example: Any) -> None:
-        self.model, self.cuts, self.number, self.samples = model, cuts, number, samples
+    def __init__(self, model: nn.Module, cuts: Mapping[bool, Cut], number: int, example: Any) -> None:
+        self.model, self.cuts, self.number = model, cuts, number
+        self.sizes: Sizes = ()  # of the inputs of the microbatch, which every stage is told
         self.forward = model.forward
         self.inputs = as_values(INPUTS, example)
         self.own: dict[str, nn.Module] = {}
@@ -261,6 +264,10 @@ class Stage:
             leaving = cut.arriving(self.number + 1)
             if missing := [value.of for value in leaving if value not in self.have]:
                 raise self._went_astray(f"it did not call {missing[0]}") from None
+            for value in leaving:
+                given, known = list(self.have[value].shape), list(cut.way.forms[value].shape(self.sizes))
+                if given != known:
+                    raise self._went_astray(f"{value.of} gave the size {given}, where {known} follows") from None
             return tuple(self.have[value].contiguous() for value in leaving)  # as they are sent
         finally:
             self.have = {}
@@ -300,7 +307,7 @@ class Stage:
             return leaf
         way = self.cuts[self.model.training].way
         if leaf not in self.have:
-            return way.forms[leaf].zeros(self.samples, self.device)
+            return way.forms[leaf].zeros(self.sizes, self.device)
         return self.have[leaf].clone() if leaf in way.written else self.have[leaf]
 
     def _went_astray(self, how: str) -> Refusal:

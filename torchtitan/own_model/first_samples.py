@@ -15,9 +15,12 @@ from torch.utils.data import IterableDataset
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.forms import sizes_of
 from torchtitan.own_model.samples import collate_of, own_draws
 from torchtitan.own_model.step import as_counted, to_type
 from torchtitan.refusal import Refusal, place_of
+
+LOOKED_AT = 64  # samples, to find out how sizes vary
 
 
 def first_samples(dataset: Any, is_seeded: bool) -> list[Any]:
@@ -40,6 +43,23 @@ def first_samples(dataset: Any, is_seeded: bool) -> list[Any]:
                 f"would train on the same; {fix}"
             )
     return samples
+
+
+def batches_of_many_sizes(dataset: Any, samples: Sequence[Any], spec: ModelSpec) -> list[tuple[Any, Any]]:
+    """A batch of two samples, one of three, and, where collate pads, up to three more whose inputs have other sizes."""
+    collate, several = collate_of(spec), [samples[0], samples[-1], samples[0]]
+    batches = [collate(several[:count]) for count in (2, 3)]
+    if spec.collate is None:
+        return batches
+    with own_draws("sizes"):
+        if isinstance(dataset, IterableDataset):
+            others = list(islice(iter(dataset), LOOKED_AT))
+        else:
+            others = [dataset[index] for index in range(0, len(dataset), 1 + len(dataset) // LOOKED_AT)]
+    for sample in others:
+        if all(sizes_of(collate([sample, sample])[0]) != sizes_of(inputs) for inputs, _ in batches):
+            batches.append(collate([sample, sample]))
+    return batches[:5]
 
 
 def check_collate(collate: Callable[[Sequence[Any]], Any], samples: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.forms import Form, Kind, form_of, sizes_of
 from torchtitan.refusal import Refusal
 
 INPUTS, OUTPUT, DRAWS = "the inputs", "the output", "random numbers"  # stand beside the names of modules
@@ -30,24 +31,6 @@ class Value:
 
     of: str  # the module's name, or INPUTS, or the parameter's
     number: int = 0  # of the leaf in what it gives
-
-
-@dataclass(frozen=True)
-class Form:
-    """The size and type of a value, for any number of samples."""
-
-    fixed: tuple[int, ...]  # 0 where the size grows with the samples
-    per_sample: tuple[int, ...]  # 0 elsewhere
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def __str__(self) -> str:
-        sizes = [f"{p} a sample" if p else f"{f}" for f, p in zip(self.fixed, self.per_sample, strict=True)]
-        return f"{str(self.dtype).removeprefix('torch.')} [{', '.join(sizes)}]"
-
-    def zeros(self, samples: int, device: torch.device | str) -> Tensor:
-        size = [f or samples * p for f, p in zip(self.fixed, self.per_sample, strict=True)]
-        return torch.zeros(size, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -66,8 +49,7 @@ class Way:
     written: frozenset[Value]  # values that something else changes in place
 
 
-_Kind = tuple[torch.Size, torch.dtype, bool]  # size, type, whether it has a gradient
-_Seen = tuple[tuple[Call, ...], dict[str, Any], dict[Value, _Kind], frozenset[Value]]
+_Seen = tuple[tuple[Call, ...], dict[str, Any], dict[Value, Kind], frozenset[Value]]
 
 
 class _Again(Exception):
@@ -180,40 +162,32 @@ def as_values(of: str, tree: Any) -> Any:
 def record(
     model: nn.Module, units: Mapping[str, nn.Module], batches: Sequence[Any], changing: frozenset[str]
 ) -> dict[bool, Way]:
-    """How forward goes in training and in validation, on batches of two sizes.
+    """How forward goes in training and in validation, on batches of unlike sizes.
 
     `units` are the modules between which the model may be cut; a module without parameters that depends on inputs
     alone is left to each stage. `changing` are the buffers that forward changes.
     """
-    ways = {}
+    ways, sizes = {}, [sizes_of(batch) for batch in batches]
     for training in (True, False):
-        small, large = (_watched(model.train(training), units, batch, changing) for batch in batches)
-        if small[0] != large[0]:
-            one, other = ([call.name for call in way[0]] for way in (small, large))
-            name = next((a or b for a, b in itertools.zip_longest(one, other) if a != b), OUTPUT)
-            raise Refusal(
-                f"the model's forward goes another way for another number of samples, from {name} on, so it cannot be "
-                "cut into pipeline stages; use parallelism.pipeline_parallel_degree = 1"
-            )
-        sizes = [_rows(batch) for batch in batches]
-        forms = {value: _form(value, small[2][value], large[2][value], sizes) for value in small[2]}
-        ways[training] = Way(small[0], small[1], forms, small[3])
+        first, *others = seen = [_watched(model.train(training), units, batch, changing) for batch in batches]
+        for other in others:
+            _check_same(first, other)
+        forms = {value: form_of(value.of, [each[2][value] for each in seen], sizes) for value in first[2]}
+        ways[training] = Way(first[0], first[1], forms, first[3])
     return ways
 
 
-def _rows(inputs: Any) -> int:
-    return next(len(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
-
-
-def _form(value: Value, small: _Kind, large: _Kind, sizes: Sequence[int]) -> Form:
-    pairs = list(zip(small[0], large[0], strict=True))
-    if any(a != b and (a % sizes[0] or a // sizes[0] * sizes[1] != b) for a, b in pairs):
+def _check_same(first: _Seen, other: _Seen) -> None:
+    """Only sizes of tensors may differ between batches."""
+    ways = [[call.name for call in way[0]] for way in (first, other)]
+    names = [a or b for a, b in itertools.zip_longest(*ways) if a != b]
+    names += [name for name in first[1] if leaves_of(first[1][name]) != leaves_of(other[1].get(name))]
+    if names or first[0] != other[0]:
         raise Refusal(
-            f"what {value.of} gives has the size {list(small[0])} for {sizes[0]} samples and {list(large[0])} for "
-            f"{sizes[1]}, so a pipeline cannot know it before; use parallelism.pipeline_parallel_degree = 1"
+            "the model's forward goes another way, or returns another number beside tensors, for a batch of another "
+            f"size, from {names[0] if names else OUTPUT} on, so it cannot be cut into pipeline stages; use "
+            "parallelism.pipeline_parallel_degree = 1"
         )
-    fixed = tuple(a if a == b else 0 for a, b in pairs)
-    return Form(fixed, tuple(0 if a == b else a // sizes[0] for a, b in pairs), *small[1:])
 
 
 def _watched(model: nn.Module, units: Mapping[str, nn.Module], inputs: Any, changing: frozenset[str]) -> _Seen:
@@ -241,7 +215,7 @@ class _Watched:
         self.taints.of |= {_storage(tensor): frozenset([ids[id(tensor)]]) for _, tensor in named}
         self.calls: list[Call] = []
         self.gives: dict[str, Any] = {}
-        self.values: dict[Value, _Kind] = {}
+        self.values: dict[Value, Kind] = {}
 
     def run(self, inputs: Any) -> _Seen:
         self._name(INPUTS, inputs)

@@ -1,6 +1,6 @@
 """A run of a user's own module. It counts samples instead of tokens, and derive.py finds the parts of its model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,8 @@ from torchtitan.observe.log import logger
 from torchtitan.own_model.build import OwnParts, build, is_sharded, lay_out, plan_stages
 from torchtitan.own_model.cut import check_stages
 from torchtitan.own_model.derive import build_module, candidates_of, derive
-from torchtitan.own_model.first_samples import check_collate, first_samples
+from torchtitan.own_model.first_samples import batches_of_many_sizes, check_collate, first_samples
+from torchtitan.own_model.grouping import Grouping, read_lengths
 from torchtitan.own_model.precision import computing, in_its_type
 from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate_of, open_dataset, own_draws
@@ -103,14 +104,18 @@ class OwnRun(Run):
         return OwnForwardBackward(self.spec, parts, self.mesh, self.config, self.device)
 
     def build_training_loader(self, seed: int) -> Any:
-        return self._loader("train", Order(self.batch.num_streams, seed, self.config.training.shuffle))
+        grouping = Grouping(self._tell(self._read_lengths), self.batch.global_batch_size) if self.spec.length else None
+        return self._loader("train", Order(self.batch.num_streams, seed, self.config.training.shuffle), grouping)
+
+    def _read_lengths(self) -> Any:
+        return read_lengths(open_dataset(self.spec.data, "train")[0], self.spec)
 
     def build_validation_loader(self) -> Any:
         if not self.config.validation.enable:
             return None
         return self._loader("validation", Order(self.batch.num_streams, 0, False))
 
-    def _loader(self, split: str, order: Order) -> Any:
+    def _loader(self, split: str, order: Order, grouping: Grouping | None = None) -> Any:
         is_held_out = split == "validation"
         dp_rank, dp_size = self.mesh.batch.get_local_rank(), self.mesh.dims.dp
         layout = OwnSlots(self.batch.global_batch_size, order.num_streams, dp_rank, dp_size)
@@ -132,7 +137,8 @@ class OwnRun(Run):
             workers=self.spec.data_workers,
             is_random=self.spec.data_is_random,
             any_says_so=ask,
-            collate=self.spec.collate,
+            collate=collate_of(self.spec),
+            grouping=grouping,
         )
 
     def prepared(self) -> "OwnRun":
@@ -142,40 +148,49 @@ class OwnRun(Run):
         """
         if self.own.structure is not None:
             return self
+        return replace(self, blueprint=self.own.with_structure(self._tell(self._look)))
+
+    def _tell(self, find: Callable[[], Any]) -> Any:
+        """What rank 0 finds, or the refusal that it ends in, on all ranks."""
         told: list[Any] = [None]
         if self.place.rank == 0:
             try:
-                dataset, is_part = open_dataset(self.spec.data, "train")
-                with blaming("reading the first samples of the ModelSpec's data"):
-                    samples = first_samples(dataset, self.spec.data_is_random)
-                    check_collate(collate_of(self.spec), [samples[0], samples[-1]])
-                with own_draws("a trial"):
-                    model = build_module(self.spec.build)
-                check_norms(model, self)
-                known = derive(model, self.spec.layers, *collate_of(self.spec)(samples[:1]))
-                if self.dims.tp > 1 and self.spec.tensor_plan is None:
-                    from torchtitan.own_model.tensor_plan import words_of
-
-                    known = replace(known, tensor_words=words_of(model, known.shared, self.dims.tp, self.own.name))
-                known = replace(known, changing=try_out(self, self.spec, model, known, samples))
-                told = [self._in_its_type(model, known, samples)]
-                logger.info(
-                    f"{self.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and "
-                    "flavor are not used"
-                    + ("" if is_part or not self.config.validation.enable else "; every 20th sample is for validation")
-                )
+                told = [find()]
             except Refusal as error:
                 told = [error]
         dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], Refusal):
             raise told[0]
-        return replace(self, blueprint=self.own.with_structure(told[0]))
+        return told[0]
 
-    def _in_its_type(self, model: nn.Module, known: Structure, samples: Sequence[Any]) -> Structure:
+    def _look(self) -> Structure:
+        dataset, is_part = open_dataset(self.spec.data, "train")
+        collate = collate_of(self.spec)
+        with blaming("reading the first samples of the ModelSpec's data"):
+            samples = first_samples(dataset, self.spec.data_is_random)
+            check_collate(collate, [samples[0], samples[-1]])
+            batches = [collate([samples[0], samples[-1]])]
+            if self.dims.pp > 1:
+                batches = batches_of_many_sizes(dataset, samples, self.spec)
+        with own_draws("a trial"):
+            model = build_module(self.spec.build)
+        check_norms(model, self)
+        known = derive(model, self.spec.layers, *collate(samples[:1]))
+        if self.dims.tp > 1 and self.spec.tensor_plan is None:
+            from torchtitan.own_model.tensor_plan import words_of
+
+            known = replace(known, tensor_words=words_of(model, known.shared, self.dims.tp, self.own.name))
+        known = replace(known, changing=try_out(self, self.spec, model, known, samples))
+        known = self._in_its_type(model, known, batches)
+        logger.info(
+            f"{self.own.name} brings its own data, so the configuration's dataset, tokenizer, seq_len and flavor are "
+            f"not used{'' if is_part or not self.config.validation.enable else '; every 20th sample is for validation'}"
+        )
+        return known
+
+    def _in_its_type(self, model: nn.Module, known: Structure, batches: Sequence[Any]) -> Structure:
         """With what is known once the module computes in the type of the run."""
         used = self.config.training.mixed_precision_param
-        several = [samples[0], samples[-1], samples[0]]
-        batches = [collate_of(self.spec)(several[:size]) for size in (2, 3)]
         shards = is_sharded(self.config, self.mesh)
         if used != "float32":
             known = in_its_type(

@@ -1,5 +1,6 @@
 """Samples of any dataset in the streams of the recipe: batches do not depend on the ranks, and resume anywhere."""
 
+import functools
 import inspect
 import random
 from collections import deque
@@ -126,11 +127,12 @@ class SampleLoader:
         is_random: bool,
         any_says_so: Callable[[bool], bool] | None = None,
         collate: Callable[[Sequence[Any]], tuple[Any, Any]] | None = None,
+        grouping: Any = None,
     ) -> None:
         """`held_out`: only the part for validation (True), only the rest (False), or everything (None)."""
         self._layout, self._order, self._epochs, self._pads = layout, order, epochs, pads
         self._any_says_so, self._workers, self._is_random = any_says_so, workers, is_random
-        self._collate = collate or default_pairs
+        self._collate, self._grouping = collate or default_pairs, grouping
         self._dataset, self._is_stream = dataset, isinstance(dataset, IterableDataset)
         if self._is_stream:
             if held_out is not None:
@@ -143,6 +145,8 @@ class SampleLoader:
             self._numbers = numbers if held_out is None else Part(numbers, held_out)
             self._identity = self._numbers.identity
             self._length, self._orders = len(self._numbers), cast(dict[int, list[int]], {})
+            if grouping is not None:
+                self._identity, self._length = f"{self._identity}, {grouping.identity}", grouping.whole(self._length)
             if self._length < order.num_streams and not pads:
                 raise Refusal(
                     f"the dataset has {self._length} samples, fewer than the {order.num_streams} streams "
@@ -246,12 +250,16 @@ class SampleLoader:
 
     def _order_of(self, epoch: int) -> list[int]:
         """All samples in the epoch's order; stream s reads every n-th of them from the s-th on."""
-        order = np.arange(self._length)
+        count, seed = len(self._numbers), (self._order.seed, 0, epoch)
+        order = np.arange(count)
         if self._order.shuffle:
-            order = permute(self._length, (self._order.seed, 0, epoch), order)
-        indices: list[int] = order.tolist()
+            order = permute(count, seed, order)
+        order = order[: self._length]
         if isinstance(self._numbers, Part):
-            indices = [self._numbers.index(index) for index in indices]
+            order = np.array([self._numbers.index(index) for index in order.tolist()])
+        if self._grouping is not None:
+            order = self._grouping(order, seed)
+        indices: list[int] = order.tolist()
         self._orders = {e: o for e, o in self._orders.items() if e >= epoch - 1} | {epoch: indices}
         return indices
 
@@ -273,7 +281,12 @@ class SampleLoader:
 
 
 def collate_of(spec: ModelSpec) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
-    return spec.collate or default_pairs
+    """One that returns a dictionary with labels, as those of transformers do, is taken apart."""
+    return default_pairs if spec.collate is None else functools.partial(_collated, spec.collate)
+
+
+def _collated(collate: Callable[[Sequence[Any]], Any], samples: Sequence[Any]) -> tuple[Any, Any]:
+    return _pair(collate(samples), "collate of the ModelSpec")
 
 
 def default_pairs(samples: Sequence[Any]) -> tuple[Any, Any]:
@@ -282,13 +295,13 @@ def default_pairs(samples: Sequence[Any]) -> tuple[Any, Any]:
     return inputs, targets
 
 
-def _pair(sample: Any) -> tuple[Any, Any]:
+def _pair(sample: Any, giver: str = "the dataset") -> tuple[Any, Any]:
     if isinstance(sample, Mapping) and (named := [key for key in ("labels", "label") if key in sample]):
         return {key: value for key, value in sample.items() if key != named[0]}, sample[named[0]]
     if isinstance(sample, tuple | list) and len(sample) == 2:
         return sample[0], sample[1]
     said = f"a dictionary of {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
     raise Refusal(
-        f"a sample is (inputs, target), or a dictionary with labels, but the dataset gave {said}; return a pair, or "
+        f"a sample is (inputs, target), or a dictionary with labels, but {giver} gave {said}; return a pair, or "
         "give the ModelSpec collate = ..., a function of samples that returns (inputs, target)"
     )

@@ -1,6 +1,7 @@
 """Forward and backward of a user's model. How many samples count is known only then, so the update divides by it."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.build import OwnParts
 from torchtitan.own_model.cut import Cut, Stage
 from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.forms import Form, Sizes, sizes_of
 from torchtitan.own_model.record import leaves_of
 from torchtitan.own_model.samples import SampleBatch
 from torchtitan.parallel.collectives import sum_over
@@ -23,6 +25,8 @@ from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import build_schedule
 from torchtitan.refusal import Refusal, blaming
 from torchtitan.training.step import StepLoss
+
+KEPT_SCHEDULES = 8  # of a pipeline
 
 
 class OwnForwardBackward:
@@ -160,7 +164,9 @@ class OwnPipeline:
     def __init__(self, owner: OwnForwardBackward, config: Config) -> None:
         self.owner, self.model = owner, owner.model
         self.parallelism, self.local_batch_size = config.parallelism, owner.local_batch_size
-        self._schedules: dict[bool, Any] = {}
+        self._schedules: dict[tuple[bool, Sizes], Any] = {}  # the newest last
+        ends = self.model.ranks[0], self.model.ranks[-1]
+        self._tells = owner.spec.collate is not None and any(rank not in ends for rank in self.model.ranks)
 
     @property
     def _last(self) -> Stage:
@@ -172,13 +178,11 @@ class OwnPipeline:
         """The batch's sums, zero on a rank without the last stage; in training, gradients of the loss as well."""
         self._targets, self._valid, self._is_training = targets, valid, is_training
         self._totals = self.owner.zeros(2 if is_training else 2 + 2 * len(self.owner.metric_names)).double()
-        if is_training not in self._schedules:
-            self._schedules[is_training] = self._build(is_training)
-        schedule = self._schedules[is_training]
-        args: list[Any] = []
-        if 0 in self.model.stages:
-            args = [leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor)]
-            self._check_sizes(args, self.model.cuts[is_training])
+        args = [leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor)]
+        sizes = self._sizes(args, self.model.cuts[is_training])
+        schedule = self._schedule(is_training, sizes)
+        if 0 not in self.model.stages:
+            args = []
         rows = torch.arange(self.local_batch_size, device=self.owner.device)  # stand for the targets, of any kind
         try:
             (schedule.step if is_training else schedule.eval)(*args, target=rows, return_outputs=False)
@@ -188,23 +192,38 @@ class OwnPipeline:
             raise
         return self._totals
 
-    def _check_sizes(self, args: Sequence[Tensor], cut: Cut) -> None:
-        """What travels between stages has the size of the first samples: other ranks wait for so much."""
-        for value, arg in zip(cut.arriving(0), args, strict=True):
-            expected = cut.way.forms[value].zeros(self.local_batch_size, "meta").shape
-            if arg.shape != expected:
-                raise Refusal(
-                    f"a batch's inputs have the size {list(arg.shape)}, and those of the first samples "
-                    f"{list(expected)}; in a pipeline all batches have one size: let collate pad to it, or use "
-                    "parallelism.pipeline_parallel_degree = 1"
-                )
+    def _sizes(self, args: Sequence[Tensor], cut: Cut) -> Sizes:
+        """The sizes of a microbatch's inputs. Where collate makes them vary, ranks that read no data are told."""
+        forms, rows = [cut.way.forms[value] for value in cut.arriving(0)], self.local_batch_size
+        sizes = sizes_of(args) or tuple(form.shape(((rows,),)) for form in forms if not self._tells)
+        if args:
+            _check_sizes(sizes, forms)
+        if self._tells:
+            known = [size for each in sizes for size in each] or [0] * sum(len(form.sizes) for form in forms)
+            told = torch.tensor(known, device=self.owner.device)
+            dist.broadcast(told, group=self.model.axis.get_group(), group_src=0)
+            numbers = iter(told.tolist())
+            sizes = tuple(tuple(itertools.islice(numbers, len(form.sizes))) for form in forms)
+        size = self.parallelism.pipeline_parallel_microbatch_size
+        return tuple((first * size // rows, *others) for first, *others in sizes)
 
-    def _build(self, is_training: bool) -> Any:
-        cut, size = self.model.cuts[is_training], self.parallelism.pipeline_parallel_microbatch_size
+    def _schedule(self, is_training: bool, sizes: Sizes) -> Any:
+        """For microbatches of these sizes. It holds memory for what travels, so only the newest are kept."""
+        key = is_training, sizes
+        self._schedules[key] = schedule = self._schedules.pop(key, None) or self._build(is_training, sizes)
+        if len(self._schedules) > KEPT_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        for stage in self.model.stages.values():
+            assert isinstance(stage.forward, Stage)
+            stage.forward.sizes = sizes
+        return schedule
+
+    def _build(self, is_training: bool, sizes: Sizes) -> Any:
+        cut = self.model.cuts[is_training]
 
         def forms(stage: int) -> tuple[Tensor, ...]:
             known = [cut.way.forms[value] for value in cut.arriving(stage)]
-            return tuple(form.zeros(size, "meta").requires_grad_(form.requires_grad) for form in known)
+            return tuple(form.zeros(sizes, "meta").requires_grad_(form.requires_grad) for form in known)
 
         stages = [
             PipelineStage(
@@ -218,7 +237,7 @@ class OwnPipeline:
             )
             for number, module in self.model.stages.items()
         ]
-        count = self.local_batch_size // size
+        count = self.local_batch_size // self.parallelism.pipeline_parallel_microbatch_size
         return build_schedule(self.parallelism, stages, count, self._loss, is_training)
 
     def _loss(self, leaves: Any, rows: Tensor) -> Tensor:
@@ -233,6 +252,18 @@ class OwnPipeline:
         summed, count = self.owner.loss_of(output, targets, valid)
         self._totals += torch.stack([summed.detach(), count]).double()
         return self.owner.scaled(summed)
+
+
+def _check_sizes(sizes: Sizes, forms: Sequence[Form]) -> None:
+    """Refuse inputs whose sizes vary otherwise than those of the first samples: other ranks wait for what follows."""
+    lengths = [len(size) for size in sizes] == [len(form.sizes) for form in forms]
+    for number, size in enumerate(sizes):
+        if not lengths or size != forms[number].shape(sizes):
+            raise Refusal(
+                f"a batch's inputs have the sizes {' and '.join(str(list(size)) for size in sizes)}, where the first "
+                f"samples' have {' and '.join(f'[{form}]' for form in forms)}, and a pipeline knows no others; let "
+                "collate pad to such sizes, or use parallelism.pipeline_parallel_degree = 1"
+            )
 
 
 def as_counted(result: Any, num_samples: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torchtitan.models.families import find_spec
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.cut import cut_ways, divide
 from torchtitan.own_model.derive import as_arguments, candidates_of, derive, several_names
+from torchtitan.own_model.first_samples import batches_of_many_sizes
 from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import collate_of, open_dataset
 from torchtitan.refusal import Refusal
@@ -46,7 +47,7 @@ def export(checkpoint: str, target: str, num_stages: int) -> None:
     dataset, _ = open_dataset(spec.data, "train")
     samples = list(islice(iter(dataset), 2))
     _write_program(model, collate_of(spec)([samples[0], samples[0]])[0], out / "model.pt2")
-    for number, text in enumerate(_stages(model, spec, samples, num_stages) if num_stages else []):
+    for number, text in enumerate(_stages(model, spec, dataset, samples, num_stages) if num_stages else []):
         (out / f"stage-{number}.txt").write_text(text)
         print(f"stage {number}: {out / f'stage-{number}.txt'}")
 
@@ -75,11 +76,11 @@ def _write_program(model: nn.Module, inputs: Any, file: Path) -> None:
     print(f"program for any batch size: {file}")
 
 
-def _stages(model: nn.Module, spec: ModelSpec, samples: Sequence[Any], count: int) -> list[str]:
+def _stages(model: nn.Module, spec: ModelSpec, dataset: Any, samples: Sequence[Any], count: int) -> list[str]:
     """What each pipeline stage would hold, and what comes in and goes out."""
-    two, three = (collate_of(spec)([samples[0], samples[-1], samples[0]][:size])[0] for size in (2, 3))
-    known = derive(model, spec.layers, two)
-    ways = record(model, dict(candidates_of(model, spec.layers)), [two, three], frozenset())
+    batches = [inputs for inputs, _ in batches_of_many_sizes(dataset, samples, spec)]
+    known = derive(model, spec.layers, batches[0])
+    ways = record(model, dict(candidates_of(model, spec.layers)), batches, frozenset())
     stages = divide([*known.parts, *known.rest], ways[True], count)
     cut = cut_ways(replace(known, ways=ways), stages)[False]
 
