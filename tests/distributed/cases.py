@@ -46,6 +46,24 @@ def train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) ->
     return train_here(tiny_config(folder, world_size, **overrides), Place(rank, rank, world_size))
 
 
+class Site(NamedTuple):
+    """Ranks of the test that are one site of a swarm."""
+
+    first: int
+    count: int
+    port: int  # of its own store
+    folder: str
+    overrides: dict[str, Any]
+
+
+def train_at_sites(rank: int, _: int, sites: list[Site]) -> list[dict[str, Any]]:
+    """Each site is a run of its own."""
+    site = next(site for site in sites if site.first <= rank < site.first + site.count)
+    os.environ["MASTER_PORT"] = str(site.port)
+    own = rank - site.first
+    return train_here(tiny_config(site.folder, site.count, **site.overrides), Place(own, own, site.count))
+
+
 def refused(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> str:
     """Trains; what it is refused with."""
     try:

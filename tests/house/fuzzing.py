@@ -135,7 +135,7 @@ def make_targets(folder: Path) -> dict[str, Target]:
 
     for family, spec, flavor in (("llama3", LLAMA3, "1B"), ("qwen3", QWEN3, "0.6B")):
         (folder / family).mkdir()
-        config = spec.hugging_face.to_config(spec.flavors[flavor], "float32", 1, 2)
+        config = spec.hugging_face().to_config(spec.flavors[flavor], "float32", 1, 2)
         (folder / family / "config.json").write_text(json.dumps(config))
         add(family, "config.json", lambda folder: find_download(folder, find_families()))
     for name in ("tokenizer.json", "tokenizer_config.json"):

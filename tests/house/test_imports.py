@@ -61,10 +61,12 @@ TOOLS = {  # each tool, and the other tools that it uses
     "text": (),
     "verbs": (),
 }
-OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch"))
+SWARM = (T + "swarm",)
+OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch", "swarm"))
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
+OF_SWARM = {"uvicorn", "starlette", "httpx", "cryptography", "safetensors"}  # its verbs load them when they run
 ALWAYS_THERE = LIGHT | {"torch", "numpy", "rich", "fsspec"}
 
 
@@ -140,6 +142,8 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return (*BELOW, *ROOMS, T + "weights")
     if within(module, (T + "training",)):
         return CORE
+    if within(module, SWARM):
+        return (*CORE, *SWARM)
     if module == "train":
         return CORE
     if within(module, ("benchmarks",)):
@@ -167,6 +171,7 @@ def broken_rules(module: str, source: str) -> list[str]:
     without_torch = is_without_torch(module)
     alone = family_of(module) is not None and not without_torch
     outside = {"torch"} if alone else LIGHT if without_torch else ALWAYS_THERE
+    outside = outside | OF_SWARM if within(module, SWARM) else outside
     broken = []
     for found in imports_of(source):
         if found.module.startswith("."):

@@ -240,7 +240,7 @@ def test_the_rotation_is_that_of_transformers_to_the_bit_at_far_positions_too(fl
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     args = LLAMA3.flavors[flavor]
-    config = LlamaConfig(**LLAMA3.hugging_face.to_config(args, "float32", 1, 2))
+    config = LlamaConfig(**LLAMA3.hugging_face().to_config(args, "float32", 1, 2))
     positions = torch.tensor([[0, 1, 5_000, 120_000, args.max_seq_len - 1]])
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     ours = rope_table(positions, args.head_size, args.rope_theta, args.rope_scaling)

@@ -32,6 +32,7 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
 
 
 MLP = ModelSpec(build=mlp, data=classes, loss=F.cross_entropy, metrics={"accuracy": accuracy})
+PLAIN_SGD = replace(MLP, optimizer=lambda named, section: torch.optim.SGD([p for _, p in named], lr=section.lr))
 
 
 def plan(**styles: str) -> Callable[..., dict[str, Any]]:

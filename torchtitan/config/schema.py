@@ -16,6 +16,7 @@ from torchtitan.config.keys.model import (
 )
 from torchtitan.config.keys.parallelism import Parallelism
 from torchtitan.config.keys.run import Comm, Debug, Job, Metrics, Profiling
+from torchtitan.config.keys.swarm import Swarm
 from torchtitan.config.keys.training import DataSource, LRScheduler, Optimizer, Training, Validation
 from torchtitan.config.section import Section
 
@@ -39,6 +40,7 @@ __all__ = [
     "QuantizeLinear",
     "RopeScaling",
     "Section",
+    "Swarm",
     "Training",
     "Validation",
 ]
@@ -62,6 +64,7 @@ class Config(Section):
     comm: Comm = Comm()
     validation: Validation = Validation()
     debug: Debug = Debug()
+    swarm: Swarm = Swarm()
 
     @property
     def float8(self) -> Float8 | None:

@@ -28,7 +28,7 @@ def find_download(folder: Path, specs: Mapping[str, Family], family: str | None 
         raise Refusal(f"{path} holds no JSON object; the file is damaged, get it again")
     model_type = content.get("model_type")
     for name, spec in specs.items():
-        hugging_face = spec.hugging_face
+        hugging_face = spec.hugging_face and spec.hugging_face()
         if hugging_face is not None and (family or hugging_face.model_type == model_type):
             return name, Blueprint(str(folder), spec, _read_shape(path, hugging_face, content))
     if family:

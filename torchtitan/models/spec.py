@@ -71,7 +71,7 @@ class Family:
     operations: Callable[[Any, Any], Any] | None = None  # shape, models.operations.Share -> Work, for the planner
     takes_muon: Callable[[str], bool] = lambda name: False  # whether Muon updates this matrix, rather than AdamW
     refusals: Callable[[Any, Config], Iterator[str]] = _nothing  # what is impossible, and what to type instead
-    hugging_face: HuggingFace | None = None
+    hugging_face: Callable[[], HuggingFace] | None = None
     other_formats: Mapping[str, Callable[[Path], OtherFormat]] = field(default_factory=dict)  # by the marking file
 
 

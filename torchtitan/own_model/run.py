@@ -27,6 +27,7 @@ from torchtitan.own_model.trial import check_norms, try_out
 from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal, blaming
+from torchtitan.training.data import own_slots
 from torchtitan.training.run import Run
 
 
@@ -103,9 +104,10 @@ class OwnRun(Run):
         assert isinstance(parts, OwnParts)
         return OwnForwardBackward(self.spec, parts, self.mesh, self.config, self.device)
 
-    def build_training_loader(self, seed: int) -> Any:
-        grouping = Grouping(self._tell(self._read_lengths), self.batch.global_batch_size) if self.spec.length else None
-        return self._loader("train", Order(self.batch.num_streams, seed, self.config.training.shuffle), grouping)
+    def build_training_loader(self, seed: int, part: tuple[int, int] = (0, 1)) -> Any:
+        slots, training = own_slots(self.batch, self.mesh, part), self.config.training
+        grouping = Grouping(self._tell(self._read_lengths), slots.global_batch_size) if self.spec.length else None
+        return self._loader("train", slots, Order(slots.num_streams, seed, training.shuffle), grouping)
 
     def _read_lengths(self) -> Any:
         return read_lengths(open_dataset(self.spec.data, "train")[0], self.spec)
@@ -113,12 +115,10 @@ class OwnRun(Run):
     def build_validation_loader(self) -> Any:
         if not self.config.validation.enable:
             return None
-        return self._loader("validation", Order(self.batch.num_streams, 0, False))
+        return self._loader("validation", own_slots(self.batch, self.mesh), Order(self.batch.num_streams, 0, False))
 
-    def _loader(self, split: str, order: Order, grouping: Grouping | None = None) -> Any:
+    def _loader(self, split: str, layout: OwnSlots, order: Order, grouping: Grouping | None = None) -> Any:
         is_held_out = split == "validation"
-        dp_rank, dp_size = self.mesh.batch.get_local_rank(), self.mesh.dims.dp
-        layout = OwnSlots(self.batch.global_batch_size, order.num_streams, dp_rank, dp_size)
         ask = any_says_so if is_held_out else None
         if self.is_between_stages:
             from torchtitan.data.no_data import NoData

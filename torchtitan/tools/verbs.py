@@ -34,6 +34,12 @@ VERBS = {
         "launch": "launch.submit.verb",
         "preflight": "launch.preflight.verb",
     },
+    "several sites": {
+        "swarm try": "swarm.attempt",
+        "swarm keys": "swarm.keys",
+        "swarm serve": "swarm.syncer.serve",
+        "swarm status": "swarm.status",
+    },
     "after training": {
         "generate": "tools.text.generate",
         "eval": "tools.text.evaluate",

@@ -47,19 +47,28 @@ def needs_data(config: Config, place: Place) -> bool:
 
 
 def build_training_loader(
-    config: Config, plan: BatchPlan, tokenizer: Tokenizer, mesh: Mesh, seed: int, device: torch.device
+    config: Config,
+    plan: BatchPlan,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    seed: int,
+    device: torch.device,
+    part: tuple[int, int] = (0, 1),
 ) -> Loader:
-    """This rank's streams of the training data."""
-    training, layout = config.training, _layout(plan, mesh)
+    """This rank's streams of the training data, or of one of so many parts of it: a swarm's sites have one each."""
+    training, layout = config.training, own_slots(plan, mesh, part)
     single = DataSource(dataset=training.dataset, dataset_path=training.dataset_path, text_key=training.text_key)
     given, divided = training.sources or [single], holds_out(config)
     sources = open_sources(given, tokenizer, layout, training.epochs, divided=divided, pads=False)
     shape = _shape(config, training.seq_len, tokenizer, device, pads=False)
-    return Loader(sources, tokenizer, layout, shape, Order(plan.num_streams, seed, training.shuffle))
+    return Loader(sources, tokenizer, layout, shape, Order(layout.num_streams, seed, training.shuffle))
 
 
-def _layout(plan: BatchPlan, mesh: Mesh) -> OwnSlots:
-    return OwnSlots(plan.global_batch_size, plan.num_streams, mesh.batch.get_local_rank(), mesh.dims.dp)
+def own_slots(plan: BatchPlan, mesh: Mesh, part: tuple[int, int] = (0, 1)) -> OwnSlots:
+    """As if all parts were one run, each with as many ranks as this one."""
+    number, count = part
+    dp, rank = mesh.dims.dp, mesh.batch.get_local_rank()
+    return OwnSlots(plan.global_batch_size * count, plan.num_streams * count, number * dp + rank, dp * count)
 
 
 def _shape(config: Config, seq_len: int, tokenizer: Tokenizer, device: torch.device, pads: bool) -> Shape:
@@ -84,7 +93,7 @@ def build_validation_loader(
             f"validation reads every 20th document of {source.dataset_path}, and training the others; to validate on "
             "other text, set validation.dataset_path"
         )
-    layout = _layout(plan, mesh)
+    layout = own_slots(plan, mesh)
     sources = open_sources([source], tokenizer, layout, 1, divided=divided, pads=True)
     shape = _shape(config, validation.seq_len, tokenizer, device, pads=True)
     return Loader(sources, tokenizer, layout, shape, Order(plan.num_streams, 0, shuffle=False), any_says_so)

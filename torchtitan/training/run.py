@@ -156,11 +156,11 @@ class Run:
         loss = loss or build_loss(self.config.compile)
         return ForwardBackward(parts, loss, self.mesh, self.config.training, self.config.parallelism, self.device)
 
-    def build_training_loader(self, seed: int) -> Loader:
+    def build_training_loader(self, seed: int, part: tuple[int, int] = (0, 1)) -> Loader:
         assert self.tokenizer is not None
         if self.is_between_stages:
             return self._no_data(self.config.training.seq_len)
-        return data.build_training_loader(self.config, self.batch, self.tokenizer, self.mesh, seed, self.device)
+        return data.build_training_loader(self.config, self.batch, self.tokenizer, self.mesh, seed, self.device, part)
 
     def build_validation_loader(self) -> Loader | None:
         """The held-out data, if validation is on."""

@@ -125,13 +125,13 @@ def write_hf(
     source: StoredModel, folder: str, assets: Path, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write a folder that transformers loads."""
-    hugging_face = source.blueprint.spec.hugging_face
-    if hugging_face is None:
+    if source.blueprint.spec.hugging_face is None:
         raise Refusal(
             f"{source.family} does not say how Hugging Face names its weights; give its Family `hugging_face`"
         )
     tokenizer = build_tokenizer_for(source, assets)
     stored = dtype or next(iter(source.weights.outline.values())).dtype
+    hugging_face = source.blueprint.spec.hugging_face()
     config = hugging_face.to_config(
         source.blueprint.shape, str(stored).removeprefix("torch."), tokenizer.bos_id, tokenizer.eos_id
     )
@@ -169,7 +169,7 @@ def _rows_of_embedding(blueprint: Blueprint, weights: Weights) -> int:
 def _open_hf(folder: Path, family: str | None) -> StoredModel:
     family, blueprint = find_download(folder, find_families(family), family)
     assert blueprint.spec.hugging_face is not None
-    to_name = blueprint.spec.hugging_face.to_name
+    to_name = blueprint.spec.hugging_face().to_name
     weights, outline = open_hf(folder), outline_of(blueprint)
     if blueprint.tied:
         weights = _without_copy(weights, *map(to_name, blueprint.tied))

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.models.llama import hf
 from torchtitan.models.llama.args import (
     LLAMA2_FLAVORS,
     LLAMA3_FLAVORS,
@@ -48,6 +47,12 @@ def operations(args: LlamaArgs, share: "Share") -> "Work":
     return decoder(args, share)
 
 
+def hugging_face() -> HuggingFace:
+    from torchtitan.models.llama import hf
+
+    return HuggingFace("llama", hf.to_hf_name, hf.to_hf_config, hf.from_hf_config)
+
+
 def open_meta(folder: Path) -> OtherFormat:
     from torchtitan.models.llama.meta import open_meta
 
@@ -66,7 +71,7 @@ def _family(flavors: Mapping[str, LlamaArgs]) -> Family:
         operations=operations,
         takes_muon=takes_muon,
         refusals=refusals,
-        hugging_face=HuggingFace("llama", hf.to_hf_name, hf.to_hf_config, hf.from_hf_config),
+        hugging_face=hugging_face,
         other_formats={"params.json": open_meta},
     )
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchtitan.models.qwen3 import hf
 from torchtitan.models.qwen3.args import FLAVORS, Qwen3Args, parts, refusals, takes_muon, tied
 from torchtitan.models.spec import Family, HuggingFace
 
@@ -39,6 +38,12 @@ def operations(args: Qwen3Args, share: "Share") -> "Work":
     return decoder(args, share, head_norms=True)
 
 
+def hugging_face() -> HuggingFace:
+    from torchtitan.models.qwen3 import hf
+
+    return HuggingFace("qwen3", hf.to_hf_name, hf.to_hf_config, hf.from_hf_config)
+
+
 QWEN3 = Family(
     shape=Qwen3Args,
     flavors=FLAVORS,
@@ -50,5 +55,5 @@ QWEN3 = Family(
     operations=operations,
     takes_muon=takes_muon,
     refusals=refusals,
-    hugging_face=HuggingFace("qwen3", hf.to_hf_name, hf.to_hf_config, hf.from_hf_config),
+    hugging_face=hugging_face,
 )

@@ -19,6 +19,7 @@ from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.checkpoints import state
 from torchtitan.training.checkpoints.resume import Start, describe_changes, plan_start
 from torchtitan.training.checkpoints.saves import Saves
+from torchtitan.training.swarm import NoSwarm
 
 if TYPE_CHECKING:
     from torchtitan.training.optimizer.average import Average
@@ -103,22 +104,25 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         loader: Loader,
         average: "Average | None" = None,
+        swarm: NoSwarm | None = None,
     ) -> Saves:
         """Fill model, optimizer and loader as `start` says; returns what will save them.
 
         `load_weights` reads weights that need not be a whole checkpoint of this recipe.
         """
+        if swarm is not None:
+            swarm.attach(model)
         if self.manager is not None:
             self.manager.about["config"] = config.model_dump(mode="json")
         if self.found is not None and (self.resumes or not self.section.initial_load_missing):
             with self.watch.saving():
-                self._load(*self.found, model, optimizer, loader, average)
+                self._load(*self.found, model, optimizer, loader, average, swarm or NoSwarm())
         elif self.start.weights:
             load_weights(model)
             if average is not None:
                 average.begin()
         own = self.manager, self.run_folder, self.tokens_at, self.watch
-        return Saves(config, *own, model, optimizer, loader, self.best, average)
+        return Saves(config, *own, model, optimizer, loader, self.best, average, swarm or NoSwarm())
 
     def _load(
         self,
@@ -128,6 +132,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         loader: Loader,
         average: "Average | None",
+        swarm: NoSwarm,
     ) -> None:
         assert self.manager is not None
         tensors, streams = state.model_tensors(model), {}
@@ -137,6 +142,9 @@ class Checkpoints:
         has_average = self.start.optimizer and any(name.startswith("average.") for name in shapes)
         if average is not None and has_average:
             tensors |= average.tensors()
+        in_swarm = self.resumes and "swarm" in manifest.run
+        if in_swarm:
+            tensors |= swarm.tensors()
         if self.start.data:
             own = [name for name in state.data_tensors(loader) if name in shapes]
             streams = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in own}
@@ -148,6 +156,8 @@ class Checkpoints:
                 average.begin()
             for tie in model.ties:
                 tie.copy_first(average.states)
+        if in_swarm:
+            swarm.load(manifest.run["swarm"])
         if self.start.data:
             state.load_data(loader, manifest.run["data"], streams)
         if self.start.optimizer and model.loss_scale is not None and "loss_scale" in manifest.run:

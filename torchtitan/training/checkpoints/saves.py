@@ -1,7 +1,7 @@
 """Saves a run while it trains, and completes its last save."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from torchtitan.observe.log import logger
 from torchtitan.observe.peers.alone import Alone
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.checkpoints import state
+from torchtitan.training.swarm import NoSwarm
 
 if TYPE_CHECKING:
     from torchtitan.training.checkpoints.best import Best
@@ -39,6 +40,7 @@ class Saves:
     loader: Loader
     best: "Best | None" = None
     average: "Average | None" = None
+    swarm: NoSwarm = field(default_factory=NoSwarm)
 
     def __enter__(self) -> "Saves":
         return self
@@ -110,11 +112,13 @@ class Saves:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         else:
             tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
-            tensors |= averages
+            tensors |= averages | self.swarm.tensors()
         run = {"tokens": self.tokens_at(step), "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}
         if self.model.loss_scale is not None:
             run["loss_scale"] = self.model.loss_scale.state()
         if self.best is not None:
             run["best"] = self.best.state()
+        if not only_weights and (swarm := self.swarm.state()) is not None:
+            run["swarm"] = swarm
         with self.watch.saving():
             self.manager.save(step, tensors, run)

@@ -1,0 +1,226 @@
+"""A syncer over real HTTPS: whom it lets in, what it refuses, what it merges, and what is left of it after a kill."""
+
+import json
+import socket
+import ssl
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.swarm.served import keys, served
+from torchtitan.config.keys.swarm import Swarm
+from torchtitan.refusal import Refusal
+from torchtitan.swarm import certificates, codec
+from torchtitan.swarm.fragments import Box
+from torchtitan.swarm.link import Link, Travel
+from torchtitan.swarm.outer import Outer
+from torchtitan.swarm.syncer.state import FragmentState, Meeting
+from torchtitan.tools import verbs
+
+SHARED = {"protocol": 1, "model.name": "llama3"}
+TABLE = [["a", 8, 300], ["b", 1, 64]]
+WHOLE = [Box(0, 0, 8, 0, 300), Box(1, 0, 1, 0, 64)]
+
+
+def section(**more):
+    return Swarm(**({"fragments": 1, "codec": "float32", "quorum": 2, "sites": 3, "grace_seconds": 0.3} | more))
+
+
+def numbers(value):
+    return b"".join(codec.pack(torch.full(box.shape, float(value)), torch.empty(0), "float32") for box in WHOLE)
+
+
+def link(folder, url, number=0):
+    return Link(url, folder / f"keys/site-{number}", 0)
+
+
+def joined(folder, url, number=0, is_new=True, step=0):
+    own = link(folder, url, number)
+    own.run = own.ask("/hello", {"shared": SHARED, "streams": 8})["run"]
+    told = own.ask("/join", {"run": own.run, "weights": TABLE, "step": step, "is_new": is_new})
+    if told["versions"] == [-1]:
+        own.found(0, 0, WHOLE, numbers(1))
+    return own
+
+
+def carried(own, value, base=0, step=10, tokens=100):
+    """A difference of this value everywhere, on its way in a thread."""
+    body = b"".join(codec.pack(*codec.encode(torch.full(b.shape, float(value)), "float32"), "float32") for b in WHOLE)
+    travel = Travel(0, base, step, tokens, WHOLE, WHOLE, body)
+    thread = threading.Thread(target=own.carry, args=(travel, lambda: numbers(9)), daemon=True)
+    thread.start()
+    return travel, thread
+
+
+def met(*carrying):
+    for travel, thread in carrying:
+        thread.join(20)
+        assert travel.failed is None and travel.about is not None
+    return [travel for travel, _ in carrying]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    keys(tmp_path, 3)
+    return tmp_path
+
+
+def test_a_meeting_weighs_by_tokens_and_everyone_gets_the_same(folder):
+    with served(folder, section(), SHARED) as (url, syncer):
+        first, second = joined(folder, url, 0), joined(folder, url, 1)
+        travels = met(carried(first, 1.0, tokens=300), carried(second, -1.0, tokens=100))
+        assert {tuple(t.about["counted"].items()) for t in travels} == {(("site-0", 10), ("site-1", 10))}
+        assert travels[0].payload == travels[1].payload
+        assert syncer.fragments[0].anchor[0][0, 0].item() == pytest.approx(1 - 0.7 * 1.9 * 0.5)
+        assert syncer.status()["sites"]["site-0"]["tokens"] == 300
+
+
+def test_a_slow_site_holds_the_others_no_longer_than_the_grace_and_counts_at_the_next_meeting(folder):
+    with served(folder, section(), SHARED) as (url, _):
+        sites = [joined(folder, url, n) for n in range(3)]
+        begun = time.monotonic()
+        travels = met(carried(sites[0], 1.0), carried(sites[1], 1.0))
+        assert 0.3 <= time.monotonic() - begun < 2 and set(travels[0].about["counted"]) == {"site-0", "site-1"}
+        late = carried(sites[2], 4.0, base=0, step=10)
+        (third, *_) = met(late, carried(sites[0], 1.0, base=1, step=20))
+        assert third.about["version"] == 2 and third.about["updates"] == 2 and "site-2" in third.about["counted"]
+
+
+def test_what_is_not_finite_is_left_out_by_name(folder):
+    with served(folder, section(), SHARED) as (url, _):
+        first, second = joined(folder, url, 0), joined(folder, url, 1)
+        travels = met(carried(first, float("nan")), carried(second, 1.0))
+        assert travels[0].about["rejected"] == {"site-0": [10, "its difference is not finite"]}
+        assert list(travels[1].about["counted"]) == ["site-1"]
+
+
+def test_a_killed_syncer_goes_on_from_its_last_merge_and_takes_a_newer_anchor_from_a_site(folder):
+    with served(folder, section(), SHARED) as (url, syncer):
+        first, second = joined(folder, url, 0), joined(folder, url, 1)
+        met(carried(first, 1.0), carried(second, 1.0))
+        anchor, velocity, run = syncer.fragments[0].anchor, syncer.fragments[0].velocity, syncer.run
+    files = Path(folder / "syncer/fragment-0")
+    (files / "version-9.unfinished").write_bytes(b"half")
+    with served(folder, section(), SHARED) as (url, syncer):
+        again = syncer.fragments[0]
+        assert syncer.run == run and again.version == 1 and all(map(torch.equal, anchor, again.anchor))
+        assert all(map(torch.equal, velocity, again.velocity)) and again.meeting_of("site-0", 10, 0).version == 1
+        replayed = joined(folder, url, 0, is_new=False)  # a site that went back to before the meeting lives through it
+        assert met(carried(replayed, 1.0, base=0, step=10))[0].about["version"] == 1
+    (files / "version-1.safetensors").unlink()  # a disk that lost the last merge
+    with served(folder, section(), SHARED) as (url, syncer):
+        first, second = joined(folder, url, 0, False), joined(folder, url, 1, False)
+        travels = met(carried(first, 1.0, base=1, step=20), carried(second, 1.0, base=1, step=20))
+        assert travels[0].about["version"] == 2  # merged upon what the sites still had, which is all nines here
+        assert syncer.fragments[0].anchor[0][0, 0].item() == pytest.approx(9 - 0.7 * 1.9)
+
+
+def test_a_site_that_starts_again_does_not_replace_the_run(folder):
+    with served(folder, section(), SHARED) as (url, syncer):
+        joined(folder, url, 0)
+        again = link(folder, url, 0)
+        again.run = syncer.run
+        again.found(0, 0, WHOLE, numbers(5))
+        assert syncer.fragments[0].anchor[0][0, 0].item() == 1
+
+
+def test_what_is_stale_foreign_or_of_another_model_is_refused_with_the_difference(folder):
+    with served(folder, section(sites=2), SHARED) as (url, _):
+        own = joined(folder, url, 0)
+        with pytest.raises(Refusal, match="model.name is 'qwen3' at this site and 'llama3' in the run"):
+            own.ask("/hello", {"shared": SHARED | {"model.name": "qwen3"}, "streams": 8})
+        with pytest.raises(Refusal, match="16 streams of data, and the run 8; set training.num_streams = 8"):
+            own.ask("/hello", {"shared": SHARED, "streams": 16})
+        with pytest.raises(Refusal, match=r"another model than the run: \['a', 9, 300\] and \['a', 8, 300\]"):
+            own.ask("/join", {"run": own.run, "weights": [["a", 9, 300]], "step": 0, "is_new": True})
+        own.run = "another"
+        with pytest.raises(Refusal, match="and the message is for another"):
+            own.found(0, 7, WHOLE, numbers(1))
+        joined(folder, url, 1)
+        with pytest.raises(Refusal, match="all 2 parts of the data have their site .site-0, site-1"):
+            link(folder, url, 2).ask("/hello", {"shared": SHARED, "streams": 8})
+    with pytest.raises(Refusal, match="holds another swarm's run: model.name is 'qwen3' in this file"):
+        with served(folder, section(sites=2), SHARED | {"model.name": "qwen3"}):
+            pass
+
+
+def test_strangers_revoked_sites_and_broken_bodies_get_nothing_and_stop_nobody(folder, tmp_path_factory):
+    stranger = tmp_path_factory.mktemp("stranger")
+    keys(stranger, 1)
+    with served(folder, section(), SHARED) as (url, syncer):
+        own, host = joined(folder, url, 0), ("127.0.0.1", int(url.rpartition(":")[2]))
+        slow = socket.create_connection(host)  # says nothing, and hangs up at the end
+        with pytest.raises(httpx.HTTPError):  # no certificate
+            httpx.get(f"{url}/status", verify=False)
+        with pytest.raises(httpx.HTTPError):  # of another authority
+            made = ssl.create_default_context(cafile=folder / "keys/site-0/authority.pem")
+            made.load_cert_chain(stranger / "keys/site-0/own.pem", stranger / "keys/site-0/own.key")
+            httpx.get(f"{url}/status", verify=made)
+        with pytest.raises(httpx.HTTPError):  # a site that believes another authority
+            httpx.get(f"{url}/status", verify=certificates.context(stranger / "keys/site-0", is_server=False))
+        with pytest.raises(httpx.HTTPError):  # a site's certificate is none of a syncer
+            made = certificates.context(folder / "keys/site-0", is_server=False)
+            made.maximum_version = made.minimum_version = ssl.TLSVersion.TLSv1_2
+            httpx.get(f"{url}/status", verify=made)
+        path = f"{url}/{own.run}/0/difference"
+        for body in (b"", b"\0" * 100, b"\xff" * 100):
+            assert own.client.post(path, content=body).status_code == 409
+        for body in (bytes((1 << 24) + 1), iter([b"of no stated size"])):
+            try:
+                assert "are the most" in own.client.post(f"{url}/hello", content=body).json()["refusal"]
+            except httpx.WriteError:  # the syncer hung up while this was being sent
+                pass
+        certificates.revoke(folder / "keys", "site-0")
+        assert "certificate of site-0 is revoked" in own.client.get(f"{url}/status").json()["refusal"]
+        assert joined(folder, url, 1).client.get(f"{url}/status").json()["run"] == syncer.run
+        slow.close()
+
+
+def test_keys_are_made_once_and_private(tmp_path, capsys):
+    module, parser = verbs.load("swarm keys")
+    module.run(
+        parser.parse_args(["--syncer", "meet.example.org,10.0.0.1", "--sites", "zurich,lima", "--out", str(tmp_path)]),
+        [],
+    )
+    assert "for the site lima, valid for 365 days" in capsys.readouterr().out
+    assert certificates.sites_of(tmp_path / "syncer") == ["zurich", "lima"]
+    assert (tmp_path / "lima/own.key").stat().st_mode & 0o77 == 0
+    for words, says in (
+        (["--sites", "lima"], "lima exists; remove it"),
+        (["--sites", "Lima"], "use small letters"),
+        ([], "makes nothing yet"),
+        (["--revoke", "oslo"], "nothing to revoke"),
+    ):
+        with pytest.raises(Refusal, match=says):
+            module.run(parser.parse_args([*words, "--out", str(tmp_path)]), [])
+    with pytest.raises(Refusal, match="lacks authority.pem, own.pem, own.key; make it with"):
+        certificates.context(tmp_path, is_server=False)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_updates_lead_from_one_anchor_to_the_next_for_any_part_of_it(tmp_path, kind):
+    state = FragmentState(tmp_path, WHOLE, kind, Outer(0.7, 0.9))
+    start = [torch.randn(box.shape, generator=torch.Generator().manual_seed(3)) for box in WHOLE]
+    state.found("x", 0, 0, WHOLE, b"".join(codec.pack(each, torch.empty(0), "float32") for each in start))
+    for step in (1, 2):
+        for site in ("x", "y"):
+            body = b"".join(codec.pack(*codec.encode(torch.randn(box.shape), kind), kind) for box in WHOLE)
+            state.add(site, 0, state.version, step, 10, WHOLE, body)
+        assert isinstance(state.merge("a test"), Meeting)
+    from torchtitan.swarm.outer import taken
+    from torchtitan.swarm.wire import parts
+
+    part = [Box(0, 2, 5, 100, 290), Box(1, 0, 1, 0, 64)]
+    found = [start[0][2:5, 100:290], start[1]]
+    for number, (box, codes, scales) in enumerate(
+        parts(memoryview(state.updates_of(0, 2, part)), part * 2, kind, True)
+    ):
+        update = codec.decode(codes, scales, box.column % codec.BLOCK)
+        found[number % 2] = taken(found[number % 2], update)
+    assert torch.equal(found[0], state.anchor[0][2:5, 100:290]) and torch.equal(found[1], state.anchor[1])
+    assert json.loads(json.dumps([vars(each) for each in state.meetings]))[1]["version"] == 2
+    assert FragmentState(tmp_path, WHOLE, kind, Outer(0.7, 0.9)).version == 2

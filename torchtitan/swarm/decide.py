@@ -1,0 +1,60 @@
+"""What the syncer decides, as functions of what it knows. Each returns a reason, which the log shows."""
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+UNUSUAL = 10  # times the usual norm
+NORMS_KEPT = 16
+
+
+class Answer(NamedTuple):
+    yes: bool
+    why: str
+
+
+def is_due(arrived: Mapping[str, float], present: Collection[str], quorum: int, grace: float, now: float) -> Answer:
+    """Whether to merge now. `arrived`: when each site's difference was complete; `present`: sites heard of lately."""
+    if len(arrived) < quorum:
+        return Answer(False, f"{len(arrived)} of at least {quorum} sites")
+    if not (missing := sorted(set(present) - set(arrived))):
+        return Answer(True, f"all {len(arrived)} sites")
+    waited = now - sorted(arrived.values())[quorum - 1]
+    if waited < grace:
+        return Answer(False, f"waiting for {', '.join(missing)}, {grace - waited:.0f} s more")
+    return Answer(True, f"{len(arrived)} of {len(present)} sites; {', '.join(missing)} did not come within {grace:g} s")
+
+
+def is_usual(norm: float, usual: Sequence[float]) -> Answer:
+    """Whether a difference of this norm may count, after those of these norms."""
+    if norm != norm or norm == float("inf"):
+        return Answer(False, "its difference is not finite")
+    if len(usual) < 4:
+        return Answer(True, "few differences so far")
+    middle = statistics.median(usual)
+    if norm > UNUSUAL * middle > 0:
+        return Answer(
+            False, f"its difference has the norm {norm:.3g}, {norm / middle:.0f} times the usual {middle:.3g}"
+        )
+    return Answer(True, f"norm {norm:.3g}")
+
+
+def shares(tokens: Mapping[str, int]) -> dict[str, float]:
+    """Each site's share of the merge, in the order of their names; the sum is 1."""
+    total = sum(tokens.values())
+    return {site: tokens[site] / total for site in sorted(tokens)}
+
+
+def differing(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """What a site says otherwise than the run, in words."""
+    return [
+        f"{key} is {theirs.get(key)!r} at this site and {value!r} in the run"
+        for key, value in ours.items()
+        if theirs.get(key) != value
+    ]
+
+
+def where_to_begin(own_step: int, others: Collection[int], is_new: bool) -> int:
+    """The step of the run for a site that is new to it, so that its learning rate is that of the run's tokens."""
+    middle = statistics.median_low(others) if others else 0
+    return middle if is_new and own_step == 0 else own_step

@@ -1,0 +1,146 @@
+"""A site's side of the connection. It only dials out, tries again for as long as it takes, and never unpickles."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
+from torchtitan.swarm.certificates import context
+from torchtitan.swarm.fragments import Box
+from torchtitan.swarm.wire import framed, opened
+
+_PAUSES = 0.2, 0.5, 1, 2, 5, 10  # seconds before a further try; the last one repeats
+
+
+class Ended(Exception):
+    """The run ends while it waits for the syncer."""
+
+
+@dataclass
+class Travel:
+    """A fragment on its way, on one rank."""
+
+    number: int
+    base: int
+    step: int
+    tokens: int
+    boxes: Sequence[Box]
+    sent: Sequence[Box]  # those of the boxes that no other rank sends
+    body: bytes
+    begun: float = field(default_factory=time.monotonic)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: float = 0.0
+    about: dict[str, Any] | None = None  # the meeting, once it has been
+    payload: bytes = b""
+    failed: BaseException | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        return self.about is not None or self.failed is not None
+
+
+class Link:
+    def __init__(self, url: str, keys: Path, rank: int) -> None:
+        timeout = httpx.Timeout(60.0, connect=10.0, pool=None)
+        self.client = httpx.Client(base_url=url, verify=context(keys, is_server=False), timeout=timeout)
+        self.url, self.rank, self.run = url, rank, ""
+        self.ended, self.is_away = threading.Event(), False
+
+    def ask(self, path: str, said: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self._call(path, json.dumps(said).encode()).json()
+        return answer
+
+    def try_once(self, path: str, said: dict[str, Any]) -> None:
+        """For what does not matter."""
+        try:
+            self.client.post(path, content=json.dumps(said).encode(), timeout=5.0)
+        except httpx.HTTPError:
+            return
+
+    def fetch_anchor(self, number: int, boxes: Sequence[Box]) -> tuple[int, memoryview]:
+        while True:
+            answer = self._call(f"/{self.run}/{number}/anchor", framed({"boxes": boxes}))
+            if answer.status_code == 200:
+                header, payload = opened(answer.content)
+                return header["version"], payload
+            self._pause(1)
+
+    def found(self, number: int, version: int, boxes: Sequence[Box], payload: bytes) -> None:
+        header = {"version": version, "rank": self.rank, "boxes": boxes}
+        self._call(f"/{self.run}/{number}/found", framed(header, payload))
+
+    def carry(self, travel: Travel, anchor: Callable[[], bytes]) -> None:
+        """Send a difference, and wait for the meeting that it was part of. Runs in a thread of its own."""
+        try:
+            while travel.about is None:
+                self._send(travel, anchor)
+                self._await(travel)
+        except (Exception, Ended) as error:
+            travel.failed = error
+        travel.seconds = time.monotonic() - travel.begun
+
+    def _send(self, travel: Travel, anchor: Callable[[], bytes]) -> None:
+        header = {"rank": self.rank, "base": travel.base, "step": travel.step, "tokens": travel.tokens}
+        body = framed(header | {"boxes": travel.sent}, travel.body)
+        while travel.sent:
+            answer = self._call(f"/{self.run}/{travel.number}/difference", body)
+            travel.bytes_up += len(body)
+            if answer.status_code != 410:
+                return
+            logger.warning(f"the syncer has an older anchor of fragment {travel.number} than this site, and gets ours")
+            self.found(travel.number, travel.base, travel.sent, anchor())
+
+    def _await(self, travel: Travel) -> None:
+        asked = framed({"boxes": travel.boxes, "base": travel.base, "step": travel.step})
+        while True:
+            answer = self._call(f"/{self.run}/{travel.number}/result", asked)
+            if answer.status_code == 200:
+                travel.bytes_down = len(answer.content)
+                travel.about, payload = opened(answer.content)
+                travel.payload = bytes(payload)
+                return
+            if answer.status_code == 404:  # the syncer has lost it, or the other ranks have not sent theirs
+                self._pause(0.2)
+                return
+
+    def _call(self, path: str, body: bytes) -> httpx.Response:
+        tries = 0
+        while True:
+            try:
+                answer = self.client.post(path, content=body)
+            except httpx.HTTPError as error:
+                self._note_away(error)
+                self._pause(_PAUSES[min(tries, len(_PAUSES) - 1)])
+                tries += 1
+                continue
+            if self.is_away:
+                self.is_away = False
+                logger.info(f"{self.url} is there again")
+            if answer.status_code == 409:
+                raise Refusal(f"the syncer refuses: {answer.json().get('refusal')}")
+            if answer.status_code < 500 and answer.status_code != 408:
+                return answer
+            self._note_away(f"it answers with {answer.status_code}")
+            self._pause(_PAUSES[min(tries, len(_PAUSES) - 1)])
+            tries += 1
+
+    def _note_away(self, why: object) -> None:
+        if not self.is_away:
+            self.is_away = True
+            logger.warning(f"{self.url} cannot be reached ({why}); this site goes on and tries again")
+
+    def _pause(self, seconds: float) -> None:
+        if self.ended.wait(seconds):
+            raise Ended
+
+    def close(self) -> None:
+        self.ended.set()
+        self.client.close()

@@ -1,0 +1,238 @@
+"""A site: an ordinary run that sends what it learned, a fragment at a time, and takes what all sites have learned.
+
+Each rank exchanges the rows that it holds, in threads beside training. What was learned while a fragment travelled
+stays; so nothing is lost by a late answer, and only a site that waits for all (quorum = sites) ever stands still.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan.config.schema import Config
+from torchtitan.observe.log import logger
+from torchtitan.parallel.collectives import any_says_so
+from torchtitan.parallel.parts import ModelParts
+from torchtitan.refusal import Refusal
+from torchtitan.swarm.held import Held
+from torchtitan.swarm.identity import shared
+from torchtitan.swarm.link import Ended, Link, Travel
+from torchtitan.training.run import Run
+from torchtitan.training.swarm import NoSwarm
+
+BEAT_SECONDS = 5.0
+WARM_STEPS = 20  # after a late start, for the optimizer's empty moments
+
+
+class Site(NoSwarm):
+    def __init__(self, config: Config, run: Run) -> None:
+        section = self.section = config.swarm
+        assert section.syncer is not None
+        if section.site is None or section.keys is None:
+            raise Refusal("swarm.syncer is set, but not swarm.site and swarm.keys; give this site's name and its keys")
+        self.run, self.link = run, Link(section.syncer, Path(section.keys), run.place.rank)
+        said = {"shared": shared(config), "streams": run.batch.num_streams}
+        told = self._from_rank_0(lambda: self.link.ask("/hello", said))
+        self.link.run, self.seed, self.part = told["run"], told["seed"], (told["part"], told["parts"])
+        if config.debug.seed not in (None, self.seed):
+            raise Refusal(f"debug.seed = {config.debug.seed}, but the swarm has {self.seed}; leave it out here")
+        self.waits_for_all = section.quorum >= section.sites
+        self.versions = [-1] * section.fragments
+        self.counted_to = [0] * section.fragments  # the step of the last difference that counted
+        self.travels: dict[int, Travel] = {}
+        self.flying: dict[int, int] = {}  # of a checkpoint: fragments that were on their way, and since which step
+        self.is_new, self.joined_at, self.speed, self.step = True, 0, 0.0, 0
+        self.totals = {"meetings": 0, "bytes_up": 0, "bytes_down": 0, "waited_seconds": 0.0}
+        if run.place.rank == 0:
+            logger.info(
+                f"swarm {self.link.run} at {section.syncer}: part {self.part[0] + 1} of {self.part[1]} of the data"
+            )
+
+    def warming(self, factor: Callable[[int], float]) -> Callable[[int], float]:
+        def warmed(step: int) -> float:
+            since = step - self.joined_at
+            return factor(step) * (min(1.0, since / WARM_STEPS) if self.joined_at and since >= 0 else 1.0)
+
+        return warmed
+
+    # --- checkpoints
+
+    def attach(self, model: ModelParts) -> None:
+        self.held = Held(model, self.run.mesh, self.section.fragments, self.section.codec)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.held.tensors()
+
+    def state(self) -> dict[str, Any]:
+        flying = {str(number): travel.step for number, travel in self.travels.items()}
+        return {
+            "run": self.link.run,
+            "versions": self.versions,
+            "counted_to": self.counted_to,
+            "flying": flying,
+            "joined_at": self.joined_at,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        if state["run"] != self.link.run:
+            raise Refusal(
+                f"the checkpoint is of swarm {state['run']}, and {self.section.syncer} serves {self.link.run}; name "
+                "another job.dump_folder, or serve the folder of that swarm"
+            )
+        self.versions, self.counted_to = list(state["versions"]), list(state["counted_to"])
+        self.flying = {int(number): step for number, step in state["flying"].items()}
+        self.is_new, self.joined_at = False, state["joined_at"]
+        self.held.fill_copies()
+
+    # --- joining
+
+    def begin(self, step: int) -> int:
+        table = [[w.name, w.rows, w.columns] for w in self.held.weights]
+        said = {"run": self.link.run, "weights": table, "step": step, "is_new": self.is_new}
+        told = self._from_rank_0(lambda: self.link.ask("/join", said))
+        self.held.free_gathered()
+        for number, version in enumerate(told["versions"]):
+            own = self.versions[number]
+            replays = self.waits_for_all and 0 <= own <= version
+            if replays or (own == version and own >= 0):
+                continue  # a site that waits for all lives through the merges that it knows again
+            if own > version or version < 0:
+                self.link.found(number, max(own, 0), self.held.sent[number], self.held.anchor_bytes(number))
+            self._take_newest(number)
+            self.flying.pop(number, None)
+        if told["begins_at"] > step:
+            step = self.joined_at = told["begins_at"]
+            self._log(
+                f"this site joins late, so it begins at step {step}, where the run is, and its optimizer warms up"
+            )
+        if told["again"]:
+            self._log(f"the documents of the last {told['again']} steps before this start are read again")
+        self.counted_to = [max(counted, step) if self.is_new else counted for counted in self.counted_to]
+        for number, sent_at in sorted(self.flying.items()):
+            self._depart(number, sent_at)
+        self.flying, self.step, self._stepped = {}, step, time.monotonic()
+        if self.run.place.rank == 0:
+            threading.Thread(target=self._beat, daemon=True).start()
+        return step
+
+    def _take_newest(self, number: int) -> None:
+        """The anchor as it is now, of one version on all ranks."""
+        while True:
+            version, payload = self.link.fetch_anchor(number, self.held.boxes[number])
+            versions: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(versions, version)
+            if len(set(versions)) == 1:
+                self.held.take_anchor(number, payload)
+                self.versions[number] = version
+                return
+
+    # --- meetings
+
+    def meet(self, step: int, is_asked_to_stop: Callable[[], bool]) -> None:
+        """Send the fragment whose turn it is, and take those that have arrived."""
+        now = time.monotonic()
+        self.step, self._stepped, passed = step, now, now - self._stepped
+        speed = self.run.tokens_per_step / max(passed, 1e-6)
+        self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed
+        for number in range(self.section.fragments):
+            if number not in self.travels and (step - self._offset(number)) % self.section.every == 0:
+                self.held.free_gathered()
+                self.held.note_sent(number)
+                self._depart(number, step)
+            if number in self.travels and step >= self.travels[number].step + self.section.delay:
+                self._take(number, step, is_asked_to_stop)
+
+    def _offset(self, number: int) -> int:
+        """Fragments meet in turn, and the last one at every whole `every`."""
+        return (number + 1) * self.section.every // self.section.fragments
+
+    def _depart(self, number: int, step: int) -> None:
+        tokens = (step - self.counted_to[number]) * self.run.tokens_per_step
+        boxes, sent = self.held.boxes[number], self.held.sent[number]
+        travel = Travel(number, self.versions[number], step, tokens, boxes, sent, self.held.encoded(number))
+        self.travels[number] = travel
+        anchor = lambda: self.held.anchor_bytes(number)  # noqa: E731
+        threading.Thread(target=self.link.carry, args=(travel, anchor), daemon=True).start()
+
+    def _take(self, number: int, step: int, is_asked_to_stop: Callable[[], bool]) -> None:
+        travel, begun = self.travels[number], time.monotonic()
+        patience = float("inf") if self.waits_for_all else self.section.grace_seconds
+        patience = patience if step == travel.step + self.section.delay else 0.0  # later, only look
+        while any_says_so(not travel.has_arrived):
+            if any_says_so(is_asked_to_stop() or time.monotonic() - begun >= patience):
+                return
+            time.sleep(0.002 if time.monotonic() - begun < 1 else 0.1)
+        waited = time.monotonic() - begun
+        del self.travels[number]
+        if travel.failed is not None and not isinstance(travel.failed, Ended):
+            raise travel.failed
+        assert travel.about is not None
+        about, counts = travel.about, self.section.site in travel.about["counted"]
+        self.held.free_gathered()
+        self.held.keep_rest(number, counts)
+        if about["updates"] and counts:
+            self.held.take_updates(number, about["updates"], travel.payload, self.section.mix)
+            self.versions[number] = about["version"]
+            if (own := self.held.checksum(number)) != about["checksum"]:
+                raise Refusal(
+                    f"after meeting {about['version']} of fragment {number} this site's anchor has the checksum {own}, "
+                    f"and the syncer's {about['checksum']}: memory or the link has changed it; start from a checkpoint"
+                )
+        else:  # the site was left out, or was away for too long
+            self._take_newest(number)
+        self.counted_to[number] = travel.step
+        self._report(travel, about, waited, counts)
+
+    def _report(self, travel: Travel, about: dict[str, Any], waited: float, counts: bool) -> None:
+        self.totals["meetings"] += 1
+        self.totals["bytes_up"] += travel.bytes_up
+        self.totals["bytes_down"] += travel.bytes_down
+        self.totals["waited_seconds"] += waited
+        count, hidden = len(about["counted"]), max(0.0, travel.seconds - waited)
+        left_out = "" if counts else f", but not this site: {about['rejected'].get(self.section.site, (0, ''))[1]}"
+        record = {key: value for key, value in about.items() if key != "why"}
+        record |= {"fragment": travel.number, "step": self.step, "bytes_up": travel.bytes_up}
+        record |= {"bytes_down": travel.bytes_down, "seconds": travel.seconds, "waited_seconds": waited}
+        if self.run.place.rank == 0:
+            with open(self.run.folder / "swarm.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\n")
+        self._log(
+            f"meeting {about['version']} of fragment {travel.number}: {count} of {about['sites']}{left_out}, "
+            f"{travel.bytes_up / 1e6:.2f} MB up, {travel.seconds:.1f} s, {hidden:.1f} s of it hidden, "
+            f"sites {about['apart']:.2%} apart"
+        )
+
+    def close(self, step: int) -> None:
+        """Leave what still travels, and the swarm."""
+        self.link.ended.set()
+        if self.run.place.rank == 0:
+            self.link.try_once("/leave", {})
+        self.link.close()
+
+    # --- helpers
+
+    def _beat(self) -> None:
+        while not self.link.ended.wait(BEAT_SECONDS):
+            self.link.try_once("/beat", {"speed": self.speed, "step": self.step})
+
+    def _from_rank_0(self, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        told: list[Any] = [None]
+        if self.run.place.rank == 0:
+            try:
+                told = [ask()]
+            except Refusal as refusal:
+                told = [refusal]
+        dist.broadcast_object_list(told, src=0)
+        if isinstance(told[0], Refusal):
+            raise told[0]
+        answer: dict[str, Any] = told[0]
+        return answer
+
+    def _log(self, text: str) -> None:
+        if self.run.place.rank == 0:
+            logger.info(text)

@@ -1,0 +1,40 @@
+"""Serve a swarm: the machine that all sites call, where what they learned is merged. It needs no GPU.
+
+    python -m torchtitan swarm serve train.toml --keys keys/syncer --out swarm
+
+The file is the sites' own. What the syncer holds lies in --out, and the same command goes on from there.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.swarm.join import require_packages
+
+HELP = "merge what the sites of a swarm learned; they call this machine"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="the TOML file of the run; further options after --")
+    parser.add_argument("--keys", default="keys/syncer", help="the syncer's folder of swarm keys (%(default)s)")
+    parser.add_argument("--out", default="swarm", help="the folder of anchors and merges (%(default)s)")
+    parser.add_argument("--host", default="0.0.0.0", help="the address to listen at (%(default)s: all)")
+    parser.add_argument("--port", type=int, default=29700, help="the port to listen at (%(default)s)")
+    parser.epilog = "Options of the run may follow --, as --swarm.quorum 3."
+
+
+def run(args: argparse.Namespace, options: Sequence[str]) -> None:
+    require_packages()
+    from torchtitan.config.load import load_config
+    from torchtitan.observe.log import logger, start_logging
+    from torchtitan.swarm.certificates import sites_of
+    from torchtitan.swarm.identity import shared
+    from torchtitan.swarm.syncer.server import Server
+    from torchtitan.swarm.syncer.syncer import Syncer
+
+    config = load_config(["--job.config_file", args.config, *options], prog="swarm serve")
+    start_logging()
+    keys = Path(args.keys)
+    syncer = Syncer(Path(args.out), config.swarm, shared(config), config.debug.seed, lambda: sites_of(keys))
+    logger.info(f"swarm {syncer.run} at port {args.port}: up to {config.swarm.sites} sites, in {args.out}")
+    Server(syncer, keys).build(args.host, args.port).run()

@@ -1,0 +1,189 @@
+"""What a syncer knows and does; server.py speaks HTTP around it.
+
+It holds the run's identity, its sites, and the fragments with their anchors. It knows no model: the first site that
+joins brings the table of weights and their first values, and from then on no site's values replace them.
+"""
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.schema import Swarm
+from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
+from torchtitan.swarm.decide import differing, is_due, where_to_begin
+from torchtitan.swarm.fragments import Box, Weight, divide
+from torchtitan.swarm.outer import Outer
+from torchtitan.swarm.syncer.state import FragmentState, Meeting
+
+ABSENT_SECONDS = 30.0  # without a word, after which merges do not wait for a site
+
+
+class Syncer:
+    """All methods may be called from several threads; a fragment's own lock keeps its merges apart."""
+
+    def __init__(
+        self,
+        folder: Path,
+        section: Swarm,
+        shared: Mapping[str, Any],
+        seed: int | None,
+        sites: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`sites`: names in the order in which they got their keys, which decides their parts of the data."""
+        self.folder, self.section, self.shared, self.named = folder, section, dict(shared), sites
+        self.outer = Outer.of(section.method, section.outer_lr, section.outer_momentum)
+        self.file, self.lock = folder / "run.json", threading.RLock()
+        self.heard: dict[str, float] = {}
+        self.fragments: list[FragmentState] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.file.exists():
+            known = json.loads(self.file.read_text())
+            if different := differing(known["shared"], self.shared):
+                raise Refusal(
+                    f"{folder} holds another swarm's run: {different[0].replace('at this site', 'in this file')}; name "
+                    "another --out, or serve the file that it was made with"
+                )
+        else:
+            known = {"run": secrets.token_hex(8), "seed": secrets.randbits(31) if seed is None else seed}
+            known |= {"shared": self.shared, "weights": None, "streams": None, "sites": {}}
+        self.run, self.seed = known["run"], known["seed"]
+        self.weights: list[list[Any]] | None = known["weights"]
+        self.streams: int | None = known["streams"]
+        self.sites: dict[str, dict[str, Any]] = known["sites"]
+        if self.weights is not None:
+            self._make_fragments()
+        self._save()
+
+    @property
+    def waits_for_all(self) -> bool:
+        return self.section.quorum >= self.section.sites
+
+    def hello(self, site: str, shared: Mapping[str, Any], streams: int) -> dict[str, Any]:
+        """Admit a site whose configuration is the run's, and give it its part of the data."""
+        if self.streams not in (None, streams):
+            raise Refusal(
+                f"site {site} has {streams} streams of data, and the run {self.streams}; set training.num_streams = "
+                f"{self.streams} there"
+            )
+        if different := differing(self.shared, shared):
+            raise Refusal(f"site {site} does not fit the run {self.run}: {'; '.join(different)}")
+        with self.lock:
+            self.streams = streams
+            if site not in self.sites:
+                taken = {each["part"] for each in self.sites.values()}
+                free = [number for number in range(self.section.sites) if number not in taken]
+                named = list(self.named())
+                if site in named and named.index(site) in free:
+                    free = [named.index(site)]
+                if not free:
+                    raise Refusal(
+                        f"site {site}: all {self.section.sites} parts of the data have their site "
+                        f"({', '.join(sorted(self.sites))}); a swarm with more needs swarm.sites of its own"
+                    )
+                self.sites[site] = {"part": free[0], "step": 0, "tokens": 0, "speed": 0.0, "meeting": ""}
+                self._save()
+            self.hear(site)
+            own = self.sites[site]
+            logger.info(f"site {site} is there, with part {own['part'] + 1} of {self.section.sites} of the data")
+            return {"run": self.run, "seed": self.seed, "part": own["part"], "parts": self.section.sites}
+
+    def join(self, site: str, run: str, weights: Sequence[Sequence[Any]], step: int, is_new: bool) -> dict[str, Any]:
+        self.check(run)
+        with self.lock:
+            table = [list(weight) for weight in weights]
+            if self.weights is None:
+                self.weights = table
+                self._make_fragments()
+                self._save()
+            if table != self.weights:
+                other = next(
+                    (f"{a} and {b}" for a, b in zip(table, self.weights, strict=False) if a != b), "more weights"
+                )
+                raise Refusal(f"site {site} has another model than the run: {other}; use the run's [model]")
+            own = self.sites[site]
+            read_again = max(0, own["step"] - step) if not self.waits_for_all else 0
+            there = [name for name in self.present() if name != site] or [name for name in self.sites if name != site]
+            others = [self.sites[name]["step"] for name in there]
+            begins_at = where_to_begin(step, others, is_new and not self.waits_for_all)
+            self.hear(site)
+            versions = [fragment.version for fragment in self.fragments]
+            return {"versions": versions, "begins_at": begins_at, "again": read_again}
+
+    def check(self, run: str) -> None:
+        if run != self.run:
+            raise Refusal(
+                f"this is the run {self.run}, and the message is for {run}; restart the site, so that it joins"
+            )
+
+    def fragment(self, number: int) -> FragmentState:
+        if not 0 <= number < len(self.fragments):
+            raise Refusal(f"there is no fragment {number}; the site has to join first")
+        return self.fragments[number]
+
+    def hear(self, site: str, **said: Any) -> None:
+        self.heard[site] = time.monotonic()
+        if site in self.sites:
+            self.sites[site] |= said
+
+    def leave(self, site: str) -> None:
+        self.heard.pop(site, None)
+        logger.info(f"site {site} has left")
+
+    def present(self) -> list[str]:
+        now = time.monotonic()
+        return sorted(site for site, when in self.heard.items() if now - when < ABSENT_SECONDS)
+
+    def merge_if_due(self, number: int) -> Meeting | None:
+        fragment, section = self.fragments[number], self.section
+        present = [] if self.waits_for_all else self.present()
+        answer = is_due(fragment.arrived(), present, section.quorum, section.grace_seconds, time.monotonic())
+        if not answer.yes:
+            return None
+        begun = time.monotonic()
+        tokens = {site: each.tokens for site, each in fragment.arriving.items()}
+        meeting = fragment.merge(answer.why)
+        with self.lock:
+            for site, step in meeting.counted.items():
+                own = self.sites[site]
+                own["tokens"] += tokens[site] if number == 0 else 0
+                own["step"], own["meeting"] = max(step, own["step"]), f"{number}.{meeting.version}"
+            self._save()
+        for site, (_, why) in meeting.rejected.items():
+            logger.warning(f"meeting {meeting.version} of fragment {number}: {site} does not count: {why}")
+        logger.info(
+            f"meeting {meeting.version} of fragment {number}: {answer.why}, merged in "
+            f"{time.monotonic() - begun:.1f} s, outer norm {meeting.norm:.3g}, sites {meeting.apart:.2%} apart"
+        )
+        return meeting
+
+    def status(self) -> dict[str, Any]:
+        present = self.present()
+        with self.lock:
+            sites = {name: each | {"present": name in present} for name, each in self.sites.items()}
+        versions = [fragment.version for fragment in self.fragments]
+        return {"run": self.run, "shared": self.shared, "versions": versions, "sites": sites}
+
+    def _make_fragments(self) -> None:
+        assert self.weights is not None
+        boxes: list[list[Box]] = divide([Weight(*weight) for weight in self.weights], self.section.fragments)
+        folders = [self.folder / f"fragment-{number}" for number in range(len(boxes))]
+        self.fragments = [
+            FragmentState(folder, each, self.section.codec, self.outer)
+            for folder, each in zip(folders, boxes, strict=True)
+        ]
+
+    def _save(self) -> None:
+        names = "run", "seed", "shared", "weights", "streams", "sites"
+        about = {name: getattr(self, name) for name in names}
+        unfinished = self.file.with_suffix(".unfinished")
+        with open(unfinished, "w") as file:
+            json.dump(about, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, self.file)
