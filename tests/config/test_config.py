@@ -361,6 +361,16 @@ def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhe
     assert not absent & set(key_names())
 
 
+def test_torchtitans_semi_synchronous_training_is_read_as_a_swarm() -> None:
+    keys = {"enable": True, "semi_sync_method": "DiLoCo", "sync_steps": 40, "fragment_sync_delay": 5, "replica_id": 1}
+    keys |= {"should_quantize": False, "num_fragments": 2, "fragment_update_alpha": 0.5, "min_replica_size": 3}
+    read = torchtitan_keys.read({"fault_tolerance": keys})
+    meant = {"method": "diloco", "codec": "float32", "every": 40, "fragments": 2, "delay": 5, "mix": 0.5, "quorum": 3}
+    assert read.values == {"swarm": meant} and not read.refusals and "trains alone" in read.warnings[1]
+    read = torchtitan_keys.read({"fault_tolerance": keys | {"module_fqns_per_model_fragment": []}})
+    assert "fault_tolerance.module_fqns_per_model_fragment = []: unknown key" in read.refusals[0]
+
+
 OLD_FILE = """
 [job]
 use_for_integration_test = true

@@ -79,7 +79,7 @@ def test_sites_of_unlike_layouts_hold_the_same_anchor_after_each_meeting(ranks: 
         alike = train()
     for ours, theirs in zip(unlike, alike, strict=True):
         assert differences(ours, theirs, "loss") < 1e-3  # where rounding to int8 falls on another side
-    assert meetings(tmp_path, 0) == meetings(tmp_path, 1) and len(meetings(tmp_path, 0)) == 4
+    assert meetings(tmp_path, 0) == meetings(tmp_path, 1) and len(meetings(tmp_path, 0)) == 6
     assert meetings(tmp_path / "alike", 0) == meetings(tmp_path / "alike", 1)
 
 

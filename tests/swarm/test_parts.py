@@ -12,7 +12,7 @@ from torchtitan.swarm import codec, decide, wire
 from torchtitan.swarm.fragments import Box, Weight, as_matrix, box_of, checksum, divide, held_of
 from torchtitan.swarm.outer import Outer, mixed
 
-WEIGHTS = [Weight("a", 7, 300), Weight("b", 1, 64), Weight("c", 40, 3), Weight("d", 64, 64)]
+WEIGHTS = [Weight("a", (7, 300)), Weight("b", (64,)), Weight("c", (40, 3)), Weight("d", (64, 64))]
 CODECS = ["float32", "bfloat16", "int8", "int4"]
 
 
@@ -27,7 +27,7 @@ def test_fragments_hold_every_number_once_and_are_about_equal(count):
 
 def test_too_many_fragments_are_refused():
     with pytest.raises(Refusal, match="fragment 0 would be empty; use fewer"):
-        divide([Weight("a", 1, 8), Weight("b", 1, 8)], 4)
+        divide([Weight("a", (1, 8)), Weight("b", (8,))], 4)
 
 
 def test_ranks_of_any_layout_hold_each_number_of_a_fragment():

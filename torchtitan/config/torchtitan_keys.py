@@ -60,7 +60,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "enable": False,
         **dict.fromkeys(
             "process_group process_group_timeout_ms replica_id group_size min_replica_size semi_sync_method "
-            "sync_steps should_quantize fragment_sync_delay fragment_update_alpha".split(),
+            "sync_steps should_quantize fragment_sync_delay fragment_update_alpha num_fragments".split(),
             _OFF_WITH_SECTION,
         ),
     },
@@ -136,7 +136,7 @@ _INSTEAD = {
     "experimental.custom_import": _OWN_MODEL,
     "experimental.custom_model_path": _OWN_MODEL,
     "fault_tolerance.enable": "MAX_RESTARTS=3 ./run_llama_train.sh restarts a run that fails (docs/checkpoints.md); "
-    "remove the key",
+    'with semi_sync_method = "diloco" or "local_sgd" the section is read as [swarm]; remove the key, or set that one',
     "job.custom_config_module": _OWN_MODEL,
     "job.save_config_file": "every run writes config.toml to its run folder; remove the key",
     "memory_estimation.enable": "python -m torchtitan dry_run FILE.toml estimates the memory; remove the key",
@@ -157,6 +157,17 @@ _INSTEAD = {
 }
 
 
+# With fault_tolerance.enable and a semi_sync_method, its keys say what [swarm] says.
+_OF_SWARM = {
+    "sync_steps": "every",
+    "num_fragments": "fragments",
+    "fragment_sync_delay": "delay",
+    "fragment_update_alpha": "mix",
+    "min_replica_size": "quorum",
+}
+_SEMI_SYNC = {"diloco": "diloco", "local_sgd": "average"}
+
+
 @dataclass
 class Reading:
     """Values under today's keys, what to tell the user, and what is refused."""
@@ -169,6 +180,9 @@ class Reading:
 def read(data: dict[str, Any]) -> Reading:
     """Take torchtitan's keys out of the tables of a file, or of options that `take_options` found."""
     reading = Reading(copy.deepcopy(data))
+    if _is_semi_sync(data.get("fault_tolerance")):
+        _read_semi_sync(reading)
+        data = reading.values
     for name, value in flat(data).items():
         today = _today(name)
         if name in _MEANT:
@@ -265,6 +279,24 @@ def _read_converters(reading: Reading, data: dict[str, Any]) -> None:
         new = ["quantize.linear.float8" if name == "float8" else name for name in converters]
         _set(reading.values, "model.converters", new)
         reading.warnings.append('model.converters: "float8" is the older name of "quantize.linear.float8"')
+
+
+def _is_semi_sync(section: Any) -> bool:
+    if not isinstance(section, dict) or section.get("enable") is not True:
+        return False
+    return str(section.get("semi_sync_method")).lower() in _SEMI_SYNC
+
+
+def _read_semi_sync(reading: Reading) -> None:
+    """Sites that meet every so many steps are a swarm here; what names the replica there, the keys of the site do."""
+    section = reading.values.pop("fault_tolerance")
+    if unknown := {key: value for key, value in section.items() if key not in KEYS["fault_tolerance"]}:
+        reading.values["fault_tolerance"] = unknown
+    meant: dict[str, Any] = {"swarm.method": _SEMI_SYNC[str(section["semi_sync_method"]).lower()]}
+    meant["swarm.codec"] = "int8" if section.get("should_quantize", True) else "float32"
+    meant |= {f"swarm.{ours}": section[theirs] for theirs, ours in _OF_SWARM.items() if theirs in section}
+    _put(reading, "fault_tolerance.enable", True, meant)
+    reading.warnings.append("fault_tolerance: without swarm.syncer, this run trains alone (docs/swarm.md)")
 
 
 def _refusal(today: str, name: str, value: Any, idle: Any) -> str:

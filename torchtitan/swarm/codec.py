@@ -26,18 +26,20 @@ def encode(values: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     """Codes, and the scales of the blocks (none, for numbers with a point)."""
     if codec not in _LARGEST:
         return values.to(getattr(torch, codec)), values.new_empty(0)
-    largest = _LARGEST[codec]
-    scales = _blocks(values).abs().amax(-1).div(largest).bfloat16()
-    spread = _spread(scales, values.shape[1])
-    codes = values.div(spread.where(spread > 0, torch.ones_like(spread))).round_().clamp_(-largest, largest)
-    return codes.to(torch.int8), scales
+    largest, blocks = _LARGEST[codec], _blocks(values)
+    scales = torch.linalg.vector_norm(blocks, math.inf, -1).div_(largest).bfloat16()
+    spread = scales.float()
+    spread[spread == 0] = 1
+    codes = blocks.div(spread[:, :, None]).round_().clamp_(-largest, largest).to(torch.int8)
+    return codes.flatten(1)[:, : values.shape[1]], scales
 
 
 def decode(codes: Tensor, scales: Tensor, skipped: int = 0) -> Tensor:
     """In float32. `skipped`: columns of the first block that lie before these codes."""
     if not scales.numel():
         return codes.float()
-    return codes.float() * _spread(scales, codes.shape[1], skipped)
+    values = _blocks(torch.nn.functional.pad(codes, (skipped, 0)) if skipped else codes).float()
+    return values.mul_(scales.float()[:, :, None]).flatten(1)[:, skipped : skipped + codes.shape[1]]
 
 
 def pack(codes: Tensor, scales: Tensor, codec: Codec) -> bytes:
@@ -50,7 +52,7 @@ def pack(codes: Tensor, scales: Tensor, codec: Codec) -> bytes:
 
 def unpack(data: memoryview, rows: int, columns: int, codec: Codec, skipped: int = 0) -> tuple[Tensor, Tensor]:
     """What `pack` gave; the caller has checked that there are so many bytes."""
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    raw = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
     if codec in ("float32", "bfloat16"):
         return raw.view(getattr(torch, codec)).view(rows, columns), torch.empty(0)
     size = rows * columns if codec == "int8" else (rows * columns + 1) // 2
@@ -58,18 +60,18 @@ def unpack(data: memoryview, rows: int, columns: int, codec: Codec, skipped: int
     if codec == "int4":
         codes = (torch.stack([raw[:size] & 15, raw[:size] >> 4], -1).flatten()[: rows * columns].to(torch.int8)) - 8
     blocks = math.ceil((skipped + columns) / BLOCK)
-    return codes.view(rows, columns), raw[size:].clone().view(torch.bfloat16).view(rows, blocks)
+    return codes.view(rows, columns), _aligned(raw[size:]).view(torch.bfloat16).view(rows, blocks)
+
+
+def _aligned(raw: Tensor) -> Tensor:
+    return raw.clone() if raw.storage_offset() % 2 else raw
 
 
 def _blocks(values: Tensor) -> Tensor:
     """[rows, blocks, BLOCK], the last block of a row filled up with zeros."""
     rows, columns = values.shape
-    padded = torch.nn.functional.pad(values, (0, -columns % BLOCK))
-    return padded.view(rows, -1, BLOCK)
-
-
-def _spread(scales: Tensor, columns: int, skipped: int = 0) -> Tensor:
-    return scales.float().repeat_interleave(BLOCK, 1)[:, skipped : skipped + columns]
+    padded = torch.nn.functional.pad(values, (0, -columns % BLOCK)) if columns % BLOCK else values
+    return padded.reshape(rows, -1, BLOCK)
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -17,8 +17,15 @@ from torchtitan.refusal import Refusal
 @dataclass(frozen=True)
 class Weight:
     name: str
-    rows: int
-    columns: int
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return as_matrix(self.shape)[0]
+
+    @property
+    def columns(self) -> int:
+        return as_matrix(self.shape)[1]
 
 
 class Box(NamedTuple):
@@ -101,4 +108,9 @@ def held_of(fragment: Iterable[Box], held: Iterable[Box]) -> list[Box]:
 
 def checksum(tensors: Iterable[Tensor]) -> int:
     """Of all bits, as a sum over the numbers, so that ranks can add up theirs."""
-    return sum(int(each.contiguous().view(torch.int32).long().sum()) for each in tensors)
+    return sum(int(each.contiguous().view(torch.int32).sum(dtype=torch.int64)) for each in tensors)
+
+
+def squares(values: Tensor) -> float:
+    """The sum of all squares; float32 in a row, float64 over the rows."""
+    return float(torch.linalg.vector_norm(values, dim=-1).double().square().sum())

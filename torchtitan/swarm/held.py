@@ -13,7 +13,7 @@ from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.codec import BLOCK, Codec, decode, encode, pack
-from torchtitan.swarm.fragments import Box, Weight, as_matrix, box_of, checksum, divide, held_of
+from torchtitan.swarm.fragments import Box, Weight, box_of, checksum, divide, held_of
 from torchtitan.swarm.outer import mixed, taken
 from torchtitan.swarm.wire import parts
 from torchtitan.training.optimizer.update import local_part, plain
@@ -137,11 +137,11 @@ class Held:
 
 def _table(named: dict[str, nn.Parameter]) -> list[Weight]:
     """Of the whole model, from what all ranks hold."""
-    own = {name: as_matrix(parameter.shape) for name, parameter in named.items()}
+    own = {name: tuple(parameter.shape) for name, parameter in named.items()}
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
     merged = {name: shape for each in everyones for name, shape in each.items()}
-    return [Weight(name, *merged[name]) for name in sorted(merged)]
+    return [Weight(name, merged[name]) for name in sorted(merged)]
 
 
 def _box(place: int, name: str, parameter: nn.Parameter) -> Box:

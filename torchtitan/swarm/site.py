@@ -4,7 +4,6 @@ Each rank exchanges the rows that it holds, in threads beside training. What was
 stays; so nothing is lost by a late answer, and only a site that waits for all (quorum = sites) ever stands still.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
+from torchtitan.observe.metrics import JsonLines, TensorBoard
 from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
@@ -46,8 +46,9 @@ class Site(NoSwarm):
         self.counted_to = [0] * section.fragments  # the step of the last difference that counted
         self.travels: dict[int, Travel] = {}
         self.flying: dict[int, int] = {}  # of a checkpoint: fragments that were on their way, and since which step
+        self.records: JsonLines | None = None
+        self.curves: TensorBoard | None = None
         self.is_new, self.joined_at, self.speed, self.step = True, 0, 0.0, 0
-        self.totals = {"meetings": 0, "bytes_up": 0, "bytes_down": 0, "waited_seconds": 0.0}
         if run.place.rank == 0:
             logger.info(
                 f"swarm {self.link.run} at {section.syncer}: part {self.part[0] + 1} of {self.part[1]} of the data"
@@ -92,7 +93,7 @@ class Site(NoSwarm):
     # --- joining
 
     def begin(self, step: int) -> int:
-        table = [[w.name, w.rows, w.columns] for w in self.held.weights]
+        table = [[w.name, list(w.shape)] for w in self.held.weights]
         said = {"run": self.link.run, "weights": table, "step": step, "is_new": self.is_new}
         told = self._from_rank_0(lambda: self.link.ask("/join", said))
         self.held.free_gathered()
@@ -113,11 +114,14 @@ class Site(NoSwarm):
         if told["again"]:
             self._log(f"the documents of the last {told['again']} steps before this start are read again")
         self.counted_to = [max(counted, step) if self.is_new else counted for counted in self.counted_to]
-        for number, sent_at in sorted(self.flying.items()):
-            self._depart(number, sent_at)
-        self.flying, self.step, self._stepped = {}, step, time.monotonic()
+        self.step, self.begun, self._stepped = step, step, time.monotonic()
         if self.run.place.rank == 0:
             threading.Thread(target=self._beat, daemon=True).start()
+        for number, sent_at in sorted(self.flying.items()):
+            self._depart(number, sent_at)
+            if step >= sent_at + self.section.delay:  # the run was stopped while it waited for this one
+                self._take(number, self.section.grace_seconds, lambda: False)
+        self.flying = {}
         return step
 
     def _take_newest(self, number: int) -> None:
@@ -139,13 +143,26 @@ class Site(NoSwarm):
         self.step, self._stepped, passed = step, now, now - self._stepped
         speed = self.run.tokens_per_step / max(passed, 1e-6)
         self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed
+        is_last = step == self.run.config.training.steps
         for number in range(self.section.fragments):
-            if number not in self.travels and (step - self._offset(number)) % self.section.every == 0:
-                self.held.free_gathered()
-                self.held.note_sent(number)
-                self._depart(number, step)
-            if number in self.travels and step >= self.travels[number].step + self.section.delay:
-                self._take(number, step, is_asked_to_stop)
+            if is_last and number in self.travels:
+                self._take(number, self.section.grace_seconds, is_asked_to_stop)
+            if is_last or (step - self._offset(number)) % self.section.every == 0:
+                self._send(number, step)
+        for number, travel in sorted(self.travels.items()):
+            if is_last or step == travel.step + self.section.delay:
+                self._take(number, self.section.grace_seconds, is_asked_to_stop)
+            elif step > travel.step + self.section.delay:  # only look
+                self._take(number, 0.0, is_asked_to_stop)
+
+    def _send(self, number: int, step: int) -> None:
+        if number in self.travels:
+            since = self.travels[number].step
+            self._log(f"fragment {number} is on its way since step {since}, so it is not sent again at step {step}")
+            return
+        self.held.free_gathered()
+        self.held.note_sent(number)
+        self._depart(number, step)
 
     def _offset(self, number: int) -> int:
         """Fragments meet in turn, and the last one at every whole `every`."""
@@ -159,10 +176,10 @@ class Site(NoSwarm):
         anchor = lambda: self.held.anchor_bytes(number)  # noqa: E731
         threading.Thread(target=self.link.carry, args=(travel, anchor), daemon=True).start()
 
-    def _take(self, number: int, step: int, is_asked_to_stop: Callable[[], bool]) -> None:
+    def _take(self, number: int, patience: float, is_asked_to_stop: Callable[[], bool]) -> None:
+        """Take what has arrived, after a wait of at most so many seconds, or of any length if all wait for all."""
         travel, begun = self.travels[number], time.monotonic()
-        patience = float("inf") if self.waits_for_all else self.section.grace_seconds
-        patience = patience if step == travel.step + self.section.delay else 0.0  # later, only look
+        patience = float("inf") if self.waits_for_all else patience
         while any_says_so(not travel.has_arrived):
             if any_says_so(is_asked_to_stop() or time.monotonic() - begun >= patience):
                 return
@@ -189,18 +206,21 @@ class Site(NoSwarm):
         self._report(travel, about, waited, counts)
 
     def _report(self, travel: Travel, about: dict[str, Any], waited: float, counts: bool) -> None:
-        self.totals["meetings"] += 1
-        self.totals["bytes_up"] += travel.bytes_up
-        self.totals["bytes_down"] += travel.bytes_down
-        self.totals["waited_seconds"] += waited
         count, hidden = len(about["counted"]), max(0.0, travel.seconds - waited)
         left_out = "" if counts else f", but not this site: {about['rejected'].get(self.section.site, (0, ''))[1]}"
-        record = {key: value for key, value in about.items() if key != "why"}
-        record |= {"fragment": travel.number, "step": self.step, "bytes_up": travel.bytes_up}
-        record |= {"bytes_down": travel.bytes_down, "seconds": travel.seconds, "waited_seconds": waited}
-        if self.run.place.rank == 0:
-            with open(self.run.folder / "swarm.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
+        if self.run.place.rank:
+            return
+        numbers = {"participation": count / about["sites"], "outer_norm": about["norm"], "apart": about["apart"]}
+        numbers |= {"bytes_up": travel.bytes_up, "bytes_down": travel.bytes_down}
+        numbers |= {"seconds": travel.seconds, "waited_seconds": waited}
+        exact = {"fragment": travel.number, "version": about["version"], "checksum": about["checksum"]}
+        names = {"counted": list(about["counted"]), "rejected": list(about["rejected"])}
+        if self.records is None:  # only now: the run folder is made after the site has joined
+            self._open_records()
+        assert self.records is not None
+        self.records.write(self.step, exact | names | numbers)
+        if self.curves is not None:
+            self.curves.write(self.step, {f"swarm/{name}": number for name, number in numbers.items()})
         self._log(
             f"meeting {about['version']} of fragment {travel.number}: {count} of {about['sites']}{left_out}, "
             f"{travel.bytes_up / 1e6:.2f} MB up, {travel.seconds:.1f} s, {hidden:.1f} s of it hidden, "
@@ -208,13 +228,27 @@ class Site(NoSwarm):
         )
 
     def close(self, step: int) -> None:
-        """Leave what still travels, and the swarm."""
+        """Leave the swarm, and what still travels."""
+        if self.travels:
+            numbers = ", ".join(map(str, sorted(self.travels)))
+            self._log(
+                f"at the end, fragment {numbers} had not arrived: what this site learned is in its own weights only"
+            )
         self.link.ended.set()
         if self.run.place.rank == 0:
             self.link.try_once("/leave", {})
         self.link.close()
+        for sink in (self.records, self.curves):
+            if sink is not None:
+                sink.close()
 
     # --- helpers
+
+    def _open_records(self) -> None:
+        metrics = self.run.config.metrics
+        self.records = JsonLines(self.run.folder / "swarm.jsonl", self.begun)
+        if metrics.enable_tensorboard:
+            self.curves = TensorBoard(self.run.folder / metrics.save_tb_folder / "swarm", self.begun)
 
     def _beat(self) -> None:
         while not self.link.ended.wait(BEAT_SECONDS):

@@ -20,7 +20,7 @@ def framed(header: dict[str, Any], *payload: bytes) -> bytes:
     return b"".join([_LENGTH.pack(len(text)), text, *payload])
 
 
-def opened(body: bytes) -> tuple[dict[str, Any], memoryview]:
+def opened(body: bytes | bytearray) -> tuple[dict[str, Any], memoryview]:
     """The header, and what follows it."""
     try:
         (length,) = _LENGTH.unpack_from(body)

@@ -39,6 +39,7 @@ VERBS = {
         "swarm keys": "swarm.keys",
         "swarm serve": "swarm.syncer.serve",
         "swarm status": "swarm.status",
+        "swarm export": "swarm.syncer.export",
     },
     "after training": {
         "generate": "tools.text.generate",

@@ -6,11 +6,15 @@ The file is the sites' own. What the syncer holds lies in --out, and the same co
 """
 
 import argparse
+import ctypes
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.swarm.join import require_packages
 
+CONFIG = "config.toml"
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc
 HELP = "merge what the sites of a swarm learned; they call this machine"
 
 
@@ -25,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     require_packages()
-    from torchtitan.config.load import load_config
+    from torchtitan.config.load import load_config, to_toml
     from torchtitan.observe.log import logger, start_logging
     from torchtitan.swarm.certificates import sites_of
     from torchtitan.swarm.identity import shared
@@ -34,7 +38,11 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
 
     config = load_config(["--job.config_file", args.config, *options], prog="swarm serve")
     start_logging()
+    if sys.platform == "linux":  # freed memory goes back to the system, or to the next request of any thread
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 8 << 20), libc.mallopt(M_ARENA_MAX, 1)
     keys = Path(args.keys)
     syncer = Syncer(Path(args.out), config.swarm, shared(config), config.debug.seed, lambda: sites_of(keys))
+    (Path(args.out) / CONFIG).write_text(to_toml(config), encoding="utf-8")  # for swarm export
     logger.info(f"swarm {syncer.run} at port {args.port}: up to {config.swarm.sites} sites, in {args.out}")
     Server(syncer, keys).build(args.host, args.port).run()

@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -114,20 +115,19 @@ class Server:
         file = self.keys / REVOKED
         return json.loads(file.read_text()) if file.exists() else {}
 
-    async def _body(self, request: Request, limit: int) -> bytes:
+    async def _body(self, request: Request, limit: int) -> bytearray:
         """At most so many bytes, of which each few seconds some must come."""
         said = int(request.headers.get("content-length", limit + 1))
         if said > limit:
             raise Refusal(f"a body of {said} bytes, where {limit} are the most")
-        body, stream = bytearray(), aiter_of(request)
+        body, stream, filled = bytearray(said), aiter_of(request), 0
         while True:
             chunk = await asyncio.wait_for(stream(), SILENT_SECONDS)
             if chunk is None:
-                return bytes(body)
-            body += chunk
+                return body
+            body[filled : filled + len(chunk)] = chunk  # HTTP itself ends a body that is longer than it said
+            filled += len(chunk)
             self.syncer.hear(request.state.site)  # who sends is there, however slowly
-            if len(body) > limit:
-                raise Refusal(f"a body of more than {limit} bytes")
 
     async def _json(self, request: Request) -> dict[str, Any]:
         said = json.loads(await self._body(request, LARGEST_TEXT))
@@ -170,7 +170,7 @@ class Server:
     async def _found(self, request: Request) -> Response:
         number, fragment, header, payload = await self._opened(request)
         boxes = boxes_of(header, fragment.boxes)
-        own = request.state.site, header["version"], header["rank"], boxes, bytes(payload)
+        own = request.state.site, header["version"], header["rank"], boxes, payload
         async with self.locks.setdefault(number, asyncio.Lock()):
             return JSONResponse({"is_whole": await asyncio.to_thread(fragment.found, *own)})
 
@@ -180,7 +180,7 @@ class Server:
         async with self.locks.setdefault(number, asyncio.Lock()):
             if fragment.version < 0:
                 return JSONResponse({}, 202)
-            return Response(framed({"version": fragment.version}, await asyncio.to_thread(fragment.anchor_of, boxes)))
+            return _streamed({"version": fragment.version}, fragment.anchor_of(boxes))
 
     async def _difference(self, request: Request) -> Response:
         number, fragment, header, payload = await self._opened(request)
@@ -190,7 +190,7 @@ class Server:
             return JSONResponse({}, 410)  # this syncer has lost merges, and the site has them
         async with self.locks.setdefault(number, asyncio.Lock()):
             if fragment.meeting_of(site, step, base) is None:  # else it is a repeated one
-                fragment.add(site, int(header["rank"]), base, step, max(1, tokens), boxes, bytes(payload))
+                fragment.add(site, int(header["rank"]), base, step, max(1, tokens), boxes, payload)
         await self._merge(number)
         return JSONResponse({})
 
@@ -213,11 +213,14 @@ class Server:
                 await asyncio.wait_for(merged.wait(), POLL_SECONDS)
         assert meeting is not None
         about = vars(meeting) | {"sites": len(self.syncer.sites)}
-        async with self.locks.setdefault(number, asyncio.Lock()):
-            if not fragment.has_updates(base, meeting.version):
-                return Response(framed(about | {"updates": 0}))
-            payload = await asyncio.to_thread(fragment.updates_of, base, meeting.version, boxes)
-        return Response(framed(about | {"updates": meeting.version - base}, payload))
+        if not fragment.has_updates(base, meeting.version):
+            return Response(framed(about | {"updates": 0}))
+        return _streamed(about | {"updates": meeting.version - base}, fragment.updates_of(base, meeting.version, boxes))
+
+
+def _streamed(header: dict[str, Any], boxes: Iterator[bytes]) -> StreamingResponse:
+    """A box at a time, so that an answer takes little memory."""
+    return StreamingResponse(itertools.chain([framed(header)], boxes))
 
 
 def aiter_of(request: Request) -> Callable[[], Awaitable[bytes | None]]:

@@ -5,20 +5,20 @@ A merge is on the disk before anyone is told of it: the update first, then the f
 
 import json
 import os
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.swarm.codec import BLOCK, Codec, decode, encode, pack
 from torchtitan.swarm.decide import NORMS_KEPT, is_usual, shares
-from torchtitan.swarm.fragments import Box, checksum
+from torchtitan.swarm.fragments import Box, checksum, squares
 from torchtitan.swarm.outer import Outer, taken
 from torchtitan.swarm.wire import parts
 
@@ -32,7 +32,7 @@ class Difference:
     base: int  # the version of the anchor that it differs from
     step: int
     tokens: int
-    pieces: dict[int, tuple[list[Box], bytes]] = field(default_factory=dict)  # by rank
+    pieces: dict[int, tuple[list[Box], memoryview]] = field(default_factory=dict)  # by rank
     complete_at: float = 0.0
 
     def size(self) -> int:
@@ -56,6 +56,7 @@ class FragmentState:
     def __init__(self, folder: Path, boxes: Sequence[Box], codec: Codec, outer: Outer) -> None:
         self.folder, self.boxes, self.codec, self.outer = folder, list(boxes), codec, outer
         self.size = sum(box.size for box in boxes)
+        self.places = {box.weight: (place, box) for place, box in enumerate(boxes)}
         self.version = -1  # no anchor yet
         self.anchor: list[Tensor] = []
         self.velocity: list[Tensor] = []
@@ -63,13 +64,13 @@ class FragmentState:
         self.meetings: list[Meeting] = []
         self.norms: list[float] = []  # of differences that counted
         self.arriving: dict[str, Difference] = {}
-        self.founding: dict[str, dict[int, tuple[list[Box], bytes]]] = {}  # by site and rank
+        self.founding: dict[str, dict[int, tuple[list[Box], memoryview]]] = {}  # by site and rank
         folder.mkdir(parents=True, exist_ok=True)
         self._load()
 
     # --- what comes in
 
-    def found(self, site: str, version: int, rank: int, boxes: list[Box], payload: bytes) -> bool:
+    def found(self, site: str, version: int, rank: int, boxes: list[Box], payload: memoryview) -> bool:
         """Take a rank's part of an anchor that is newer than ours. Returns whether it is complete now."""
         if version <= self.version:
             return True
@@ -79,8 +80,9 @@ class FragmentState:
             return False
         anchor = [torch.zeros(box.shape) for box in self.boxes]
         for each, body in own.values():
-            for box, codes, scales in parts(memoryview(body), each, "float32", of_rows=False):
-                self._place(anchor, box).copy_(decode(codes, scales))
+            for box, codes, scales in parts(body, each, "float32", of_rows=False):
+                place, whole = self.places[box.weight]
+                _view(anchor[place], whole, box).copy_(decode(codes, scales))
         self.anchor, self.founding, self.version, self.meetings = anchor, {}, version, []
         self.velocity = [torch.zeros_like(tensor) for tensor in anchor]
         is_rounded = self.codec != "float32"
@@ -89,7 +91,9 @@ class FragmentState:
         self._save()
         return True
 
-    def add(self, site: str, rank: int, base: int, step: int, tokens: int, boxes: list[Box], payload: bytes) -> None:
+    def add(
+        self, site: str, rank: int, base: int, step: int, tokens: int, boxes: list[Box], payload: memoryview
+    ) -> None:
         """Take a rank's part of a site's difference. A repeated one changes nothing."""
         known = self.arriving.get(site)
         if known is None or (known.base, known.step) != (base, step):
@@ -118,82 +122,91 @@ class FragmentState:
         answers = {site: is_usual(norm, self.norms) for site, norm in norms.items()}
         counted = {site: each for site, each in complete.items() if answers[site].yes}
         rejected = {site: (complete[site].step, answers[site].why) for site in complete if site not in counted}
-        mean = [torch.zeros(box.shape) for box in self.boxes]
         share = shares({site: each.tokens for site, each in counted.items()}) if counted else {}
-        for site, difference in counted.items():
-            self._add_to(mean, difference, share[site])
-        update, anchor, norm = [], [], 0.0
-        for number, each in enumerate(mean):
-            norm += float(each.double().square().sum())
-            wanted = self.outer.step(each, self.velocity[number]) if counted else each
+        try:
+            return self._merge(counted, share, norms, rejected, why)
+        except BaseException:  # a full disk, say: as it was before, so that it can be tried again
+            self._load()
+            raise
+
+    def _merge(
+        self,
+        counted: dict[str, Difference],
+        share: dict[str, float],
+        norms: dict[str, float],
+        rejected: dict[str, tuple[int, str]],
+        why: str,
+    ) -> Meeting:
+        """A weight at a time, in place, to keep memory low."""
+        update, norm, whole = [], 0.0, 0.0
+        sent = {site: _by_weight(difference, self.codec) for site, difference in counted.items()}
+        for number, box in enumerate(self.boxes):
+            mean = torch.zeros(box.shape)
+            for site, pieces in sent.items():
+                for piece, codes, scales in pieces[box.weight]:
+                    _view(mean, box, piece).add_(decode(codes, scales), alpha=share[site])
+            norm += squares(mean)
+            wanted = self.outer.step(mean, self.velocity[number]) if counted else mean
             if self.codec != "float32":
                 wanted += self.rest[number]
             codes, scales = encode(wanted, self.codec)
             given = decode(codes, scales)
             if self.codec != "float32":
-                self.rest[number] = (wanted - given).bfloat16()
+                self.rest[number].copy_(wanted - given)
             update.append((codes, scales))
-            anchor.append(taken(self.anchor[number], given))
+            self.anchor[number].copy_(taken(self.anchor[number], given))
+            whole += squares(self.anchor[number])
         spread = sum(share[site] * norms[site] ** 2 for site in counted) - norm
-        whole = sum(float(each.double().square().sum()) for each in anchor)
         apart = (max(0.0, spread) / max(whole, 1e-30)) ** 0.5
         steps = {site: each.step for site, each in counted.items()}
-        meeting = Meeting(self.version + 1, steps, rejected, norm**0.5, apart, checksum(anchor), why)
+        meeting = Meeting(self.version + 1, steps, rejected, norm**0.5, apart, checksum(self.anchor), why)
         self._save_update(self.version, update)
         self.norms = [*self.norms, *(norms[site] for site in counted)][-NORMS_KEPT:]
-        self.anchor, self.version = anchor, self.version + 1
+        self.version += 1
         self.meetings = [*self.meetings, meeting][-UPDATES_KEPT:]
-        for site in complete:
-            del self.arriving[site]
         self._save()
+        for site in (*counted, *rejected):
+            del self.arriving[site]
         return meeting
-
-    def _place(self, tensors: list[Tensor], box: Box) -> Tensor:
-        """The part of these tensors, one for each box of the fragment, that a box means."""
-        number = next(n for n, whole in enumerate(self.boxes) if whole.weight == box.weight)
-        whole = self.boxes[number]
-        rows = slice(box.row - whole.row, box.end_row - whole.row)
-        return tensors[number][rows, box.column - whole.column : box.end_column - whole.column]
-
-    def _add_to(self, mean: list[Tensor], difference: Difference, share: float) -> None:
-        for rank in sorted(difference.pieces):
-            boxes, payload = difference.pieces[rank]
-            for box, codes, scales in parts(memoryview(payload), boxes, self.codec, of_rows=False):
-                self._place(mean, box).add_(decode(codes, scales), alpha=share)
 
     def _norm(self, difference: Difference) -> float:
         total = 0.0
         for boxes, payload in difference.pieces.values():
-            for _, codes, scales in parts(memoryview(payload), boxes, self.codec, of_rows=False):
-                total += float(decode(codes, scales).double().square().sum())
+            for _, codes, scales in parts(payload, boxes, self.codec, of_rows=False):
+                total += squares(decode(codes, scales))
         return total**0.5
 
     # --- what goes out
 
-    def anchor_of(self, boxes: Sequence[Box]) -> bytes:
-        return b"".join(pack(self._place(self.anchor, box), torch.empty(0), "float32") for box in boxes)
+    def anchor_of(self, boxes: Sequence[Box]) -> Iterator[bytes]:
+        """As it is on the disk, whatever is merged meanwhile."""
+        file = safe_open(self._version_file(self.version), "pt")
+        for box in boxes:
+            place, whole = self.places[box.weight]
+            rows = slice(box.row - whole.row, box.end_row - whole.row)
+            anchor = file.get_slice(f"anchor.{place}")[rows, box.column : box.end_column]
+            yield pack(anchor, torch.empty(0), "float32")
 
     def has_updates(self, base: int, version: int) -> bool:
         return all(self._update_file(number).exists() for number in range(base, version))
 
-    def updates_of(self, base: int, version: int, boxes: Sequence[Box]) -> bytes:
+    def updates_of(self, base: int, version: int, boxes: Sequence[Box]) -> Iterator[bytes]:
         """What lies between two versions, box by box, one version after the other."""
-        found = []
-        for number in range(base, version):
-            with safe_open(self._update_file(number), "pt") as file:
-                for box in boxes:
-                    piece = next(n for n, whole in enumerate(self.boxes) if whole.weight == box.weight)
-                    rows = slice(box.row - self.boxes[piece].row, box.end_row - self.boxes[piece].row)
-                    codes = file.get_slice(f"codes.{piece}")[rows, box.column : box.end_column]
-                    scales = file.get_slice(f"scales.{piece}")
-                    if self.codec in ("int8", "int4"):
-                        scales = scales[rows, box.column // BLOCK : -(-box.end_column // BLOCK)]
-                    else:
-                        scales = torch.empty(0)
-                    found.append(pack(codes, scales, self.codec))
-        return b"".join(found)
+        files = [safe_open(self._update_file(number), "pt") for number in range(base, version)]
+        for file in files:
+            for box in boxes:
+                place, whole = self.places[box.weight]
+                rows = slice(box.row - whole.row, box.end_row - whole.row)
+                codes = file.get_slice(f"codes.{place}")[rows, box.column : box.end_column]
+                blocks = slice(box.column // BLOCK, -(-box.end_column // BLOCK))
+                is_coded = self.codec in ("int8", "int4")
+                scales = file.get_slice(f"scales.{place}")[rows, blocks] if is_coded else torch.empty(0)
+                yield pack(codes, scales, self.codec)
 
     # --- files
+
+    def _version_file(self, version: int) -> Path:
+        return self.folder / f"version-{version}.safetensors"
 
     def _update_file(self, version: int) -> Path:
         return self.folder / f"update-{version}.safetensors"
@@ -209,7 +222,7 @@ class FragmentState:
         for kind in ("anchor", "velocity", "rest"):
             tensors |= {f"{kind}.{number}": tensor for number, tensor in enumerate(getattr(self, kind))}
         about = {"version": self.version, "norms": self.norms, "meetings": [vars(each) for each in self.meetings]}
-        _write(self.folder / f"version-{self.version}.safetensors", tensors, {"about": json.dumps(about)})
+        _write(self._version_file(self.version), tensors, {"about": json.dumps(about)})
         for file in self.folder.glob("version-*.safetensors"):
             if int(file.stem.partition("-")[2]) < self.version - 1:
                 file.unlink()
@@ -219,7 +232,7 @@ class FragmentState:
         numbers = sorted(int(file.stem.partition("-")[2]) for file in self.folder.glob("version-*.safetensors"))
         if not numbers:
             return
-        with safe_open(self.folder / f"version-{numbers[-1]}.safetensors", "pt") as file:
+        with safe_open(self._version_file(numbers[-1]), "pt") as file:
             about: dict[str, Any] = json.loads(file.metadata()["about"])
             count = len(self.boxes)
             for kind in ("anchor", "velocity", "rest"):
@@ -228,11 +241,38 @@ class FragmentState:
         self.meetings = [Meeting(**each) for each in about["meetings"]]
 
 
+def _view(tensor: Tensor, whole: Box, box: Box) -> Tensor:
+    """The part of the tensor, which holds a whole box, that another box means."""
+    return tensor[box.row - whole.row : box.end_row - whole.row, box.column : box.end_column]
+
+
+def _by_weight(difference: Difference, codec: Codec) -> dict[int, list[tuple[Box, Tensor, Tensor]]]:
+    """In the order of the ranks, so that sums repeat to the bit."""
+    found: dict[int, list[tuple[Box, Tensor, Tensor]]] = {}
+    for rank in sorted(difference.pieces):
+        boxes, payload = difference.pieces[rank]
+        for part in parts(payload, boxes, codec, of_rows=False):
+            found.setdefault(part[0].weight, []).append(part)
+    return found
+
+
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8"}
+
+
 def _write(file: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    """Under another name first, so that a file is whole or absent."""
-    unfinished = file.with_suffix(".unfinished")
-    save_file(tensors, unfinished, about)
-    with open(unfinished, "rb") as written:
+    """A file of safetensors, a tensor at a time; under another name first, so that it is whole or absent."""
+    unfinished, end = file.with_suffix(".unfinished"), 0
+    head: dict[str, Any] = {"__metadata__": about} if about else {}
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        head[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(head).encode()
+    text += b" " * (-len(text) % 8)
+    with open(unfinished, "wb") as written:
+        written.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            written.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        written.flush()
         os.fsync(written.fileno())
     os.replace(unfinished, file)
     folder = os.open(file.parent, os.O_RDONLY)

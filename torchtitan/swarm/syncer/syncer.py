@@ -171,7 +171,9 @@ class Syncer:
 
     def _make_fragments(self) -> None:
         assert self.weights is not None
-        boxes: list[list[Box]] = divide([Weight(*weight) for weight in self.weights], self.section.fragments)
+        boxes: list[list[Box]] = divide(
+            [Weight(name, tuple(shape)) for name, shape in self.weights], self.section.fragments
+        )
         folders = [self.folder / f"fragment-{number}" for number in range(len(boxes))]
         self.fragments = [
             FragmentState(folder, each, self.section.codec, self.outer)

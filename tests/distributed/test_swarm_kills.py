@@ -1,0 +1,121 @@
+"""A swarm of real processes, whose syncer and whose sites are killed while they train."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests import started
+from tests.swarm.served import keys
+from tests.tiny_runs import read_records
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+[model]
+name = "tests.tiny_models:LLAMA"
+flavor = "tiny"
+[training]
+dataset = "pydocs"
+seq_len = 64
+local_batch_size = 4
+global_batch_size = 4
+steps = 600
+mixed_precision_param = "float32"
+[lr_scheduler]
+warmup_steps = 1
+[activation_checkpoint]
+mode = "none"
+[debug]
+seed = 0
+[checkpoint]
+enable = true
+interval = 50
+[swarm]
+every = 20
+fragments = 2
+delay = 2
+quorum = 1
+sites = 2
+grace_seconds = 1.0
+"""
+
+
+class Swarm:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        keys(folder, 2)
+        (folder / "train.toml").write_text(RUN)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    def _start(self, name: str, *words: object) -> Any:
+        log = open(self.folder / f"{name}.log", "ab")
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        return started.Popen([sys.executable, *map(str, words)], cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+    def serve(self) -> Any:
+        words = "-m", "torchtitan", "swarm", "serve", self.folder / "train.toml", "--keys", self.folder / "keys/syncer"
+        return self._start(
+            "syncer", *words, "--out", self.folder / "syncer", "--host", "127.0.0.1", "--port", self.port
+        )
+
+    def site(self, number: int) -> Any:
+        name = f"site-{number}"
+        words = ["--swarm.syncer", f"https://127.0.0.1:{self.port}", "--swarm.site", name]
+        words += ["--swarm.keys", str(self.folder / "keys" / name), "--job.dump_folder", str(self.folder / name)]
+        return self._start(name, "train.py", "--job.config_file", self.folder / "train.toml", *words)
+
+    def said(self, name: str) -> str:
+        file = self.folder / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def meetings(self, site: int) -> int:
+        return len(re.findall(r"meeting \d+ of fragment", self.said(f"site-{site}")))
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, what
+        time.sleep(0.02)
+
+
+def test_killed_syncers_and_sites_cost_the_others_nothing(tmp_path: Path) -> None:
+    swarm = Swarm(tmp_path)
+    syncer = swarm.serve()
+    sites = [swarm.site(0), swarm.site(1)]
+    wait_for(lambda: min(swarm.meetings(0), swarm.meetings(1)) >= 3, swarm.said("syncer") + swarm.said("site-0"))
+
+    syncer.send_signal(signal.SIGKILL)
+    syncer.wait()
+    wait_for(lambda: "cannot be reached" in swarm.said("site-0") + swarm.said("site-1"), "both met without a syncer")
+    before = [swarm.meetings(0), swarm.meetings(1)]
+    syncer = swarm.serve()
+    wait_for(lambda: min(swarm.meetings(n) - before[n] for n in (0, 1)) >= 2, swarm.said("site-0")[-3000:])
+
+    sites[1].send_signal(signal.SIGKILL)
+    sites[1].wait()
+    alone = swarm.meetings(0)
+    wait_for(lambda: swarm.meetings(0) >= alone + 2, "a dead site held the other one: " + swarm.said("site-0")[-3000:])
+    sites[1] = swarm.site(1)
+    for number, process in enumerate(sites):
+        assert process.wait(90) == 0, swarm.said(f"site-{number}")[-3000:]
+    syncer.send_signal(signal.SIGTERM)
+    syncer.wait(20)
+
+    seen = [
+        {(m["fragment"], m["version"]): m for m in read_records(tmp_path / f"site-{n}", "swarm.jsonl")} for n in (0, 1)
+    ]
+    common = set(seen[0]) & set(seen[1])
+    assert len(common) >= 5 and all(seen[0][each]["checksum"] == seen[1][each]["checksum"] for each in common)
+    assert sum(len(seen[0][each]["counted"]) == 2 for each in common) >= 3
+    for number in (0, 1):
+        losses = [record["loss"] for record in read_records(tmp_path / f"site-{number}")]
+        assert losses[-1] < losses[0] - 1
+    assert "resuming" in swarm.said("site-1") or "resumes" in swarm.said("site-1")

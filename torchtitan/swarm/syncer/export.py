@@ -1,0 +1,80 @@
+"""Write the anchor of a swarm as a checkpoint, which converts, evaluates and generates as any run's does.
+
+python -m torchtitan swarm export swarm --out outputs/anchor
+
+It may run while the syncer serves. Weights that are not trained, and buffers, are in no anchor: for a model that has
+some, use a site's checkpoint.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.refusal import Refusal
+
+HELP = "write a swarm's anchor as a checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="the --out of swarm serve")
+    parser.add_argument("--out", required=True, help="the folder to write, as a run folder")
+
+
+def run(args: argparse.Namespace, _: Sequence[str]) -> None:
+    import json
+
+    from torchtitan.config.load import load_config, with_seed
+    from torchtitan.swarm.syncer.serve import CONFIG
+
+    folder, out = Path(args.folder), Path(args.out)
+    if not (folder / CONFIG).is_file():
+        raise Refusal(f"{folder} is not the folder of a syncer, for it has no {CONFIG}; name the --out of swarm serve")
+    if out.exists():
+        raise Refusal(f"{out} exists; remove it, or name another --out")
+    config = load_config(["--job.config_file", str(folder / CONFIG)], prog="swarm export")
+    known = json.loads((folder / "run.json").read_text())
+    steps = [site["step"] for site in known["sites"].values()]
+    tokens = sum(site["tokens"] for site in known["sites"].values())
+    step = _write(folder, out, with_seed(config, known["seed"]), known["weights"], max(1, *steps, 1), tokens)
+    print(f"the anchor of {len(steps)} sites, as step {step}: {out}")
+
+
+def _write(
+    folder: Path, out: Path, config: object, weights: list[tuple[str, list[int]]], step: int, tokens: int
+) -> int:
+    import torch
+
+    from torchtitan.checkpoint.manager import Checkpointer
+    from torchtitan.checkpoint.storage import Storage
+    from torchtitan.config.load import to_toml
+    from torchtitan.config.schema import Config
+    from torchtitan.parallel.collectives import start_process_group, stop_process_group
+    from torchtitan.swarm.fragments import Weight, divide
+    from torchtitan.swarm.outer import Outer
+    from torchtitan.swarm.syncer.state import FragmentState
+
+    assert isinstance(config, Config)
+    section = config.swarm
+    table = [Weight(name, tuple(shape)) for name, shape in weights or ()]
+    tensors = {f"model.{weight.name}": torch.empty(weight.rows, weight.columns) for weight in table}
+    for number, boxes in enumerate(divide(table, section.fragments) if table else ()):
+        state = FragmentState(folder / f"fragment-{number}", boxes, section.codec, Outer(section.outer_lr, 0.0))
+        if state.version < 0:
+            raise Refusal(f"{folder}: no site has brought first weights of fragment {number} yet; wait until one has")
+        for box, anchor in zip(boxes, state.anchor, strict=True):
+            tensors[f"model.{table[box.weight].name}"][box.row : box.end_row] = anchor
+    if not tensors:
+        raise Refusal(f"{folder}: no site has joined yet; wait until one has")
+    start_process_group(torch.device("cpu"), 0, 1, config.comm.init_timeout_seconds)
+    try:
+        out.mkdir(parents=True)
+        (out / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        about = {"layout": "1 rank", "versions": {"torch": torch.__version__}, "config": config.model_dump(mode="json")}
+        saved = config.checkpoint.model_copy(update={"async_mode": "disabled", "on_failure": "stop"})
+        manager = Checkpointer(saved, Storage(str(out / "checkpoint")), about, config.comm.init_timeout_seconds)
+        shaped = {f"model.{weight.name}": tensors[f"model.{weight.name}"].view(weight.shape) for weight in table}
+        manager.save(step, shaped, {"tokens": tokens})
+        manager.wait()
+    finally:
+        stop_process_group()
+    return step
