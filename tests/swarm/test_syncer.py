@@ -201,6 +201,27 @@ def test_keys_are_made_once_and_private(tmp_path, capsys):
         certificates.context(tmp_path, is_server=False)
 
 
+def test_a_full_disk_leaves_a_merge_as_if_it_had_not_begun(tmp_path, monkeypatch):
+    state = FragmentState(tmp_path, WHOLE, "float32", Outer(0.7, 0.9))
+    state.found("x", 0, 0, WHOLE, memoryview(numbers(1)))
+    for site in ("x", "y"):
+        state.add(site, 0, 0, 10, 100, WHOLE, memoryview(numbers(2)))
+    for failing in (1, 2):  # while the update is written, and while the anchor is
+        calls = []
+
+        def full(descriptor, calls=calls, failing=failing):
+            calls.append(descriptor)
+            if len(calls) == 2 * failing - 1:
+                raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+            patched.setattr("os.fsync", full)
+            state.merge("a test")
+        assert state.version == 0 and state.anchor[0][0, 0] == 1 and not state.velocity[0].any()
+        assert set(state.arrived()) == {"x", "y"} and not state.meetings
+    assert state.merge("a test").version == 1 and state.anchor[0][0, 0].item() == pytest.approx(1 - 0.7 * 1.9 * 2)
+
+
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
 def test_updates_lead_from_one_anchor_to_the_next_for_any_part_of_it(tmp_path, kind):
     state = FragmentState(tmp_path, WHOLE, kind, Outer(0.7, 0.9))

@@ -103,7 +103,7 @@ class Site(NoSwarm):
             if replays or (own == version and own >= 0):
                 continue  # a site that waits for all lives through the merges that it knows again
             if own > version or version < 0:
-                self.link.found(number, max(own, 0), self.held.sent[number], self.held.anchor_bytes(number))
+                self._offer(number, max(own, 0))
             self._take_newest(number)
             self.flying.pop(number, None)
         if told["begins_at"] > step:
@@ -124,10 +124,14 @@ class Site(NoSwarm):
         self.flying = {}
         return step
 
+    def _offer(self, number: int, version: int) -> None:
+        sent, anchor = self.held.sent[number], self.held.anchor_bytes(number)
+        _together(lambda: self.link.found(number, version, sent, anchor))
+
     def _take_newest(self, number: int) -> None:
         """The anchor as it is now, of one version on all ranks."""
         while True:
-            version, payload = self.link.fetch_anchor(number, self.held.boxes[number])
+            version, payload = _together(lambda: self.link.fetch_anchor(number, self.held.boxes[number]))
             versions: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(versions, version)
             if len(set(versions)) == 1:
@@ -255,12 +259,13 @@ class Site(NoSwarm):
             self.link.try_once("/beat", {"speed": self.speed, "step": self.step})
 
     def _from_rank_0(self, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        told: list[Any] = [None]
-        if self.run.place.rank == 0:
+        def asked() -> Any:
             try:
-                told = [ask()]
-            except Refusal as refusal:
-                told = [refusal]
+                return ask()
+            except Refusal as refusal:  # told to all, and raised by all
+                return refusal
+
+        told: list[Any] = [_together(asked if self.run.place.rank == 0 else lambda: None)]
         dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], Refusal):
             raise told[0]
@@ -270,3 +275,23 @@ class Site(NoSwarm):
     def _log(self, text: str) -> None:
         if self.run.place.rank == 0:
             logger.info(text)
+
+
+def _together(work: Callable[[], Any]) -> Any:
+    """Do something on each rank while the ranks stay in touch: a syncer that is away is no rank that hangs."""
+    done: list[Any] = []
+    failed: list[BaseException] = []
+
+    def doing() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=doing, daemon=True)
+    thread.start()
+    while any_says_so(thread.is_alive()):
+        time.sleep(0.01)
+    if failed:
+        raise failed[0]
+    return done[0]
