@@ -105,7 +105,7 @@ def site(
 ) -> None:
     torch.set_num_threads(1)
     links = [Link(url, keys, rank) for rank in range(args.ranks)]
-    told = links[0].ask("/hello", {"shared": said, "streams": 8})
+    told = links[0].ask("/hello", {"site": keys.name, "shared": said, "streams": 8})
     fragments = divide(weights, args.fragments)
     step = -(-1000 // args.ranks)
     rows = [(rank * step, min(1000, (rank + 1) * step)) for rank in range(args.ranks)]
@@ -114,7 +114,10 @@ def site(
     for link in links:
         link.run = told["run"]
     table = [[weight.name, list(weight.shape)] for weight in weights]
-    versions = links[0].ask("/join", {"run": told["run"], "weights": table, "step": 0, "is_new": True})["versions"]
+    joined = links[0].ask("/join", {"run": told["run"], "weights": table, "step": 0, "is_new": True})
+    versions = joined["versions"]
+    for link in links:
+        link.session = joined["session"]
     if keys.name.endswith("-0"):
         for number in range(args.fragments):
             for rank, link in enumerate(links):

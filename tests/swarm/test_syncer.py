@@ -40,8 +40,9 @@ def link(folder, url, number=0):
 
 def joined(folder, url, number=0, is_new=True, step=0):
     own = link(folder, url, number)
-    own.run = own.ask("/hello", {"shared": SHARED, "streams": 8})["run"]
+    own.run = own.ask("/hello", {"site": f"site-{number}", "shared": SHARED, "streams": 8})["run"]
     told = own.ask("/join", {"run": own.run, "weights": TABLE, "step": step, "is_new": is_new})
+    own.session = told["session"]
     if told["versions"] == [-1]:
         own.found(0, 0, WHOLE, numbers(1))
     return own
@@ -121,20 +122,22 @@ def test_a_killed_syncer_goes_on_from_its_last_merge_and_takes_a_newer_anchor_fr
 
 def test_a_site_that_starts_again_does_not_replace_the_run(folder):
     with served(folder, section(), SHARED) as (url, syncer):
-        joined(folder, url, 0)
-        again = link(folder, url, 0)
-        again.run = syncer.run
+        before, again = joined(folder, url, 0), joined(folder, url, 0)
         again.found(0, 0, WHOLE, numbers(5))
         assert syncer.fragments[0].anchor[0][0, 0].item() == 1
+        with pytest.raises(Refusal, match=r"has joined again since \(session 2, this message is of 1\)"):
+            before.found(0, 1, WHOLE, numbers(5))
 
 
 def test_what_is_stale_foreign_or_of_another_model_is_refused_with_the_difference(folder):
     with served(folder, section(sites=2), SHARED) as (url, _):
         own = joined(folder, url, 0)
         with pytest.raises(Refusal, match="model.name is 'qwen3' at this site and 'llama3' in the run"):
-            own.ask("/hello", {"shared": SHARED | {"model.name": "qwen3"}, "streams": 8})
+            own.ask("/hello", {"site": "site-0", "shared": SHARED | {"model.name": "qwen3"}, "streams": 8})
+        with pytest.raises(Refusal, match="swarm.site = 'site-1', but the certificate is that of site-0"):
+            own.ask("/hello", {"site": "site-1", "shared": SHARED, "streams": 8})
         with pytest.raises(Refusal, match="16 streams of data, and the run 8; set training.num_streams = 8"):
-            own.ask("/hello", {"shared": SHARED, "streams": 16})
+            own.ask("/hello", {"site": "site-0", "shared": SHARED, "streams": 16})
         with pytest.raises(Refusal, match=r"another model than the run: \['a', \[9, 300\]\] and \['a', \[8, 300\]\]"):
             own.ask("/join", {"run": own.run, "weights": [["a", [9, 300]]], "step": 0, "is_new": True})
         own.run = "another"
@@ -142,7 +145,7 @@ def test_what_is_stale_foreign_or_of_another_model_is_refused_with_the_differenc
             own.found(0, 7, WHOLE, numbers(1))
         joined(folder, url, 1)
         with pytest.raises(Refusal, match="all 2 parts of the data have their site .site-0, site-1"):
-            link(folder, url, 2).ask("/hello", {"shared": SHARED, "streams": 8})
+            link(folder, url, 2).ask("/hello", {"site": "site-2", "shared": SHARED, "streams": 8})
     with pytest.raises(Refusal, match="holds another swarm's run: model.name is 'qwen3' in this file"):
         with served(folder, section(sites=2), SHARED | {"model.name": "qwen3"}):
             pass
@@ -166,7 +169,7 @@ def test_strangers_revoked_sites_and_broken_bodies_get_nothing_and_stop_nobody(f
             made = certificates.context(folder / "keys/site-0", is_server=False)
             made.maximum_version = made.minimum_version = ssl.TLSVersion.TLSv1_2
             httpx.get(f"{url}/status", verify=made)
-        path = f"{url}/{own.run}/0/difference"
+        path = f"{url}/{own.run}/{own.session}/0/difference"
         for body in (b"", b"\0" * 100, b"\xff" * 100):
             assert own.client.post(path, content=body).status_code == 409
         for body in (bytes((1 << 24) + 1), iter([b"of no stated size"])):

@@ -51,7 +51,8 @@ class Link:
     def __init__(self, url: str, keys: Path, rank: int) -> None:
         timeout = httpx.Timeout(60.0, connect=10.0, pool=None)
         self.client = httpx.Client(base_url=url, verify=context(keys, is_server=False), timeout=timeout)
-        self.url, self.rank, self.run = url, rank, ""
+        self.url, self.rank = url, rank
+        self.run, self.session = "", 0  # of the swarm, and of this site in it
         self.ended, self.is_away = threading.Event(), False
 
     def ask(self, path: str, said: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class Link:
 
     def fetch_anchor(self, number: int, boxes: Sequence[Box]) -> tuple[int, memoryview]:
         while True:
-            answer = self._call(f"/{self.run}/{number}/anchor", framed({"boxes": boxes}))
+            answer = self._call(f"{self._place(number)}/anchor", framed({"boxes": boxes}))
             if answer.status_code == 200:
                 header, payload = opened(answer.content)
                 return header["version"], payload
@@ -75,7 +76,7 @@ class Link:
 
     def found(self, number: int, version: int, boxes: Sequence[Box], payload: bytes) -> None:
         header = {"version": version, "rank": self.rank, "boxes": boxes}
-        self._call(f"/{self.run}/{number}/found", framed(header, payload))
+        self._call(f"{self._place(number)}/found", framed(header, payload))
 
     def carry(self, travel: Travel, anchor: Callable[[], bytes]) -> None:
         """Send a difference, and wait for the meeting that it was part of. Runs in a thread of its own."""
@@ -91,7 +92,7 @@ class Link:
         header = {"rank": self.rank, "base": travel.base, "step": travel.step, "tokens": travel.tokens}
         body = framed(header | {"boxes": travel.sent}, travel.body)
         while travel.sent:
-            answer = self._call(f"/{self.run}/{travel.number}/difference", body)
+            answer = self._call(f"{self._place(travel.number)}/difference", body)
             travel.bytes_up += len(body)
             if answer.status_code != 410:
                 return
@@ -101,7 +102,7 @@ class Link:
     def _await(self, travel: Travel) -> None:
         asked = framed({"boxes": travel.boxes, "base": travel.base, "step": travel.step})
         while True:
-            answer = self._call(f"/{self.run}/{travel.number}/result", asked)
+            answer = self._call(f"{self._place(travel.number)}/result", asked)
             if answer.status_code == 200:
                 travel.bytes_down = len(answer.content)
                 travel.about, payload = opened(answer.content)
@@ -110,6 +111,9 @@ class Link:
             if answer.status_code == 404:  # the syncer has lost it, or the other ranks have not sent theirs
                 self._pause(0.2)
                 return
+
+    def _place(self, number: int) -> str:
+        return f"/{self.run}/{self.session}/{number}"
 
     def _call(self, path: str, body: bytes) -> httpx.Response:
         tries = 0

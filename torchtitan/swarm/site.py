@@ -36,7 +36,7 @@ class Site(NoSwarm):
         if section.site is None or section.keys is None:
             raise Refusal("swarm.syncer is set, but not swarm.site and swarm.keys; give this site's name and its keys")
         self.run, self.link = run, Link(section.syncer, Path(section.keys), run.place.rank)
-        said = {"shared": shared(config), "streams": run.batch.num_streams}
+        said = {"site": section.site, "shared": shared(config), "streams": run.batch.num_streams}
         told = self._from_rank_0(lambda: self.link.ask("/hello", said))
         self.link.run, self.seed, self.part = told["run"], told["seed"], (told["part"], told["parts"])
         if config.debug.seed not in (None, self.seed):
@@ -96,6 +96,7 @@ class Site(NoSwarm):
         table = [[w.name, list(w.shape)] for w in self.held.weights]
         said = {"run": self.link.run, "weights": table, "step": step, "is_new": self.is_new}
         told = self._from_rank_0(lambda: self.link.ask("/join", said))
+        self.link.session = told["session"]
         self.held.free_gathered()
         for number, version in enumerate(told["versions"]):
             own = self.versions[number]

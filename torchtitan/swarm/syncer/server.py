@@ -52,7 +52,7 @@ class Server:
         routes.append(Route("/status", self._guarded(self._status), methods=["GET"]))
         parts = {"found": self._found, "anchor": self._anchor, "difference": self._difference, "result": self._result}
         for name, handler in parts.items():
-            path = f"/{{run}}/{{number:int}}/{name}"
+            path = f"/{{run}}/{{session:int}}/{{number:int}}/{name}"
             routes.append(Route(path, self._guarded(handler), methods=["POST"]))
         return Starlette(routes=routes, lifespan=self._lifespan)
 
@@ -139,6 +139,8 @@ class Server:
 
     async def _hello(self, request: Request) -> Response:
         said = await self._json(request)
+        if said["site"] != request.state.site:
+            raise Refusal(f"swarm.site = {said['site']!r}, but the certificate is that of {request.state.site}")
         return JSONResponse(self.syncer.hello(request.state.site, said["shared"], int(said["streams"])))
 
     async def _join(self, request: Request) -> Response:
@@ -161,7 +163,7 @@ class Server:
     # --- with the numbers of a fragment
 
     async def _opened(self, request: Request) -> tuple[int, FragmentState, dict[str, Any], memoryview]:
-        self.syncer.check(request.path_params["run"])
+        self.syncer.check(request.path_params["run"], request.state.site, request.path_params["session"])
         number = request.path_params["number"]
         fragment = self.syncer.fragment(number)
         header, payload = opened(await self._body(request, 4 * fragment.size + LARGEST_HEADER))

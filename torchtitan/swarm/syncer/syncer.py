@@ -86,7 +86,7 @@ class Syncer:
                         f"site {site}: all {self.section.sites} parts of the data have their site "
                         f"({', '.join(sorted(self.sites))}); a swarm with more needs swarm.sites of its own"
                     )
-                self.sites[site] = {"part": free[0], "step": 0, "tokens": 0, "speed": 0.0, "meeting": ""}
+                self.sites[site] = {"part": free[0], "session": 0, "step": 0, "tokens": 0, "speed": 0.0, "meeting": ""}
                 self._save()
             self.hear(site)
             own = self.sites[site]
@@ -107,15 +107,22 @@ class Syncer:
                 )
                 raise Refusal(f"site {site} has another model than the run: {other}; use the run's [model]")
             own = self.sites[site]
+            own["session"] += 1  # what an earlier run of this site still sends is refused
+            self._save()
             read_again = max(0, own["step"] - step) if not self.waits_for_all else 0
             there = [name for name in self.present() if name != site] or [name for name in self.sites if name != site]
             others = [self.sites[name]["step"] for name in there]
             begins_at = where_to_begin(step, others, is_new and not self.waits_for_all)
             self.hear(site)
             versions = [fragment.version for fragment in self.fragments]
-            return {"versions": versions, "begins_at": begins_at, "again": read_again}
+            return {"session": own["session"], "versions": versions, "begins_at": begins_at, "again": read_again}
 
-    def check(self, run: str) -> None:
+    def check(self, run: str, site: str = "", session: int = 0) -> None:
+        if site and session != (newest := self.sites.get(site, {}).get("session", 0)):
+            raise Refusal(
+                f"site {site} has joined again since (session {newest}, this message is of {session}); let one run "
+                "have a site's keys, and make keys for another"
+            )
         if run != self.run:
             raise Refusal(
                 f"this is the run {self.run}, and the message is for {run}; restart the site, so that it joins"
