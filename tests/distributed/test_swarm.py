@@ -14,7 +14,6 @@ from tests.distributed.conftest import Ranks
 from tests.distributed.differences import differences
 from tests.swarm.served import keys, served
 from tests.tiny_runs import read_records, tiny_config
-from torchtitan.refusal import Refusal
 from torchtitan.swarm.identity import shared
 
 Layout = tuple[int, dict[str, Any]]  # ranks, and what differs from the others
@@ -117,4 +116,13 @@ def test_another_seed_is_refused_before_a_step(ranks: Ranks, tmp_path: Path) -> 
     with swarm(tmp_path, ranks, [ONE, ONE], **TWO_STEPS) as train:
         with pytest.raises(AssertionError, match="debug.seed = 7, but the swarm has 0; leave it out here"):
             train(debug__seed=7)
-    assert issubclass(Refusal, ValueError)
+
+
+def test_sites_that_meet_by_time_take_turns_with_all_fragments(ranks: Ranks, tmp_path: Path) -> None:
+    by_time = TWO_STEPS | {"swarm__every_seconds": 0.3, "training__steps": 40, "swarm__grace_seconds": 0.5}
+    with swarm(tmp_path, ranks, [(2, {"training__local_batch_size": 4}), ONE], **by_time, swarm__quorum=1) as train:
+        train()
+    for site in (0, 1):
+        assert {fragment for fragment, _ in meetings(tmp_path, site)} == {0, 1}
+    common = set(meetings(tmp_path, 0)) & set(meetings(tmp_path, 1))
+    assert all(meetings(tmp_path, 0)[each] == meetings(tmp_path, 1)[each] for each in common)

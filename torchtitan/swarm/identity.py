@@ -6,7 +6,15 @@ from torchtitan.config.schema import Config
 
 PROTOCOL = 1
 _KEYS = (
-    *("swarm.every", "swarm.fragments", "swarm.codec", "swarm.method", "swarm.outer_lr", "swarm.outer_momentum"),
+    *(
+        "swarm.every",
+        "swarm.every_seconds",
+        "swarm.fragments",
+        "swarm.codec",
+        "swarm.method",
+        "swarm.outer_lr",
+        "swarm.outer_momentum",
+    ),
     *("model.name", "model.flavor", "training.seq_len", "training.dataset", "training.shuffle"),
     *("optimizer.name", "optimizer.lr"),
 )

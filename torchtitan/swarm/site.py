@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import JsonLines, TensorBoard
-from torchtitan.parallel.collectives import any_says_so
+from torchtitan.parallel.collectives import any_says_so, from_rank_0
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.held import Held
@@ -115,7 +115,10 @@ class Site(NoSwarm):
         if told["again"]:
             self._log(f"the documents of the last {told['again']} steps before this start are read again")
         self.counted_to = [max(counted, step) if self.is_new else counted for counted in self.counted_to]
-        self.step, self.begun, self._stepped = step, step, time.monotonic()
+        self.step, self.begun = step, step
+        self._stepped = time.monotonic()
+        self._clock = told["clock"] - self._stepped  # the syncer's: sites that meet by time meet together
+        self._turn = self._turn_now()
         if self.run.place.rank == 0:
             threading.Thread(target=self._beat, daemon=True).start()
         for number, sent_at in sorted(self.flying.items()):
@@ -148,11 +151,11 @@ class Site(NoSwarm):
         self.step, self._stepped, passed = step, now, now - self._stepped
         speed = self.run.tokens_per_step / max(passed, 1e-6)
         self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed
-        is_last = step == self.run.config.training.steps
+        is_last, due = step == self.run.config.training.steps, self._due(step)
         for number in range(self.section.fragments):
             if is_last and number in self.travels:
                 self._take(number, self.section.grace_seconds, is_asked_to_stop)
-            if is_last or (step - self._offset(number)) % self.section.every == 0:
+            if is_last or number in due:
                 self._send(number, step)
         for number, travel in sorted(self.travels.items()):
             if is_last or step == travel.step + self.section.delay:
@@ -169,9 +172,17 @@ class Site(NoSwarm):
         self.held.note_sent(number)
         self._depart(number, step)
 
-    def _offset(self, number: int) -> int:
-        """Fragments meet in turn, and the last one at every whole `every`."""
-        return (number + 1) * self.section.every // self.section.fragments
+    def _due(self, step: int) -> list[int]:
+        """Fragments meet in turn: by steps, the last one at every whole `every`; by time, as rank 0's clock says."""
+        count, every = self.section.fragments, self.section.every
+        if self.section.every_seconds is None:
+            return [number for number in range(count) if (step - (number + 1) * every // count) % every == 0]
+        before, self._turn = self._turn, self._turn_now()
+        return [] if self._turn == before else [self._turn % count]
+
+    def _turn_now(self) -> int:
+        seconds = (self.section.every_seconds or self.section.every) / self.section.fragments
+        return from_rank_0(int((time.monotonic() + self._clock) / seconds))
 
     def _depart(self, number: int, step: int) -> None:
         tokens = (step - self.counted_to[number]) * self.run.tokens_per_step

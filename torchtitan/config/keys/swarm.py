@@ -24,6 +24,10 @@ class Swarm(Section):
     """Steps from one meeting of a fragment to its next. More steps cost less traffic and a little loss. Not in
     torchtitan."""
 
+    every_seconds: PositiveFloat | None = None
+    """Seconds from one meeting of a fragment to its next, instead of `every` steps, so that slow sites meet as often as
+    fast ones; each counts by its tokens. Not in torchtitan."""
+
     fragments: PositiveInt = 4
     """Into how many fragments the model is divided. They meet in turn, so the link is used evenly. Not in
     torchtitan."""

@@ -115,7 +115,13 @@ class Syncer:
             begins_at = where_to_begin(step, others, is_new and not self.waits_for_all)
             self.hear(site)
             versions = [fragment.version for fragment in self.fragments]
-            return {"session": own["session"], "versions": versions, "begins_at": begins_at, "again": read_again}
+            return {
+                "session": own["session"],
+                "clock": time.time(),
+                "versions": versions,
+                "begins_at": begins_at,
+                "again": read_again,
+            }
 
     def check(self, run: str, site: str = "", session: int = 0) -> None:
         if site and session != (newest := self.sites.get(site, {}).get("session", 0)):
