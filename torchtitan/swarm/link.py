@@ -1,5 +1,6 @@
 """A site's side of the connection. It only dials out, tries again for as long as it takes, and never unpickles."""
 
+import itertools
 import json
 import threading
 import time
@@ -16,7 +17,8 @@ from torchtitan.swarm.certificates import context
 from torchtitan.swarm.fragments import Box
 from torchtitan.swarm.wire import framed, opened
 
-_PAUSES = 0.2, 0.5, 1, 2, 5, 10  # seconds before a further try; the last one repeats
+_PAUSES = 0.2, 0.5, 1, 2, 5, 10  # seconds before a further try; then always the last
+_ANSWERS = 200, 202, 404, 410  # of a syncer; anything else is a proxy's, or a syncer in trouble
 
 
 class Ended(Exception):
@@ -116,25 +118,24 @@ class Link:
         return f"/{self.run}/{self.session}/{number}"
 
     def _call(self, path: str, body: bytes) -> httpx.Response:
-        tries = 0
+        pauses = itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
         while True:
+            why: object
             try:
                 answer = self.client.post(path, content=body)
             except httpx.HTTPError as error:
-                self._note_away(error)
-                self._pause(_PAUSES[min(tries, len(_PAUSES) - 1)])
-                tries += 1
-                continue
-            if self.is_away:
-                self.is_away = False
-                logger.info(f"{self.url} is there again")
-            if answer.status_code == 409:
-                raise Refusal(f"the syncer refuses: {answer.json().get('refusal')}")
-            if answer.status_code < 500 and answer.status_code != 408:
-                return answer
-            self._note_away(f"it answers with {answer.status_code}")
-            self._pause(_PAUSES[min(tries, len(_PAUSES) - 1)])
-            tries += 1
+                why = error
+            else:
+                if answer.status_code == 409:
+                    raise Refusal(f"the syncer refuses: {answer.json()['refusal']}")
+                if answer.status_code in _ANSWERS:
+                    if self.is_away:
+                        self.is_away = False
+                        logger.info(f"{self.url} is there again")
+                    return answer
+                why = f"it answers with {answer.status_code}"
+            self._note_away(why)
+            self._pause(next(pauses))
 
     def _note_away(self, why: object) -> None:
         if not self.is_away:
