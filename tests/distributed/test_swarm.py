@@ -78,6 +78,7 @@ def test_sites_of_unlike_layouts_hold_the_same_anchor_after_each_meeting(ranks: 
         alike = train()
     for ours, theirs in zip(unlike, alike, strict=True):
         assert differences(ours, theirs, "loss") < 1e-3  # where rounding to int8 falls on another side
+    assert "meeting 3, 2 of 2, step 10" in (tmp_path / "site-0/swarm.svg").read_text()
     assert meetings(tmp_path, 0) == meetings(tmp_path, 1) and len(meetings(tmp_path, 0)) == 6
     assert meetings(tmp_path / "alike", 0) == meetings(tmp_path / "alike", 1)
 

@@ -3,12 +3,14 @@
 import itertools
 import random
 import struct
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from torchtitan.refusal import Refusal
 from torchtitan.swarm import codec, decide, wire
+from torchtitan.swarm.drawing import TRAINING, TRAVELLING, WAITING, Trip, draw
 from torchtitan.swarm.fragments import Box, Weight, as_matrix, box_of, checksum, divide, held_of
 from torchtitan.swarm.outer import Outer, mixed
 
@@ -160,6 +162,16 @@ def test_a_checksum_is_a_sum_over_pieces():
     changed = values.clone()
     changed[3, 3] = torch.nextafter(changed[3, 3], torch.tensor(9.0))
     assert checksum([changed]) != checksum([values])
+
+
+def test_the_drawing_shows_travels_and_waits_where_they_were(tmp_path):
+    trips = [Trip(0, 10.0, 20.0, 5.0, "a & b"), Trip(1, 50.0, 10.0, 0.0, "c")]
+    draw(tmp_path / "swarm.svg", "site <zurich>", 2, trips, 100.0)
+    bars = [e for e in ElementTree.parse(tmp_path / "swarm.svg").getroot() if len(e)]  # those with a title
+    seen = [(e.get("fill"), round(float(e.get("x"))), round(float(e.get("width"))), e[0].text) for e in bars]
+    assert seen[0] == (TRAINING, 110, 870, "training") and (TRAVELLING, 197, 130, "a & b") in seen
+    assert sum(fill == WAITING and x == 328 and what.startswith("waited 5.0 s") for fill, x, _, what in seen) == 2
+    assert seen[-1] == (TRAVELLING, 545, 87, "c")
 
 
 def test_random_bytes_and_cuts_never_end_in_anything_but_a_refusal():

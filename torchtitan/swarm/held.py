@@ -104,25 +104,17 @@ class Held:
             device = anchors[place % len(boxes)].device
             update = decode(codes.to(device), scales.to(device), skipped)
             anchors[place % len(boxes)] = taken(anchors[place % len(boxes)], update)
-        self._arrive(boxes, anchors, mix)
+        for box, anchor in zip(boxes, anchors, strict=True):
+            weights = self.view("", box)
+            weights.copy_(mixed(weights.float(), self.view(SENT, box), anchor, mix))
+            self.view(ANCHOR, box).copy_(anchor)
 
     @torch.no_grad()
-    def take_anchor(self, number: int, payload: memoryview, mix: float = 0.0, keeps: bool = False) -> None:
-        """`keeps`: what was learned since the difference was sent."""
-        read = parts(payload, self.boxes[number], "float32", of_rows=False)
-        anchors = [decode(codes, scales) for _, codes, scales in read]
-        if keeps:
-            self._arrive(self.boxes[number], anchors, mix)
-            return
-        for box, anchor in zip(self.boxes[number], anchors, strict=True):
+    def take_anchor(self, number: int, payload: memoryview) -> None:
+        """In the place of what this site has learned."""
+        for box, codes, scales in parts(payload, self.boxes[number], "float32", of_rows=False):
             for kind in (ANCHOR, SENT, ""):
-                self.view(kind, box).copy_(anchor)
-
-    def _arrive(self, boxes: Sequence[Box], anchors: Sequence[Tensor], mix: float) -> None:
-        for box, anchor in zip(boxes, anchors, strict=True):
-            weights, old = self.view("", box), self.view(ANCHOR, box)
-            weights.copy_(mixed(weights.float(), self.view(SENT, box), anchor.to(old.device), mix))
-            old.copy_(anchor)
+                self.view(kind, box).copy_(decode(codes, scales))
 
     def checksum(self, number: int) -> int:
         """Of the whole anchor: each rank adds what it sends."""

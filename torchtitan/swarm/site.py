@@ -19,6 +19,7 @@ from torchtitan.observe.metrics import JsonLines, TensorBoard
 from torchtitan.parallel.collectives import any_says_so, from_rank_0
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
+from torchtitan.swarm.drawing import Trip, draw
 from torchtitan.swarm.held import Held
 from torchtitan.swarm.identity import shared
 from torchtitan.swarm.link import Ended, Link, Travel
@@ -47,6 +48,8 @@ class Site(NoSwarm):
         self.counted_to = [0] * section.fragments  # the step of the last difference that counted
         self.travels: dict[int, Travel] = {}
         self.flying: dict[int, int] = {}  # of a checkpoint: fragments that were on their way, and since which step
+        self.trips: list[Trip] = []
+        self._started = time.monotonic()
         self.records: JsonLines | None = None
         self.curves: TensorBoard | None = None
         self.is_new, self.joined_at, self.speed, self.step = True, 0, 0.0, 0
@@ -117,7 +120,7 @@ class Site(NoSwarm):
             self._log(f"the documents of the last {told['again']} steps before this start are read again")
         self.counted_to = [max(counted, step) if self.is_new else counted for counted in self.counted_to]
         self.step, self.begun = step, step
-        self._stepped = time.monotonic()
+        self._stepped = self._started = time.monotonic()
         self._clock = told["clock"] - self._stepped  # the syncer's: sites that meet by time meet together
         self._turn = self._turn_now()
         if self.run.place.rank == 0:
@@ -239,6 +242,9 @@ class Site(NoSwarm):
         self.records.write(self.step, exact | names | numbers)
         if self.curves is not None:
             self.curves.write(self.step, {f"swarm/{name}": number for name, number in numbers.items()})
+        what = f"meeting {about['version']}, {count} of {about['sites']}, step {self.step}"
+        begin, seconds = travel.begun - self._started, time.monotonic() - travel.begun
+        self.trips.append(Trip(travel.number, begin, seconds, min(waited, seconds), what))
         self._log(
             f"meeting {about['version']} of fragment {travel.number}: {count} of {about['sites']}{left_out}, "
             f"{travel.bytes_up / 1e6:.2f} MB up, {travel.seconds:.1f} s, {hidden:.1f} s of it hidden, "
@@ -255,6 +261,11 @@ class Site(NoSwarm):
         self.link.ended.set()
         if self.run.place.rank == 0:
             self.link.try_once("/leave", {})
+            title, total = f"site {self.section.site}, to step {step}", time.monotonic() - self._started
+            try:
+                draw(self.run.folder / "swarm.svg", title, self.section.fragments, self.trips, total)
+            except OSError as error:
+                logger.warning(f"swarm.svg could not be written: {error.strerror or error}")
         self.link.close()
         for sink in (self.records, self.curves):
             if sink is not None:

@@ -3,6 +3,7 @@
 A merge is on the disk before anyone is told of it: the update first, then the fragment, each complete or absent.
 """
 
+import itertools
 import json
 import os
 import struct
@@ -179,13 +180,16 @@ class FragmentState:
     # --- what goes out
 
     def anchor_of(self, boxes: Sequence[Box]) -> Iterator[bytes]:
-        """As it is on the disk, whatever is merged meanwhile."""
+        """As it is on the disk now, whatever is merged while it is read."""
         file = safe_open(self._version_file(self.version), "pt")
-        for box in boxes:
+
+        def read(box: Box) -> bytes:
             place, whole = self.places[box.weight]
             rows = slice(box.row - whole.row, box.end_row - whole.row)
             anchor = file.get_slice(f"anchor.{place}")[rows, box.column : box.end_column]
-            yield pack(anchor, torch.empty(0), "float32")
+            return pack(anchor, torch.empty(0), "float32")
+
+        return map(read, boxes)
 
     def has_updates(self, base: int, version: int) -> bool:
         return all(self._update_file(number).exists() for number in range(base, version))
@@ -193,15 +197,18 @@ class FragmentState:
     def updates_of(self, base: int, version: int, boxes: Sequence[Box]) -> Iterator[bytes]:
         """What lies between two versions, box by box, one version after the other."""
         files = [safe_open(self._update_file(number), "pt") for number in range(base, version)]
-        for file in files:
-            for box in boxes:
-                place, whole = self.places[box.weight]
-                rows = slice(box.row - whole.row, box.end_row - whole.row)
-                codes = file.get_slice(f"codes.{place}")[rows, box.column : box.end_column]
-                blocks = slice(box.column // BLOCK, -(-box.end_column // BLOCK))
-                is_coded = self.codec in ("int8", "int4")
-                scales = file.get_slice(f"scales.{place}")[rows, blocks] if is_coded else torch.empty(0)
-                yield pack(codes, scales, self.codec)
+
+        def read(pair: tuple[Any, Box]) -> bytes:
+            file, box = pair
+            place, whole = self.places[box.weight]
+            rows = slice(box.row - whole.row, box.end_row - whole.row)
+            codes = file.get_slice(f"codes.{place}")[rows, box.column : box.end_column]
+            blocks = slice(box.column // BLOCK, -(-box.end_column // BLOCK))
+            is_coded = self.codec in ("int8", "int4")
+            scales = file.get_slice(f"scales.{place}")[rows, blocks] if is_coded else torch.empty(0)
+            return pack(codes, scales, self.codec)
+
+        return map(read, itertools.product(files, boxes))
 
     # --- files
 
