@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.swarm.served import keys, served
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan import hardware
 from torchtitan.config.load import load_config
@@ -26,6 +27,7 @@ from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism,
 from torchtitan.hardware import Peak, Place
 from torchtitan.models.families import plan_model
 from torchtitan.observe.health import NotFiniteError
+from torchtitan.swarm.identity import shared
 from torchtitan.tools.dry_run.report import dry_run
 from torchtitan.training.machine import check_machine
 
@@ -275,6 +277,16 @@ def test_a_trace_takes_no_training_time_and_may_fail(
     assert "a profiler trace could not be written to " in caplog.text and "No space left on device" in caplog.text
 
 
+def _train_as_the_only_site(folder: Path) -> None:
+    keys(folder, 1)
+    alone: dict[str, Any] = {"swarm__sites": 1, "swarm__quorum": 1, "swarm__every": 2, "swarm__delay": 0}
+    alone |= {"swarm__fragments": 2, "training__steps": 2}
+    config = tiny_config(folder / "site", **alone)
+    with served(folder, config.swarm, shared(config)) as (url, _):
+        place = {"swarm__syncer": url, "swarm__site": "site-0", "swarm__keys": str(folder / "keys/site-0")}
+        train_here(tiny_config(folder / "site", **alone, **place))
+
+
 @pytest.mark.slow
 def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Watches a run that has everything switched on, from the moment its configuration is final."""
@@ -326,6 +338,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         watching.setattr(Section, "__getattribute__", watched)
         for config in runs:
             train_here(config)
+        _train_as_the_only_site(tmp_path)
         dry_run(
             on_four, plan_model(on_four), Place(0, 0, 4)
         )  # the only run here that has a pipeline and splits tensors
