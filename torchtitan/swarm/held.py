@@ -95,10 +95,10 @@ class Held:
             self.view(REST, box).copy_(lost if counts else torch.zeros_like(lost))
 
     @torch.no_grad()
-    def take_updates(self, number: int, count: int, payload: bytes, mix: float) -> None:
+    def take_updates(self, number: int, count: int, payload: memoryview, mix: float) -> None:
         boxes = self.boxes[number]
         anchors = [self.view(ANCHOR, box).clone() for box in boxes]
-        read = parts(memoryview(payload), list(boxes) * count, self.codec, of_rows=True)
+        read = parts(payload, list(boxes) * count, self.codec, of_rows=True)
         for place, (box, codes, scales) in enumerate(read):
             skipped = box.column % BLOCK
             device = anchors[place % len(boxes)].device

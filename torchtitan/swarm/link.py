@@ -41,7 +41,7 @@ class Travel:
     bytes_down: int = 0
     seconds: float = 0.0
     about: dict[str, Any] | None = None  # the meeting, once it has been
-    payload: bytes = b""
+    payload: memoryview = memoryview(b"")
     failed: BaseException | None = None
 
     @property
@@ -88,7 +88,6 @@ class Link:
                 self._await(travel)
         except (Exception, Ended) as error:
             travel.failed = error
-        travel.seconds = time.monotonic() - travel.begun
 
     def _send(self, travel: Travel, anchor: Callable[[], bytes]) -> None:
         header = {"rank": self.rank, "base": travel.base, "step": travel.step, "tokens": travel.tokens}
@@ -107,8 +106,9 @@ class Link:
             answer = self._call(f"{self._place(travel.number)}/result", asked)
             if answer.status_code == 200:
                 travel.bytes_down = len(answer.content)
-                travel.about, payload = opened(answer.content)
-                travel.payload = bytes(payload)
+                about, travel.payload = opened(answer.content)
+                travel.seconds = time.monotonic() - travel.begun
+                travel.about = about  # last: the training thread takes all of it once this is there
                 return
             if answer.status_code == 404:  # the syncer has lost it, or the other ranks have not sent theirs
                 self._pause(0.2)
