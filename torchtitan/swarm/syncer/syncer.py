@@ -149,8 +149,8 @@ class Syncer:
         logger.info(f"site {site} has left")
 
     def present(self) -> list[str]:
-        now = time.monotonic()
-        return sorted(site for site, when in self.heard.items() if now - when < ABSENT_SECONDS)
+        now, heard = time.monotonic(), list(self.heard.items())  # another thread may hear of a further site
+        return sorted(site for site, when in heard if site in self.sites and now - when < ABSENT_SECONDS)
 
     def merge_if_due(self, number: int) -> Meeting | None:
         fragment, section = self.fragments[number], self.section
