@@ -6,9 +6,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests import started
 from tests.swarm.served import keys
@@ -49,7 +51,7 @@ grace_seconds = 1.0
 
 class Swarm:
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.processes = folder, list[Any]()
         keys(folder, 2)
         (folder / "train.toml").write_text(RUN)
         with socket.socket() as probe:
@@ -59,7 +61,14 @@ class Swarm:
     def _start(self, name: str, *words: object) -> Any:
         log = open(self.folder / f"{name}.log", "ab")
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        return started.Popen([sys.executable, *map(str, words)], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        command = [sys.executable, *map(str, words)]
+        self.processes.append(started.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+        return self.processes[-1]
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
     def serve(self) -> Any:
         words = "-m", "torchtitan", "swarm", "serve", self.folder / "train.toml", "--keys", self.folder / "keys/syncer"
@@ -88,8 +97,14 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> N
         time.sleep(0.02)
 
 
-def test_killed_syncers_and_sites_cost_the_others_nothing(tmp_path: Path) -> None:
-    swarm = Swarm(tmp_path)
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    started_here = Swarm(tmp_path)
+    yield started_here
+    started_here.stop()
+
+
+def test_killed_syncers_and_sites_cost_the_others_nothing(tmp_path: Path, swarm: Swarm) -> None:
     syncer = swarm.serve()
     sites = [swarm.site(0), swarm.site(1)]
     wait_for(lambda: min(swarm.meetings(0), swarm.meetings(1)) >= 3, swarm.said("syncer") + swarm.said("site-0"))
