@@ -11,14 +11,36 @@ from torchtitan.config.schema import Checkpoint, Config
 
 RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
 # What a run writes by itself.
-RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", "load_only"]
+RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", "load_only", "swarm.jsonl", "swarm.svg"]
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts. Rules that depend on the number of ranks are checked only if it is known."""
     findings = [*_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config)]
+    findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config), *_swarm(config)]
     return [*findings, *find_layout_conflicts(config, world_size)]
+
+
+def _swarm(config: Config) -> Iterator[Finding]:
+    swarm = config.swarm
+    if swarm.syncer is not None and (swarm.site is None or swarm.keys is None):
+        yield (
+            ("swarm.syncer", "swarm.site", "swarm.keys"),
+            f'swarm.syncer = "{swarm.syncer}" needs this site\'s name and keys; set swarm.site and swarm.keys to what '
+            "`python -m torchtitan swarm keys` made",
+        )
+    if swarm.quorum > swarm.sites:
+        yield (
+            ("swarm.quorum", "swarm.sites"),
+            f"swarm.quorum = {swarm.quorum} is more than swarm.sites = {swarm.sites}, so nothing would ever be merged; "
+            "lower it, or raise swarm.sites",
+        )
+    if swarm.every_seconds is None and swarm.delay >= swarm.every:
+        yield (
+            ("swarm.delay", "swarm.every"),
+            f"swarm.delay = {swarm.delay} is no less than swarm.every = {swarm.every}, so a fragment would travel "
+            f"beyond its next turn; use at most {swarm.every - 1}",
+        )
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:

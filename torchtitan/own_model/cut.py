@@ -214,7 +214,7 @@ class Stage:
 
     def __init__(self, model: nn.Module, cuts: Mapping[bool, Cut], number: int, example: Any) -> None:
         self.model, self.cuts, self.number = model, cuts, number
-        self.sizes: Sizes = ()  # of the inputs of the microbatch, which every stage is told
+        self.sizes: Sizes = ()  # of the inputs of the microbatch; OwnPipeline sets them
         self.forward = model.forward
         self.inputs = as_values(INPUTS, example)
         self.own: dict[str, nn.Module] = {}

@@ -193,7 +193,7 @@ class OwnPipeline:
         return self._totals
 
     def _sizes(self, args: Sequence[Tensor], cut: Cut) -> Sizes:
-        """The sizes of a microbatch's inputs. Where collate makes them vary, ranks that read no data are told."""
+        """The sizes of a microbatch's inputs. Where collate makes them vary, rank 0 sends them."""
         forms, rows = [cut.way.forms[value] for value in cut.arriving(0)], self.local_batch_size
         sizes = sizes_of(args) or tuple(form.shape(((rows,),)) for form in forms if not self._tells)
         if args:

@@ -35,8 +35,7 @@ class Site(NoSwarm):
     def __init__(self, config: Config, run: Run) -> None:
         section = self.section = config.swarm
         assert section.syncer is not None
-        if section.site is None or section.keys is None:
-            raise Refusal("swarm.syncer is set, but not swarm.site and swarm.keys; give this site's name and its keys")
+        assert section.site is not None and section.keys is not None
         self.run, self.link = run, Link(section.syncer, Path(section.keys), run.place.rank)
         said = {"site": section.site, "shared": shared(config), "streams": run.batch.num_streams}
         told = self._from_rank_0(lambda: self.link.ask("/hello", said))
@@ -236,12 +235,15 @@ class Site(NoSwarm):
         numbers |= {"seconds": travel.seconds, "waited_seconds": waited}
         exact = {"fragment": travel.number, "version": about["version"], "checksum": about["checksum"]}
         names = {"counted": list(about["counted"]), "rejected": list(about["rejected"])}
-        if self.records is None:  # only now: the run folder is made after the site has joined
-            self._open_records()
-        assert self.records is not None
-        self.records.write(self.step, exact | names | numbers)
-        if self.curves is not None:
-            self.curves.write(self.step, {f"swarm/{name}": number for name, number in numbers.items()})
+        try:
+            if self.records is None:  # only now: the run folder is made after the site has joined
+                self._open_records()
+            assert self.records is not None
+            self.records.write(self.step, exact | names | numbers)
+            if self.curves is not None:
+                self.curves.write(self.step, {f"swarm/{name}": number for name, number in numbers.items()})
+        except OSError as error:  # as any record: a full disk must not end the training
+            logger.warning(f"step {self.step}: the meeting could not be recorded: {error.strerror or error}")
         what = f"meeting {about['version']}, {count} of {about['sites']}, step {self.step}"
         begin, seconds = travel.begun - self._started, time.monotonic() - travel.begun
         self.trips.append(Trip(travel.number, begin, seconds, min(waited, seconds), what))

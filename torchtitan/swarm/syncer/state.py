@@ -1,6 +1,6 @@
 """One fragment at the syncer: its anchor, the outer momentum, the differences that have come, and its files.
 
-A merge is on the disk before anyone is told of it: the update first, then the fragment, each complete or absent.
+The syncer writes a merge to the disk before it answers a site: the update, then the fragment, each whole or absent.
 """
 
 import itertools
