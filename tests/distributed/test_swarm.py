@@ -113,6 +113,16 @@ def test_a_site_that_comes_late_begins_where_the_run_is_with_documents_of_its_ow
     assert not set(meetings(tmp_path, 0)) & set(meetings(tmp_path, 1))
 
 
+def test_sites_begin_with_the_weights_that_they_were_told_to_load(ranks: Ranks, tmp_path: Path) -> None:
+    saving = {"checkpoint__enable": True, "checkpoint__interval": 20, "training__steps": 20}
+    (plain,) = ranks(cases.train, 1, str(tmp_path / "plain"), saving)
+    warm = {"checkpoint__enable": True, "checkpoint__initial_load_path": str(tmp_path / "plain/checkpoint")}
+    with swarm(tmp_path, ranks, [ONE, (2, {"training__local_batch_size": 4})], **TWO_STEPS, **warm) as train:
+        for site in train():
+            assert site[0]["loss"] < plain[0]["loss"] - 1
+    assert meetings(tmp_path, 0) == meetings(tmp_path, 1)
+
+
 def test_another_seed_is_refused_before_a_step(ranks: Ranks, tmp_path: Path) -> None:
     with swarm(tmp_path, ranks, [ONE, ONE], **TWO_STEPS) as train:
         with pytest.raises(AssertionError, match="debug.seed = 7, but the swarm has 0; leave it out here"):

@@ -33,8 +33,7 @@ class Held:
         self._named, self._at, self._sends = named, dict[int, list[tuple[Box, nn.Parameter]]](), set[int]()
         held: list[Box] = []
         for name, parameter in named.items():
-            whole = plain(parameter.detach()).float()
-            self.states[parameter] = {kind: whole.clone() for kind in kinds}
+            self.states[parameter] = {kind: torch.zeros_like(plain(parameter), dtype=torch.float32) for kind in kinds}
             box = _box(places[name], name, parameter)
             if not box.size:
                 continue
@@ -42,9 +41,6 @@ class Held:
             self._at.setdefault(places[name], []).append((box, parameter))
             if id(parameter) not in copies and _sends(parameter, mesh):
                 self._sends.add(places[name])
-        for state in self.states.values():
-            if REST in state:
-                local_part(state[REST]).zero_()
         fragments = divide(self.weights, num_fragments)
         self.boxes = [held_of(fragment, held) for fragment in fragments]
         self.sent = [[box for box in boxes if box.weight in self._sends] for boxes in self.boxes]
@@ -56,6 +52,14 @@ class Held:
             for name, parameter in self._named.items()
             for kind, tensor in self.states[parameter].items()
         }
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """From the weights as they are, once they were loaded."""
+        self.free_gathered()
+        for parameter, state in self.states.items():
+            for kind in (ANCHOR, SENT):
+                state[kind].copy_(plain(parameter))
 
     def fill_copies(self) -> None:
         for tie in self.model.ties:

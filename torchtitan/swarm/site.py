@@ -96,6 +96,8 @@ class Site(NoSwarm):
     # --- joining
 
     def begin(self, step: int) -> int:
+        if self.is_new:
+            self.held.begin()
         table = [[w.name, list(w.shape)] for w in self.held.weights]
         said = {"run": self.link.run, "weights": table, "step": step, "is_new": self.is_new}
         told = self._from_rank_0(lambda: self.link.ask("/join", said))

@@ -1,8 +1,8 @@
 """A swarm's syncer under sites without models: seconds of a meeting beside the same bytes over plain TLS, and memory.
 
-python -m benchmarks.swarm --sites 3 --ranks 2 --parameters 62.5 --codec float32     as Flower was measured
-python -m benchmarks.swarm --sites 4 --parameters 250 --codec int8                   memory a parameter
-python -m benchmarks.swarm --sites 64 --parameters 1 --meetings 5                    many sites
+python -m benchmarks.swarm.meeting --sites 3 --ranks 2 --parameters 62.5 --codec float32     as Flower was measured
+python -m benchmarks.swarm.meeting --sites 4 --parameters 250 --codec int8                   memory a parameter
+python -m benchmarks.swarm.meeting --sites 64 --parameters 1 --meetings 5                    many sites
 """
 
 import argparse
