@@ -8,6 +8,7 @@ range for the package. The check takes a moment: it uses only the standard libra
 
 import argparse
 import operator
+import platform
 import re
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+HERE = {'sys_platform == "linux"': sys.platform == "linux", 'platform_machine == "x86_64"': platform.machine() == "x86_64"}
 COMPARISONS = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 
 
@@ -47,13 +49,13 @@ def find_missing(requirements: Path, ranges: dict[str, str]) -> Iterator[str]:
 
 
 def read_names(requirements: Path) -> list[str]:
-    """The packages that a requirements file and its included files list, each once."""
+    """The packages that a requirements file and its included files list for this machine, each once."""
     names: dict[str, None] = {}
     for line in requirements.read_text(encoding="utf-8").splitlines():
         line = line.partition("#")[0].strip()
         if line.startswith("-r"):
             names.update(dict.fromkeys(read_names(requirements.parent / line[2:].strip())))
-        elif line:
+        elif line and all(is_here for marker, is_here in HERE.items() if marker in line):
             names[split_name(line)[0]] = None
     return list(names)
 

@@ -17,16 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.swarm.line import Line
+from benchmarks.swarm.program import Program
 from torchtitan.hardware import EXIT_UNFINISHED
 from torchtitan.refusal import Refusal
-from torchtitan.root import ROOT
 from torchtitan.swarm.certificates import context, make
 
 RUN = """
@@ -84,61 +83,6 @@ KINDS = (
 )
 
 
-@dataclass
-class Program:
-    """Something that is started again whenever it has ended."""
-
-    name: str
-    folder: Path
-    words: Sequence[object]
-    more: dict[str, str] = field(default_factory=dict)
-    process: "subprocess.Popen[bytes] | None" = None
-    starts: int = 0
-    ended: float = 0.0
-
-    def tend(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            return
-        if self.process is not None and not self.ended:
-            self.ended = time.monotonic()
-        if self.starts and time.monotonic() - self.ended < 1:
-            return
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{self.folder.parent}:{ROOT}"} | self.more
-        with (self.folder.parent / f"{self.name}.log").open("ab") as log:
-            words = [*map(str, self.words)]
-            self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
-        self.starts, self.ended = self.starts + 1, 0.0
-
-    def ranks(self) -> list[int]:
-        """Of the run in this folder, without what launches them."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                try:
-                    words = (entry / "cmdline").read_bytes()
-                except OSError:
-                    continue
-                if f"\0{self.folder}\0".encode() in words and b"torch.distributed.run" not in words and b"tools.start" not in words:
-                    found.append(int(entry.name))
-        return sorted(found)
-
-    def all(self) -> list[int]:
-        own = [self.process.pid] if self.process is not None and self.process.poll() is None else []
-        return sorted({*own, *self.ranks()})
-
-    def send(self, number: int, processes: Sequence[int]) -> None:
-        for process in processes:
-            try:
-                os.kill(process, number)
-            except ProcessLookupError:
-                continue
-
-    def step(self) -> int:
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
-        return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
 class Bench:
     def __init__(self, out: Path, seed: int) -> None:
         self.out, self.chance = out, random.Random(seed)
@@ -153,19 +97,37 @@ class Bench:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        words = [sys.executable, "-m", "torchtitan", "swarm", "serve", out / "swarm.toml", "--keys", out / "keys/syncer"]
+        words = [
+            sys.executable,
+            "-m",
+            "torchtitan",
+            "swarm",
+            "serve",
+            out / "swarm.toml",
+            "--keys",
+            out / "keys/syncer",
+        ]
         words += ["--out", out / "syncer", "--host", "127.0.0.1", "--port", self.port]
         self.syncer = Program("syncer", out / "syncer", words, self.own("syncer"))
         self.lines = [Line(self.port) for _ in self.names]
         self.sites = [self.site(number) for number in range(SITES)]
         launch = {"NGPU": str(SITES), "MAX_RESTARTS": "100000", "CONFIG_FILE": str(out / "whole.toml")}
-        self.whole = Program("whole", out / "whole", ["./run_llama_train.sh", "--job.dump_folder", out / "whole"], launch | self.own("whole"))
+        self.whole = Program(
+            "whole",
+            out / "whole",
+            ["./run_llama_train.sh", "--job.dump_folder", out / "whole"],
+            launch | self.own("whole"),
+        )
         self.later: list[tuple[float, Callable[[], Any]]] = []
         self.answers: list[int] = []  # of the syncer to corrupt bodies
         self.memory: dict[tuple[str, int], list[int]] = {}
 
     def own(self, name: str) -> dict[str, str]:
-        return {"POISON": str(self.out / f"{name}.poison"), "CLOCK": str(self.out / f"{name}.clock"), "PYTHON": sys.executable}
+        return {
+            "POISON": str(self.out / f"{name}.poison"),
+            "CLOCK": str(self.out / f"{name}.clock"),
+            "PYTHON": sys.executable,
+        }
 
     def site(self, number: int) -> Program:
         name = self.names[number]
@@ -276,7 +238,11 @@ class Bench:
         for program in [self.syncer, *self.sites]:
             for process in program.all():
                 try:
-                    kib = [line.split()[1] for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmRSS")]
+                    kib = [
+                        line.split()[1]
+                        for line in Path(f"/proc/{process}/status").read_text().splitlines()
+                        if line.startswith("VmRSS")
+                    ]
                 except OSError:
                     continue
                 if kib:
@@ -319,16 +285,28 @@ def ride(bench: Bench, args: argparse.Namespace) -> None:
     before, began = [run.step() for run in runs], time.monotonic()
     bench.pass_time(args.before)
     rates = [(run.step() - step) / (time.monotonic() - began) for run, step in zip(runs, before, strict=True)]
-    print("undisturbed steps a second:", ", ".join(f"{r.name} {rate:.2f}" for r, rate in zip(runs, rates, strict=True)), flush=True)
-    kinds = [kind for _ in range(-(-args.faults // len(args.only))) for kind in bench.chance.sample(args.only, len(args.only))]
+    print(
+        "undisturbed steps a second:",
+        ", ".join(f"{r.name} {rate:.2f}" for r, rate in zip(runs, rates, strict=True)),
+        flush=True,
+    )
+    kinds = [
+        kind
+        for _ in range(-(-args.faults // len(args.only)))
+        for kind in bench.chance.sample(args.only, len(args.only))
+    ]
     before, began = [run.step() for run in runs], time.monotonic()
     for number, kind in enumerate(kinds[: args.faults]):
         what = bench.fault(kind)
         bench.pass_time(args.every * bench.chance.uniform(0.8, 1.2))
         bench.note_memory()
-        kept = [(run.step() - s) / r / (time.monotonic() - began) for run, s, r in zip(runs, before, rates, strict=True)]
+        kept = [
+            (run.step() - s) / r / (time.monotonic() - began) for run, s, r in zip(runs, before, rates, strict=True)
+        ]
         said = ", ".join(f"{each:.3f}" for each in kept)
-        print(f"{number + 1:3} {time.monotonic() - began:6.0f} s  {kind:26} {what:14} goodput so far {said}", flush=True)
+        print(
+            f"{number + 1:3} {time.monotonic() - began:6.0f} s  {kind:26} {what:14} goodput so far {said}", flush=True
+        )
     seconds = time.monotonic() - began
     kept = [(run.step() - s) / r / seconds for run, s, r in zip(runs, before, rates, strict=True)]
     report(bench, kept, seconds)
@@ -346,8 +324,9 @@ def report(bench: Bench, kept: Sequence[float], seconds: float) -> None:
     went_on = all(max(v for _, v in each) > version for each, (_, version) in zip(sums, versions, strict=True))
     swarm = sum(kept[:SITES]) / SITES
     print(f"{seconds:.0f} s: goodput of the sites {swarm:.3f}, of data parallelism with restarts {kept[SITES]:.3f}")
-    print(f"meetings of all three: {len(common)}, with unequal anchors: {len(unequal)}; all met after the last fault: {went_on}")
-    print(f"ended with {codes} (saved and can go on: {EXIT_UNFINISHED}); starts: {', '.join(f'{p.name} {p.starts}' for p in bench.programs)}")
+    print(f"meetings of all three: {len(common)}, with unequal anchors: {len(unequal)}; all met at the end: {went_on}")
+    starts = ", ".join(f"{program.name} {program.starts}" for program in bench.programs)
+    print(f"ended with {codes} (saved and can go on: {EXIT_UNFINISHED}); starts: {starts}")
     print(f"answers to corrupt bodies: {sorted(bench.answers)}")
     for name in ("syncer", *bench.names):
         lives = [mib for (whose, _), mib in bench.memory.items() if whose == name and len(mib) >= 4]

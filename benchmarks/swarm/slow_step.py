@@ -14,16 +14,18 @@ from torch.utils.data import Dataset, TensorDataset
 
 from torchtitan.models.spec import ModelSpec
 
-STEP_SECONDS = 0.1
-WIDTH = 256
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0.1"))
+WIDTH = int(os.environ.get("WIDTH", "256"))
+LAYERS = int(os.environ.get("LAYERS", "4"))
 
 
 def build() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())), nn.Linear(WIDTH, 3))
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
 
 
 def samples() -> Dataset[tuple[Tensor, ...]]:
-    inputs = torch.randn(20_000, WIDTH, generator=torch.Generator().manual_seed(0))
+    inputs = torch.randn(5_000_000 // WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(len(inputs), generator=torch.Generator().manual_seed(1))
     return TensorDataset(inputs, (inputs[:, :8].sum(1) + 3 * noise).sign().long() + 1)
 

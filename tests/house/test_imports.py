@@ -57,6 +57,7 @@ TOOLS = {  # each tool, and the other tools that it uses
     "runs": (),
     "schema": ("verbs",),
     "seed_checkpoint": (),
+    "sites": ("dry_run", "plan"),
     "start": ("check", "dry_run"),
     "text": (),
     "verbs": (),

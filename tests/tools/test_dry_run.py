@@ -359,6 +359,21 @@ def test_a_module_of_ones_own_is_estimated_like_a_family(tmp_path: Path, world_s
         assert stage.peak["activations"] > 0 and (stage.moved.get("all-gather", 0) > 0) == (dp > 1)
 
 
+def test_a_module_of_ones_own_is_cut_to_the_memory_of_its_ranks(tmp_path: Path) -> None:
+    """And a site of a swarm holds more."""
+    rich: dict[str, Any] = {"parallelism__pipeline_parallel_memory_gib": [1.0, 1.0], "training__local_batch_size": 8}
+    config = tiny_config(tmp_path, 2, **SKIPPING, **PP, **rich)
+    counts = fit.fit(config, plan_model(config), 2)
+    assert len(counts) == 2 and 0 not in counts
+    place = {"swarm__syncer": "https://meet.example.org:1", "swarm__site": "a", "swarm__keys": "keys"}
+    ranks = []
+    for more in ({}, place):
+        cut = rich | {"parallelism__pipeline_parallel_layer_counts": counts} | more
+        config = tiny_config(tmp_path, 2, **SKIPPING, **PP, **cut)
+        ranks.append(estimate(config, plan_model(config), 0, 2))
+    assert ranks[1].peak["optimizer"] - ranks[0].peak["optimizer"] == 12 * ranks[0].parameters
+
+
 def test_a_weight_that_no_plan_splits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of the model alone leads to such a weight, and each rank would train it on its part of the sequence."""
 

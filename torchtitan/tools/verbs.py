@@ -36,6 +36,7 @@ VERBS = {
     },
     "several sites": {
         "swarm try": "swarm.attempt",
+        "swarm plan": "tools.sites.verb",
         "swarm keys": "swarm.keys",
         "swarm serve": "swarm.syncer.serve",
         "swarm status": "swarm.status",

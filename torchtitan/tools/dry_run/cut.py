@@ -37,7 +37,7 @@ def fit(config: Config, blueprint: Blueprint, world_size: int) -> list[int]:
             f"{degree}; give {degree}, one a pipeline rank"
         )
     config = estimable(config)
-    blueprint = derived(with_counts(config, []), blueprint, world_size)
+    blueprint = derived(config, blueprint, world_size)
     parts, ranks = what_is_cut(config, blueprint)
     if len(parts) < len(ranks):
         raise Refusal(f"the model has {len(parts)} parts, fewer than the {len(ranks)} pipeline stages; use fewer ranks")

@@ -113,6 +113,15 @@ def estimate(
         update = Update(config, model, optimizer, run.mesh.stage_group, run.learning_rate_factor)
         if update.average is not None:
             footprint.mark(update.average.tensors().values(), "optimizer")
+        if (
+            config.swarm.syncer is not None
+        ):  # what a site holds of the swarm: the anchor, what it sent, what rounding kept
+            kinds, trained = (
+                2 if config.swarm.codec == "float32" else 3,
+                [p for p in model.parameters() if p.requires_grad],
+            )
+            copies = [torch.zeros_like(p, dtype=torch.float32) for p in trained for _ in range(kinds)]
+            footprint.mark(copies, "optimizer")
         footprint.moved.clear()
 
         update.begin(1)
@@ -124,7 +133,7 @@ def estimate(
 
 
 def with_counts(config: Config, counts: Sequence[int]) -> Config:
-    """The configuration with this cut. To derive a blueprint, any will do."""
+    """The configuration with this cut."""
     parallelism = config.parallelism.model_copy(update={"pipeline_parallel_layer_counts": list(counts)})
     return config.model_copy(update={"parallelism": parallelism})
 

@@ -32,7 +32,7 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
     if config.compile.enable:
         logger.info("the estimate ignores compile.enable = true; a compiled step may hold less memory")
     config = estimable(config)
-    blueprint = derived(with_counts(config, []), blueprint, place.world_size)
+    blueprint = derived(config, blueprint, place.world_size)
     dims = plan_layout(config.parallelism, place.world_size)
     size = str(plan_batch(config.training, dims.dp).global_batch_size)
     logger.info(
