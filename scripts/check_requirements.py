@@ -16,7 +16,10 @@ from importlib import metadata
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
-HERE = {'sys_platform == "linux"': sys.platform == "linux", 'platform_machine == "x86_64"': platform.machine() == "x86_64"}
+HERE = {
+    'sys_platform == "linux"': sys.platform == "linux",
+    'platform_machine == "x86_64"': platform.machine() == "x86_64",
+}
 COMPARISONS = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 
 

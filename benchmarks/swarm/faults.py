@@ -272,7 +272,10 @@ def main() -> None:
         for program in bench.programs:
             program.send(signal.SIGCONT, program.all())
             program.send(signal.SIGKILL, program.all())
-        subprocess.run(["umount", bench.out / "syncer"])
+        for program in bench.programs:
+            if program.process is not None:
+                program.process.wait()
+        subprocess.run(["umount", bench.out / "syncer"], check=True)
 
 
 def ride(bench: Bench, args: argparse.Namespace) -> None:
