@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from benchmarks.swarm.line import Line
 from benchmarks.swarm.program import Program
 from torchtitan.hardware import EXIT_UNFINISHED
@@ -222,6 +220,8 @@ class Bench:
 
     def _send_corrupt(self, number: int) -> list[int]:
         """With a site's own certificate: bytes at random, a header that lies, and a body that is too long."""
+        import httpx
+
         keys, url = self.out / "keys" / self.names[number], f"https://127.0.0.1:{self.port}"
         try:
             with httpx.Client(base_url=url, verify=context(keys, is_server=False), timeout=10) as client:
