@@ -11,6 +11,7 @@ import httpx
 import pytest
 import torch
 
+from benchmarks.swarm.line import Line
 from tests.swarm.served import keys, served
 from torchtitan.config.keys.swarm import Swarm
 from torchtitan.refusal import Refusal
@@ -268,3 +269,15 @@ def test_updates_lead_from_one_anchor_to_the_next_for_any_part_of_it(tmp_path, k
     assert torch.equal(found[0], state.anchor[0][2:5, 100:290]) and torch.equal(found[1], state.anchor[1])
     assert json.loads(json.dumps([vars(each) for each in state.meetings]))[1]["version"] == 2
     assert FragmentState(tmp_path, WHOLE, kind, Outer(0.7, 0.9)).version == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_body_that_takes_longer_than_a_time_out_arrives_over_a_slow_line(folder):
+    with served(folder, section(), SHARED) as (url, _):
+        line = Line(int(url.rpartition(":")[2]))
+        line.rate = 5e6
+        own = link(folder, f"https://127.0.0.1:{line.port}")
+        own.client.timeout = httpx.Timeout(60, write=1.0)
+        begun = time.monotonic()
+        own.ask("/hello", {"site": "site-0", "shared": SHARED, "streams": 8, "more": "x" * 15_000_000})
+        assert time.monotonic() - begun > 2 and not own.is_away

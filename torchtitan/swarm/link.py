@@ -4,7 +4,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torchtitan.swarm.fragments import Box
 from torchtitan.swarm.wire import framed, opened
 
 _PAUSES = 0.2, 0.5, 1, 2, 5, 10  # seconds before a further try; then always the last
+_PIECE = 1 << 16  # of a body: a time-out is for each, so a slow line only takes longer
 _ANSWERS = 200, 202, 404, 410  # of a syncer; anything else is a proxy's, or a syncer in trouble
 
 
@@ -122,7 +123,7 @@ class Link:
         while True:
             why: object
             try:
-                answer = self.client.post(path, content=body)
+                answer = self.client.post(path, content=_pieces(body), headers={"content-length": str(len(body))})
             except httpx.HTTPError as error:
                 why = error
             else:
@@ -149,3 +150,7 @@ class Link:
     def close(self) -> None:
         self.ended.set()
         self.client.close()
+
+
+def _pieces(body: bytes) -> Iterator[bytes]:
+    return (body[begin : begin + _PIECE] for begin in range(0, len(body), _PIECE))
