@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3, help="after the warm start, which has 3e-3")
     parser.add_argument("--codecs", nargs="+", default=["int8", "float32", "int4"])
     parser.add_argument("--methods", nargs="+", default=["diloco"])
+    parser.add_argument("--momentum", type=float, default=0.9, help="of the outer step")
     parser.add_argument("--out", type=Path, default=Path("outputs/swarm_loss"))
     args = parser.parse_args()
     args.out = args.out.absolute()
@@ -82,7 +83,7 @@ def swarm(args: argparse.Namespace, folder: Path, seed: int, method: str, codec:
         port = probe.getsockname()[1]
     count, lr = str(args.sites), str(args.lr)
     section = ["--swarm.every", str(args.every), "--swarm.quorum", count, "--swarm.sites", count, "--swarm.delay", "5"]
-    section += ["--swarm.method", method, "--swarm.codec", codec]
+    section += ["--swarm.method", method, "--swarm.codec", codec, "--swarm.outer_momentum", str(args.momentum)]
     words = ["-m", "torchtitan", "swarm", "serve", MODEL[1], "--keys", f"{folder}/keys/syncer", "--out"]
     words += [f"{folder}/syncer", "--host", "127.0.0.1", "--port", str(port), "--", *MODEL[2:], *TEXT, *section]
     serve = launch([*words, *SCHEDULE, lr, "--debug.seed", str(seed + 100)], folder / "syncer.log")

@@ -10,6 +10,7 @@ import pytest
 
 from torchtitan.config.load import load_config
 from torchtitan.refusal import Refusal
+from torchtitan.root import ROOT
 from torchtitan.tools.sites import verb
 from torchtitan.tools.sites.clusters import FILLED, form
 
@@ -59,7 +60,8 @@ def test_providers_form_sites_whose_cuts_fit_each_ones_memory(
         for rank, provider in enumerate(site.providers):
             words = [tmp_path / "plan/start.sh", provider.name, "--metrics.log_freq", "3"]
             own = {k: v for k, v in os.environ.items() if k not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "NGPU")}
-            said = subprocess.run(words, env=own | {"PRINT_ONLY": "1"}, capture_output=True, text=True, timeout=60)
+            own |= {"PRINT_ONLY": "1"}
+            said = subprocess.run(words, env=own, cwd=ROOT, capture_output=True, text=True, timeout=60)
             assert said.returncode == 0 and f"{site.name}.toml" in said.stdout + said.stderr, said
             assert len(site.providers) == 1 or f"--node-rank={rank}" in said.stdout.replace("_", "-"), said
     said = capsys.readouterr().out

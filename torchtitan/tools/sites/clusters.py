@@ -51,7 +51,8 @@ def form(
 
     Of a cluster that cannot be cut so, the smallest provider stays out.
     """
-    whole = estimable(load_config([*options, "--parallelism.pipeline_parallel_degree", "1"], 1, prog="swarm plan"))
+    alone = [*_place(args, "site-1"), "--parallelism.pipeline_parallel_degree", "1"]
+    whole = estimable(load_config([*options, *alone], 1, prog="swarm plan"))
     need = estimate(whole, derived(whole, blueprint, 1), 0, 1, gpu=False).peak_bytes / 2**20
     why = ""
     for count in range(min(MOST_CLUSTERS, len(providers)), 0, -1):
@@ -84,13 +85,8 @@ def _site(
 ) -> Site:
     ordered = sorted(members, key=lambda provider: (-provider.megabits, -provider.megabytes))
     limits = [FILLED * provider.megabytes / 1024 for provider in ordered]
-    own = ["--swarm.syncer", args.syncer, "--swarm.site", name, "--swarm.keys", f"keys/{name}"]
-    own += [
-        "--parallelism.pipeline_parallel_degree",
-        str(len(ordered)),
-        "--parallelism.pipeline_parallel_schedule",
-        "1F1B",
-    ]
+    own = [*_place(args, name), "--parallelism.pipeline_parallel_schedule", "1F1B"]
+    own += ["--parallelism.pipeline_parallel_degree", str(len(ordered))]
     if len(ordered) > 1:
         own += ["--parallelism.pipeline_parallel_memory_gib", *(f"{limit:g}" for limit in limits)]
     config = load_config([*options, *own], len(ordered), prog="swarm plan")
@@ -102,3 +98,7 @@ def _site(
     if world == 1 and ranks[0].peak_bytes > limits[0] * 2**30:
         raise Refusal(f"{ordered[0].name} alone holds {limits[0]:.2f} GiB, and needs {ranks[0].peak_bytes / 2**30:.2f}")
     return Site(name, ordered, config, ranks)
+
+
+def _place(args: argparse.Namespace, name: str) -> list[str]:
+    return ["--swarm.syncer", args.syncer, "--swarm.site", name, "--swarm.keys", f"keys/{name}"]

@@ -15,21 +15,24 @@ from typing import TYPE_CHECKING
 
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
-from torchtitan.root import ROOT
 
 if TYPE_CHECKING:
     from torchtitan.tools.sites.clusters import Site
 
 HELP = "form sites out of unlike providers, and write what each starts"
 _SCRIPT = """#!/usr/bin/env bash
-# Starts one provider's part of its site: {folder}/start.sh PROVIDER [options of train.py]
+# Starts one provider's part of its site, in the recipe's folder: {folder}/start.sh PROVIDER [options of train.py]
 set -euo pipefail
+if [[ ! -x run_llama_train.sh ]]; then
+  echo "{folder}/start.sh: $PWD has no run_llama_train.sh; start this in the recipe's folder" >&2
+  exit 1
+fi
 case "${{1:-}}" in
 {cases}
   *) echo "{folder}/start.sh: '${{1:-}}' is no provider; use one of: {names}" >&2; exit 1 ;;
 esac
 export NNODES NODE_RANK MASTER_ADDR MASTER_PORT="${{MASTER_PORT:-29500}}" NGPU=1
-CONFIG_FILE="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)/$site.toml" exec {launcher} "${{@:2}}"
+CONFIG_FILE="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)/$site.toml" exec ./run_llama_train.sh "${{@:2}}"
 """
 
 
@@ -51,6 +54,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     from torchtitan.tools.plan.places.ravnest import read_providers
     from torchtitan.tools.sites.clusters import form
 
+    if args.out.exists():
+        raise Refusal(f"--out {args.out} exists; remove it, or name another")
     providers = read_providers(args.file)
     addresses = {
         name: str(node.get("IP", "")).partition(":")[0] for name, node in json.loads(args.file.read_text()).items()
@@ -59,8 +64,11 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
         raise Refusal(f"{args.file}: provider {lacking[0]} has no IP; the stages of a site reach each other by it")
     words = ["--job.config_file", args.config, *options]
     _, blueprint = load_run_or_exit(words, None, 0, prog="swarm plan")
-    logger.disabled = True  # every cut that is tried says so
-    sites = form(args, blueprint, providers, words)
+    said, logger.disabled = logger.disabled, True  # every cut that is tried says so
+    try:
+        sites = form(args, blueprint, providers, words)
+    finally:
+        logger.disabled = said
     for line in _table(sites, args.step_seconds):
         print(line)
     used = {provider.name for site in sites for provider in site.providers}
@@ -111,7 +119,7 @@ def _table(sites: Sequence["Site"], step_seconds: float) -> list[str]:
 def _write(out: Path, sites: Sequence["Site"], addresses: dict[str, str]) -> None:
     from torchtitan.tools.plan.choice import to_text
 
-    out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True)
     cases = []
     for site in sites:
         job = site.config.job.model_copy(update={"dump_folder": f"{site.config.job.dump_folder}/{site.name}"})
@@ -124,8 +132,5 @@ def _write(out: Path, sites: Sequence["Site"], addresses: dict[str, str]) -> Non
             cases.append(f"  {shlex.quote(provider.name)}) {place} ;;")
     script = out / "start.sh"
     names = " ".join(provider.name for site in sites for provider in site.providers)
-    launcher = shlex.quote(str(ROOT / "run_llama_train.sh"))
-    script.write_text(
-        _SCRIPT.format(folder=out, cases="\n".join(cases), names=names, launcher=launcher), encoding="utf-8"
-    )
+    script.write_text(_SCRIPT.format(folder=out, cases="\n".join(cases), names=names), encoding="utf-8")
     script.chmod(0o755)
