@@ -105,7 +105,7 @@ def site(
 ) -> None:
     torch.set_num_threads(1)
     links = [Link(url, keys, rank) for rank in range(args.ranks)]
-    told = links[0].ask("/hello", {"site": keys.name, "shared": said, "streams": 8})
+    told = links[0].ask("/hello", {"site": keys.name, "shared": said, "streams": 8, "place": [0, 1], "swarm": ""})
     fragments = divide(weights, args.fragments)
     step = -(-1000 // args.ranks)
     rows = [(rank * step, min(1000, (rank + 1) * step)) for rank in range(args.ranks)]

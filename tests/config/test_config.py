@@ -20,6 +20,7 @@ from torchtitan.tools import schema as export
 from torchtitan.tools import verbs
 
 ROOT = Path(__file__).parents[2]
+SITE = '[swarm]\nsite = "a"\nkeys = "k"\n'
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 
 # The keys and values of torchtitan v0.2.2's Llama 3 8B preset, and the sections its other Llama 3 presets have.
@@ -295,7 +296,13 @@ components = ["model", "los"]
         ('[checkpoint]\nenable = true\ninitial_load_missing = ["head.*"]',
          'checkpoint.initial_load_missing = ["head.*"] is for weights alone; set checkpoint.initial_load_path'),
         ("[validation]\npatience = 3", "validation.patience = 3 without validation.enable: there is nothing to judge"),
-        ('[swarm]\nsyncer = "https://x:1"\nsite = "a"', 'swarm.syncer = "https://x:1" needs this site'),
+        ('[swarm]\nsyncer = "https://x:1"\nsite = "a"', "a swarm's syncer (https://x:1) needs this site"),
+        (SITE + 'syncer = "https://x:1"\nsyncers = ["https://y:1"]',
+            "swarm.syncer = https://x:1 and swarm.syncers are both set; name one"),
+        (SITE + 'syncers = ["https://x:1", "https://x:1"]',
+            "swarm.syncers names an address twice (https://x:1, https://x:1)"),
+        (SITE + 'fragments = 1\nsyncers = ["https://x:1", "https://y:1"]',
+            "swarm.syncers names 2 syncers for swarm.fragments = 1, so"),
         ("[swarm]\nquorum = 3\nsites = 2", "swarm.quorum = 3 is more than swarm.sites = 2"),
         ("[swarm]\nevery = 5", "swarm.delay = 10 is no less than swarm.every = 5"),
         ("[comm]\ntrain_timeout_seconds = 1000000000000",

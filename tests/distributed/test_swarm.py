@@ -22,13 +22,17 @@ TWO_STEPS: dict[str, Any] = {"swarm__every": 4, "swarm__fragments": 2, "swarm__d
 
 
 @contextlib.contextmanager
-def swarm(folder: Path, ranks: Ranks, layouts: list[Layout], **more: Any) -> Iterator[Callable[[], list[Any]]]:
+def swarm(
+    folder: Path, ranks: Ranks, layouts: list[Layout], syncers: int = 1, **more: Any
+) -> Iterator[Callable[[], list[Any]]]:
     """What it yields trains all sites, each in its folder site-N, and returns their records. All wait for all."""
     if not (folder / "keys").exists():
         keys(folder, len(layouts))
     own = {"swarm__sites": len(layouts), "swarm__quorum": len(layouts)} | more
     section = tiny_config(folder, **own)
-    with served(folder, section.swarm, shared(section)) as (url, _):
+    with contextlib.ExitStack() as stack:
+        servers = [served(folder, section.swarm, shared(section), out=f"syncer-{n}") for n in range(syncers)]
+        urls = [stack.enter_context(server)[0] for server in servers]
 
         def train(*, only: int | None = None, **changed: Any) -> list[Any]:
             sites, stores, first = [], [], 0
@@ -37,7 +41,7 @@ def swarm(folder: Path, ranks: Ranks, layouts: list[Layout], **more: Any) -> Ite
                     continue
                 stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
                 name = f"site-{number}"
-                place = {"swarm__syncer": url, "swarm__site": name, "swarm__keys": str(folder / "keys" / name)}
+                place = {"swarm__syncers": urls, "swarm__site": name, "swarm__keys": str(folder / "keys" / name)}
                 overrides = own | place | layout | changed
                 sites.append(cases.Site(first, count, stores[-1].port, str(folder / name), overrides))
                 first += count
@@ -71,16 +75,18 @@ def test_sites_of_unlike_layouts_hold_the_same_anchor_after_each_meeting(ranks: 
     uneven = {pp: 2, tp: 2, "parallelism__pipeline_parallel_schedule": "1F1B"}
     uneven |= {"parallelism__pipeline_parallel_layer_counts": [3, 1]}
     hybrid = {"parallelism__data_parallel_replicate_degree": 2, "training__local_batch_size": 2}
-    layouts: list[Layout] = [(4, uneven), (4, hybrid)]
-    with swarm(tmp_path, ranks, layouts, **TWO_STEPS) as train:
+    short = TWO_STEPS | {"training__steps": 6}
+    layouts: list[Layout] = [(4, uneven), (4, hybrid), ONE, (2, {"training__local_batch_size": 4})]
+    with swarm(tmp_path, ranks, layouts, syncers=2, **short) as train:
         unlike = train()
-    with swarm(tmp_path / "alike", ranks, [ONE, (2, {"training__local_batch_size": 4})], **TWO_STEPS) as train:
+    with swarm(tmp_path / "alike", ranks, [ONE] * 4, **short) as train:
         alike = train()
     for ours, theirs in zip(unlike, alike, strict=True):
         assert differences(ours, theirs, "loss") < 1e-3  # where rounding to int8 falls on another side
-    assert "meeting 3, 2 of 2, step 10" in (tmp_path / "site-0/swarm.svg").read_text()
-    assert meetings(tmp_path, 0) == meetings(tmp_path, 1) and len(meetings(tmp_path, 0)) == 6
-    assert meetings(tmp_path / "alike", 0) == meetings(tmp_path / "alike", 1)
+    assert "meeting 2, 4 of 4, step 6" in (tmp_path / "site-0/swarm.svg").read_text()
+    assert len(meetings(tmp_path, 0)) == 4
+    for folder in (tmp_path, tmp_path / "alike"):
+        assert all(meetings(folder, site) == meetings(folder, 0) for site in range(1, 4))
 
 
 def test_a_swarm_that_waits_for_all_repeats_and_resumes_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ def keys(folder: Path, sites: int) -> Path:
 
 
 @contextlib.contextmanager
-def served(folder: Path, section: Swarm, shared: Mapping[str, Any], seed: int = 0) -> Iterator[tuple[str, Syncer]]:
+def served(
+    folder: Path, section: Swarm, shared: Mapping[str, Any], seed: int = 0, out: str = "syncer"
+) -> Iterator[tuple[str, Syncer]]:
     """Its address, and what is behind it. The folder also has the keys."""
-    syncer = Syncer(folder / "syncer", section, shared, seed, lambda: sites_of(folder / "keys/syncer"))
+    syncer = Syncer(folder / out, section, shared, seed, lambda: sites_of(folder / "keys/syncer"))
     server = Server(syncer, folder / "keys/syncer").build("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -18,11 +18,14 @@ from torchtitan.refusal import Refusal
 from torchtitan.swarm import certificates, codec
 from torchtitan.swarm.fragments import Box
 from torchtitan.swarm.link import Link, Travel
+from torchtitan.swarm.links import Links
 from torchtitan.swarm.outer import Outer
+from torchtitan.swarm.syncer import export
 from torchtitan.swarm.syncer.state import FragmentState, Meeting
 from torchtitan.tools import verbs
 
 SHARED = {"protocol": 1, "model.name": "llama3"}
+ALONE = {"place": [0, 1], "swarm": ""}  # among the swarm's syncers
 TABLE = [["a", [8, 300]], ["b", [64]]]
 WHOLE = [Box(0, 0, 8, 0, 300), Box(1, 0, 1, 0, 64)]
 
@@ -41,7 +44,7 @@ def link(folder, url, number=0):
 
 def joined(folder, url, number=0, is_new=True, step=0):
     own = link(folder, url, number)
-    own.run = own.ask("/hello", {"site": f"site-{number}", "shared": SHARED, "streams": 8})["run"]
+    own.run = own.ask("/hello", {"site": f"site-{number}", "shared": SHARED, "streams": 8} | ALONE)["run"]
     told = own.ask("/join", {"run": own.run, "weights": TABLE, "step": step, "is_new": is_new})
     own.session = told["session"]
     if told["versions"] == [-1]:
@@ -134,11 +137,20 @@ def test_what_is_stale_foreign_or_of_another_model_is_refused_with_the_differenc
     with served(folder, section(sites=2), SHARED) as (url, _):
         own = joined(folder, url, 0)
         with pytest.raises(Refusal, match="model.name is 'qwen3' at this site and 'llama3' in the run"):
-            own.ask("/hello", {"site": "site-0", "shared": SHARED | {"model.name": "qwen3"}, "streams": 8})
+            own.ask(
+                "/hello",
+                {
+                    "site": "site-0",
+                    "shared": SHARED | {"model.name": "qwen3"},
+                    "streams": 8,
+                    "place": [0, 1],
+                    "swarm": "",
+                },
+            )
         with pytest.raises(Refusal, match="swarm.site = 'site-1', but the certificate is that of site-0"):
-            own.ask("/hello", {"site": "site-1", "shared": SHARED, "streams": 8})
+            own.ask("/hello", {"site": "site-1", "shared": SHARED, "streams": 8} | ALONE)
         with pytest.raises(Refusal, match="16 streams of data, and the run 8; set training.num_streams = 8"):
-            own.ask("/hello", {"site": "site-0", "shared": SHARED, "streams": 16})
+            own.ask("/hello", {"site": "site-0", "shared": SHARED, "streams": 16} | ALONE)
         with pytest.raises(Refusal, match=r"another model than the run: \['a', \[9, 300\]\] and \['a', \[8, 300\]\]"):
             own.ask("/join", {"run": own.run, "weights": [["a", [9, 300]]], "step": 0, "is_new": True})
         own.run = "another"
@@ -146,7 +158,7 @@ def test_what_is_stale_foreign_or_of_another_model_is_refused_with_the_differenc
             own.found(0, 7, WHOLE, numbers(1))
         joined(folder, url, 1)
         with pytest.raises(Refusal, match="all 2 parts of the data have their site .site-0, site-1"):
-            link(folder, url, 2).ask("/hello", {"site": "site-2", "shared": SHARED, "streams": 8})
+            link(folder, url, 2).ask("/hello", {"site": "site-2", "shared": SHARED, "streams": 8} | ALONE)
     with pytest.raises(Refusal, match="holds another swarm's run: model.name is 'qwen3' in this file"):
         with served(folder, section(sites=2), SHARED | {"model.name": "qwen3"}):
             pass
@@ -202,6 +214,27 @@ def test_a_sender_that_stands_still_is_given_up_and_a_slow_one_counts_as_there(f
             sending.settimeout(10)
             assert b"408" in sending.recv(1000)
         assert joined(folder, url, 1).client.get(f"{url}/status").status_code == 200
+
+
+def test_two_syncers_share_the_fragments_and_refuse_a_site_that_lists_them_otherwise(folder):
+    both = section(fragments=2, quorum=1)
+    with served(folder, both, SHARED, out="one") as (one, _), served(folder, both, SHARED, out="two") as (two, behind):
+        said = {"site": "site-0", "shared": SHARED, "streams": 8}
+        links = Links([one, two], folder / "keys/site-0", 0)
+        told = links.hello(said)
+        links.take_runs(told["runs"])
+        links.take_sessions(links.join({"weights": TABLE, "step": 0, "is_new": True})["sessions"])
+        for number, boxes in enumerate(behind.fragments[n].boxes for n in range(2)):
+            links.of(number).found(number, 0, boxes, bytes(4 * behind.fragments[number].size))
+        assert links.join({"weights": TABLE, "step": 0, "is_new": False})["versions"] == [0, 0]
+        assert behind.status()["versions"] == {1: 0} and behind.status()["run"] == links.run == told["runs"][0]
+        with pytest.raises(Refusal, match="as number 1 of 2 of swarm .* it is number 2 of 2 of swarm .* same order"):
+            Links([two, one], folder / "keys/site-0", 0).hello(said)
+        with pytest.raises(Refusal, match="as number 1 of 1 of swarm .* it is number 2 of 2"):
+            Links([two], folder / "keys/site-0", 0).hello(said)
+    assert export.in_order([folder / "two", folder / "one"])[0] == [folder / "one", folder / "two"]
+    with pytest.raises(Refusal, match="these are not the folders of all 2 syncers"):
+        export.in_order([folder / "two"])
 
 
 def test_keys_are_made_once_and_private(tmp_path, capsys):
@@ -279,5 +312,5 @@ def test_a_body_that_takes_longer_than_a_time_out_arrives_over_a_slow_line(folde
         own = link(folder, f"https://127.0.0.1:{line.port}")
         own.client.timeout = httpx.Timeout(60, write=1.0)
         begun = time.monotonic()
-        own.ask("/hello", {"site": "site-0", "shared": SHARED, "streams": 8, "more": "x" * 15_000_000})
+        own.ask("/hello", {"site": "site-0", "shared": SHARED, "streams": 8, "more": "x" * 15_000_000} | ALONE)
         assert time.monotonic() - begun > 2 and not own.is_away

@@ -23,12 +23,25 @@ def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
 
 def _swarm(config: Config) -> Iterator[Finding]:
     swarm = config.swarm
-    if swarm.syncer is not None and (swarm.site is None or swarm.keys is None):
+    if swarm.addresses and (swarm.site is None or swarm.keys is None):
         yield (
-            ("swarm.syncer", "swarm.site", "swarm.keys"),
-            f'swarm.syncer = "{swarm.syncer}" needs this site\'s name and keys; set swarm.site and swarm.keys to what '
-            "`python -m torchtitan swarm keys` made",
+            ("swarm.syncer", "swarm.syncers", "swarm.site", "swarm.keys"),
+            f"a swarm's syncer ({swarm.addresses[0]}) needs this site's name and keys; set swarm.site and swarm.keys "
+            "to what `python -m torchtitan swarm keys` made",
         )
+    if swarm.syncer is not None and swarm.syncers:
+        yield (
+            ("swarm.syncer", "swarm.syncers"),
+            f"swarm.syncer = {swarm.syncer} and swarm.syncers are both set; name one syncer, or a list of several",
+        )
+    if len(swarm.syncers) > swarm.fragments:
+        yield (
+            ("swarm.syncers", "swarm.fragments"),
+            f"swarm.syncers names {len(swarm.syncers)} syncers for swarm.fragments = {swarm.fragments}, so some would "
+            "serve nothing; name fewer, or raise swarm.fragments",
+        )
+    if len(set(swarm.syncers)) < len(swarm.syncers):
+        yield (("swarm.syncers",), f"swarm.syncers names an address twice ({', '.join(swarm.syncers)}); name it once")
     if swarm.quorum > swarm.sites:
         yield (
             ("swarm.quorum", "swarm.sites"),

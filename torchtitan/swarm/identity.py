@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan.config.schema import Config
 
-PROTOCOL = 1
+PROTOCOL = 2
 _KEYS = (
     *(
         "swarm.every",

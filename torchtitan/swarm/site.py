@@ -22,7 +22,8 @@ from torchtitan.refusal import Refusal
 from torchtitan.swarm.drawing import Trip, draw
 from torchtitan.swarm.held import Held
 from torchtitan.swarm.identity import shared
-from torchtitan.swarm.link import Ended, Link, Travel
+from torchtitan.swarm.link import Ended, Travel
+from torchtitan.swarm.links import Links
 from torchtitan.training.run import Run
 from torchtitan.training.swarm import NoSwarm
 
@@ -34,12 +35,12 @@ WARM_STEPS = 20  # after a late start, for the optimizer's empty moments
 class Site(NoSwarm):
     def __init__(self, config: Config, run: Run) -> None:
         section = self.section = config.swarm
-        assert section.syncer is not None
         assert section.site is not None and section.keys is not None
-        self.run, self.link = run, Link(section.syncer, Path(section.keys), run.place.rank)
+        self.run, self.links = run, Links(section.addresses, Path(section.keys), run.place.rank)
         said = {"site": section.site, "shared": shared(config), "streams": run.batch.num_streams}
-        told = self._from_rank_0(lambda: self.link.ask("/hello", said))
-        self.link.run, self.seed, self.part = told["run"], told["seed"], (told["part"], told["parts"])
+        told = self._from_rank_0(lambda: self.links.hello(said))
+        self.links.take_runs(told["runs"])
+        self.seed, self.part = told["seed"], (told["part"], told["parts"])
         if config.debug.seed not in (None, self.seed):
             raise Refusal(f"debug.seed = {config.debug.seed}, but the swarm has {self.seed}; leave it out here")
         self.waits_for_all = section.quorum >= section.sites
@@ -54,7 +55,7 @@ class Site(NoSwarm):
         self.is_new, self.joined_at, self.speed, self.step = True, 0, 0.0, 0
         if run.place.rank == 0:
             logger.info(
-                f"swarm {self.link.run} at {section.syncer}: part {self.part[0] + 1} of {self.part[1]} of the data"
+                f"swarm {self.links.run} at {self.links.urls}: part {self.part[0] + 1} of {self.part[1]} of the data"
             )
 
     def warming(self, factor: Callable[[int], float]) -> Callable[[int], float]:
@@ -75,7 +76,7 @@ class Site(NoSwarm):
     def state(self) -> dict[str, Any]:
         flying = {str(number): travel.step for number, travel in self.travels.items()}
         return {
-            "run": self.link.run,
+            "run": self.links.run,
             "versions": self.versions,
             "counted_to": self.counted_to,
             "flying": flying,
@@ -83,9 +84,9 @@ class Site(NoSwarm):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        if state["run"] != self.link.run:
+        if state["run"] != self.links.run:
             raise Refusal(
-                f"the checkpoint is of swarm {state['run']}, and {self.section.syncer} serves {self.link.run}; name "
+                f"the checkpoint is of swarm {state['run']}, and {self.links.all[0].url} serves {self.links.run}; name "
                 "another job.dump_folder, or serve the folder of that swarm"
             )
         self.versions, self.counted_to = list(state["versions"]), list(state["counted_to"])
@@ -99,9 +100,9 @@ class Site(NoSwarm):
         if self.is_new:
             self.held.begin()
         table = [[w.name, list(w.shape)] for w in self.held.weights]
-        said = {"run": self.link.run, "weights": table, "step": step, "is_new": self.is_new}
-        told = self._from_rank_0(lambda: self.link.ask("/join", said))
-        self.link.session = told["session"]
+        said = {"weights": table, "step": step, "is_new": self.is_new}
+        told = self._from_rank_0(lambda: self.links.join(said))
+        self.links.take_sessions(told["sessions"])
         self.held.free_gathered()
         for number, version in enumerate(told["versions"]):
             own = self.versions[number]
@@ -135,12 +136,12 @@ class Site(NoSwarm):
 
     def _offer(self, number: int, version: int) -> None:
         sent, anchor = self.held.sent[number], self.held.anchor_bytes(number)
-        _together(lambda: self.link.found(number, version, sent, anchor))
+        _together(lambda: self.links.of(number).found(number, version, sent, anchor))
 
     def _take_newest(self, number: int) -> None:
         """The anchor as it is now, of one version on all ranks."""
         while True:
-            version, payload = _together(lambda: self.link.fetch_anchor(number, self.held.boxes[number]))
+            version, payload = _together(lambda: self.links.of(number).fetch_anchor(number, self.held.boxes[number]))
             versions: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(versions, version)
             if len(set(versions)) == 1:
@@ -196,13 +197,13 @@ class Site(NoSwarm):
         travel = Travel(number, self.versions[number], step, tokens, boxes, sent, self.held.encoded(number))
         self.travels[number] = travel
         anchor = lambda: self.held.anchor_bytes(number)  # noqa: E731
-        threading.Thread(target=self.link.carry, args=(travel, anchor), daemon=True).start()
+        threading.Thread(target=self.links.of(number).carry, args=(travel, anchor), daemon=True).start()
 
     def _take(self, number: int, patience: float, is_asked_to_stop: Callable[[], bool]) -> None:
         """Take what has arrived, after a wait of at most so many seconds, or of any length if all wait for all."""
         travel, begun = self.travels[number], time.monotonic()
         while any_says_so(not travel.has_arrived):
-            is_over = not self.waits_for_all and (time.monotonic() - begun >= patience or self.link.is_away)
+            is_over = not self.waits_for_all and (time.monotonic() - begun >= patience or self.links.of(number).is_away)
             if any_says_so(is_asked_to_stop() or is_over):
                 return
             time.sleep(0.002 if time.monotonic() - begun < 1 else 0.1)
@@ -262,15 +263,15 @@ class Site(NoSwarm):
             self._log(
                 f"at the end, fragment {numbers} had not arrived: what this site learned is in its own weights only"
             )
-        self.link.ended.set()
+        self.links.ended.set()
         if self.run.place.rank == 0:
-            self.link.try_once("/leave", {})
+            self.links.tell("/leave", {})
             title, total = f"site {self.section.site}, to step {step}", time.monotonic() - self._started
             try:
                 draw(self.run.folder / "swarm.svg", title, self.section.fragments, self.trips, total)
             except OSError as error:
                 logger.warning(f"swarm.svg could not be written: {error.strerror or error}")
-        self.link.close()
+        self.links.close()
         for sink in (self.records, self.curves):
             if sink is not None:
                 sink.close()
@@ -284,8 +285,8 @@ class Site(NoSwarm):
             self.curves = TensorBoard(self.run.folder / metrics.save_tb_folder / "swarm", self.begun)
 
     def _beat(self) -> None:
-        while not self.link.ended.wait(BEAT_SECONDS):
-            self.link.try_once("/beat", {"speed": self.speed, "step": self.step})
+        while not self.links.ended.wait(BEAT_SECONDS):
+            self.links.tell("/beat", {"speed": self.speed, "step": self.step})
 
     def _from_rank_0(self, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         def asked() -> Any:

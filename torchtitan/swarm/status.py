@@ -32,7 +32,8 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
         ) from None
     if "refusal" in answer:
         raise Refusal(answer["refusal"])
-    print(f"swarm {answer['run']}, meetings of its fragments: {', '.join(map(str, answer['versions']))}")
+    meetings = ", ".join(f"{version} of fragment {number}" for number, version in answer["versions"].items())
+    print(f"swarm {answer['run']}, meetings: {meetings}")
     print(f"{'site':16} {'there':6} {'step':>8} {'tokens':>14} {'tokens/s':>10}  last meeting")
     for name, site in sorted(answer["sites"].items()):
         there = "yes" if site["present"] else "no"

@@ -41,7 +41,7 @@ class NoSwarm:
 
 
 def join_swarm(config: Config, run: Run) -> NoSwarm:
-    if config.swarm.syncer is None:
+    if not config.swarm.addresses:
         return NoSwarm()
     site: NoSwarm = pkgutil.resolve_name("torchtitan.swarm.join:join")(config, run)
     return site

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import time
 import xml.etree.ElementTree
 from pathlib import Path
@@ -14,6 +15,8 @@ import tomli
 from benchmarks.plan.irregular_networks import draw_load, draw_network
 from torchtitan.__main__ import main
 from torchtitan.config.load import check
+from torchtitan.models.families import load_run_or_exit
+from torchtitan.tools.plan.like import job_of
 from torchtitan.tools.plan.pipeline.actions import list_actions
 from torchtitan.tools.plan.pipeline.timeline import simulate
 from torchtitan.tools.plan.places import pipelines as unlike
@@ -279,3 +282,25 @@ def test_place_shows_our_objective_beside_dtfms(tmp_path: Path, capsys: pytest.C
     file.write_text(file.read_text().replace("memory_gib = 24, ", ""))
     with pytest.raises(SystemExit, match="Ravnest's objective needs memory_gib"):
         main(["plan", "place", str(file), "--objective", "ravnest", "--model_gb", "50"])
+
+
+def test_regions_are_planned_as_sites_with_what_their_lines_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = SITES.replace('"Ohio-Bonn" = [90, 1.0]', '"Ohio-Bonn" = [90, 0.0001]')
+    (tmp_path / "sites.toml").write_text(slow)
+    words = ["plan", str(ROOT / "train_configs/debug_model.toml"), "--cluster", str(tmp_path / "sites.toml")]
+    main([*words, "--swarm", "Ohio", "--", "--training.global_batch_size", "8", "--swarm.codec", "bfloat16"])
+    said = capsys.readouterr().out
+    config, blueprint = load_run_or_exit(["--job.config_file", words[1]], None, 0, prog="plan")
+    parameters = job_of(config, blueprint, 2, ["--training.global_batch_size", "8"]).blueprint.num_parameters
+    line = next(line for line in said.splitlines() if line.startswith("  Bonn"))
+    seconds = float(re.search(r"bfloat16 ([\d.]+)", line)[1])  # type: ignore[index]
+    assert seconds == pytest.approx(2 * 16 * parameters / 1e5 + 4 * 0.18, rel=0.01)  # there and back, 4 fragments
+    assert "swarm.every = 100 is too few for bfloat16" in said and "Bonn's line alone asks for every >=" in said
+    for cluster, region, says in (
+        (tmp_path / "sites.toml", "Rome", "--swarm Rome is no region of the file; use one of Ohio, Bonn"),
+        (ROOT / "clusters/cpu_1x2.toml", "here", "--swarm here needs a file of regions"),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            main([*words[:3], str(cluster), "--swarm", region, "--", "--training.global_batch_size", "8"])

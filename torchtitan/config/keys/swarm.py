@@ -6,12 +6,18 @@ from pydantic import Field
 
 from torchtitan.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+Address = Annotated[str, Field(pattern=r"^https://[^/]+$")]
+
 
 class Swarm(Section):
     """One model that several sites train over slow links (docs/swarm.md)."""
 
-    syncer: Annotated[str, Field(pattern=r"^https://[^/]+$")] | None = None
+    syncer: Address | None = None
     """Address of the syncer, as https://meet.example.org:29700. Without it the run trains alone. Not in torchtitan."""
+
+    syncers: list[Address] = Field(default=[])
+    """Addresses of several syncers, in place of `syncer`, in the same order at all sites. Each serves a share of the
+    fragments, so no single machine carries all traffic. Not in torchtitan."""
 
     site: Annotated[str, Field(min_length=1)] | None = None
     """Name of this site, which its certificate must hold. Not in torchtitan."""
@@ -64,3 +70,8 @@ class Swarm(Section):
     mix: Fraction = 0.0
     """How much of a site's weights stays when the merged ones arrive. With 0 the site takes the merged ones, and what
     it learned while they travelled. Not in torchtitan."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all syncers; empty: the run trains alone."""
+        return [self.syncer] if self.syncer is not None else list(self.syncers)

@@ -2,13 +2,17 @@
 
 python -m torchtitan swarm export swarm --out outputs/anchor
 
-It may run while the syncer serves. Weights that are not trained, and buffers, are in no anchor: for a model that has
+It may run while the syncer serves. Of a swarm with several syncers, name the folders of all.
+
+Weights that are not trained, and buffers, are in no anchor: for a model that has
 some, use a site's checkpoint.
 """
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtitan.refusal import Refusal
 
@@ -16,31 +20,48 @@ HELP = "write a swarm's anchor as a checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="the --out of swarm serve")
+    parser.add_argument("folders", nargs="+", metavar="folder", help="the --out of swarm serve, of each syncer")
     parser.add_argument("--out", required=True, help="the folder to write, as a run folder")
 
 
 def run(args: argparse.Namespace, _: Sequence[str]) -> None:
-    import json
-
     from torchtitan.config.load import load_config, with_seed
     from torchtitan.swarm.syncer.serve import CONFIG
 
-    folder, out = Path(args.folder), Path(args.out)
-    if not (folder / CONFIG).is_file():
-        raise Refusal(f"{folder} is not the folder of a syncer, for it has no {CONFIG}; name the --out of swarm serve")
+    out = Path(args.out)
+    for folder in map(Path, args.folders):
+        if not (folder / CONFIG).is_file():
+            raise Refusal(
+                f"{folder} is not the folder of a syncer, for it has no {CONFIG}; name the --out of swarm serve"
+            )
     if out.exists():
         raise Refusal(f"{out} exists; remove it, or name another --out")
-    config = load_config(["--job.config_file", str(folder / CONFIG)], prog="swarm export")
-    known = json.loads((folder / "run.json").read_text())
+    folders, known = in_order([Path(folder) for folder in args.folders])
+    config = load_config(["--job.config_file", str(folders[0] / CONFIG)], prog="swarm export")
     steps = [site["step"] for site in known["sites"].values()]
     tokens = sum(site["tokens"] for site in known["sites"].values())
-    step = _write(folder, out, with_seed(config, known["seed"]), known["weights"], max(1, *steps, 1), tokens)
+    step = _write(folders, out, with_seed(config, known["seed"]), known["weights"], max(1, *steps, 1), tokens)
     print(f"the anchor of {len(steps)} sites, as step {step}: {out}")
 
 
+def in_order(folders: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
+    """The folders as the sites list their syncers, and what the first of them knows of the run."""
+    known = [json.loads((folder / "run.json").read_text()) for folder in folders]
+    if waiting := [folder for folder, each in zip(folders, known, strict=True) if each["place"] is None]:
+        raise Refusal(f"{waiting[0]}: no site has joined yet; wait until one has")
+    order = sorted(range(len(known)), key=lambda number: known[number]["place"])
+    first, places = known[order[0]], [known[number]["place"] for number in order]
+    is_one_swarm = all(known[number]["swarm"] == first["run"] for number in order[1:])
+    if not is_one_swarm or places != [[place, len(known)] for place in range(len(known))]:
+        raise Refusal(
+            f"{', '.join(map(str, folders))}: these are not the folders of all {first['place'][1]} syncers of one "
+            "swarm; name the --out of each swarm serve once"
+        )
+    return [folders[number] for number in order], first
+
+
 def _write(
-    folder: Path, out: Path, config: object, weights: list[tuple[str, list[int]]], step: int, tokens: int
+    folders: Sequence[Path], out: Path, config: object, weights: list[tuple[str, list[int]]], step: int, tokens: int
 ) -> int:
     import torch
 
@@ -58,13 +79,14 @@ def _write(
     table = [Weight(name, tuple(shape)) for name, shape in weights or ()]
     tensors = {f"model.{weight.name}": torch.empty(weight.rows, weight.columns) for weight in table}
     for number, boxes in enumerate(divide(table, section.fragments) if table else ()):
+        folder = folders[number % len(folders)]
         state = FragmentState(folder / f"fragment-{number}", boxes, section.codec, Outer(section.outer_lr, 0.0))
         if state.version < 0:
             raise Refusal(f"{folder}: no site has brought first weights of fragment {number} yet; wait until one has")
         for box, anchor in zip(boxes, state.anchor, strict=True):
             tensors[f"model.{table[box.weight].name}"][box.row : box.end_row] = anchor
     if not tensors:
-        raise Refusal(f"{folder}: no site has joined yet; wait until one has")
+        raise Refusal(f"{folders[0]}: no site has joined yet; wait until one has")
     start_process_group(torch.device("cpu"), 0, 1, config.comm.init_timeout_seconds)
     try:
         out.mkdir(parents=True)

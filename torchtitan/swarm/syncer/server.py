@@ -61,6 +61,7 @@ class Server:
             self.app(),
             host=host,
             port=port,
+            loop="asyncio",  # what was measured; uvloop may be there for another program
             http=_Named,
             ws="none",
             log_level="warning",
@@ -141,7 +142,9 @@ class Server:
         said = await self._json(request)
         if said["site"] != request.state.site:
             raise Refusal(f"swarm.site = {said['site']!r}, but the certificate is that of {request.state.site}")
-        return JSONResponse(self.syncer.hello(request.state.site, said["shared"], int(said["streams"])))
+        place = int(said["place"][0]), int(said["place"][1])
+        own = said["shared"], int(said["streams"]), place, str(said["swarm"])
+        return JSONResponse(self.syncer.hello(request.state.site, *own))
 
     async def _join(self, request: Request) -> Response:
         said = await self._json(request)

@@ -51,11 +51,13 @@ class Syncer:
                 )
         else:
             known = {"run": secrets.token_hex(8), "seed": secrets.randbits(31) if seed is None else seed}
-            known |= {"shared": self.shared, "weights": None, "streams": None, "sites": {}}
+            known |= {"shared": self.shared, "weights": None, "streams": None, "sites": {}, "place": None, "swarm": ""}
         self.run, self.seed = known["run"], known["seed"]
         self.weights: list[list[Any]] | None = known["weights"]
         self.streams: int | None = known["streams"]
         self.sites: dict[str, dict[str, Any]] = known["sites"]
+        self.place: tuple[int, int] | None = known["place"] and tuple(known["place"])  # among the swarm's syncers
+        self.swarm: str = known["swarm"]  # the run of the first of them
         if self.weights is not None:
             self._make_fragments()
         self._save()
@@ -64,8 +66,17 @@ class Syncer:
     def waits_for_all(self) -> bool:
         return self.section.quorum >= self.section.sites
 
-    def hello(self, site: str, shared: Mapping[str, Any], streams: int) -> dict[str, Any]:
-        """Admit a site whose configuration is the run's, and give it its part of the data."""
+    @property
+    def _first_fragment(self) -> int:
+        return self.place[0] if self.place else 0
+
+    def hello(
+        self, site: str, shared: Mapping[str, Any], streams: int, place: tuple[int, int] = (0, 1), swarm: str = ""
+    ) -> dict[str, Any]:
+        """Admit a site whose configuration is the run's, and give it its part of the data.
+
+        `place`: where the site's list of syncers has this one, and how many it has; `swarm`: the run of the first.
+        """
         if self.streams not in (None, streams):
             raise Refusal(
                 f"site {site} has {streams} streams of data, and the run {self.streams}; set training.num_streams = "
@@ -73,8 +84,15 @@ class Syncer:
             )
         if different := differing(self.shared, shared):
             raise Refusal(f"site {site} does not fit the run {self.run}: {'; '.join(different)}")
+        if self.place not in (None, place) or self.swarm not in ("", swarm):
+            at, count = self.place or place
+            raise Refusal(
+                f"site {site} has this syncer as number {place[0] + 1} of {place[1]} of swarm {swarm or self.run}, and "
+                f"it is number {at + 1} of {count} of swarm {self.swarm or self.run}; give all sites the same "
+                "swarm.syncers, in the same order"
+            )
         with self.lock:
-            self.streams = streams
+            self.streams, self.place, self.swarm = streams, place, swarm
             if site not in self.sites:
                 taken = {each["part"] for each in self.sites.values()}
                 free = [number for number in range(self.section.sites) if number not in taken]
@@ -164,7 +182,7 @@ class Syncer:
         with self.lock:
             for site, step in meeting.counted.items():
                 own = self.sites[site]
-                own["tokens"] += tokens[site] if number == 0 else 0
+                own["tokens"] += tokens[site] if number == self._first_fragment else 0
                 own["step"], own["meeting"] = max(step, own["step"]), f"{number}.{meeting.version}"
             self._save()
         for site, (_, why) in meeting.rejected.items():
@@ -179,8 +197,9 @@ class Syncer:
         present = self.present()
         with self.lock:
             sites = {name: each | {"present": name in present} for name, each in self.sites.items()}
-        versions = [fragment.version for fragment in self.fragments]
-        return {"run": self.run, "shared": self.shared, "versions": versions, "sites": sites}
+        first, count = self.place or (0, 1)
+        versions = {number: self.fragments[number].version for number in range(first, len(self.fragments), count)}
+        return {"run": self.swarm or self.run, "shared": self.shared, "versions": versions, "sites": sites}
 
     def _make_fragments(self) -> None:
         assert self.weights is not None
@@ -194,7 +213,7 @@ class Syncer:
         ]
 
     def _save(self) -> None:
-        names = "run", "seed", "shared", "weights", "streams", "sites"
+        names = "run", "seed", "shared", "weights", "streams", "sites", "place", "swarm"
         about = {name: getattr(self, name) for name in names}
         unfinished = self.file.with_suffix(".unfinished")
         with open(unfinished, "w") as file:

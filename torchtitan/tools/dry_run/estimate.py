@@ -113,13 +113,9 @@ def estimate(
         update = Update(config, model, optimizer, run.mesh.stage_group, run.learning_rate_factor)
         if update.average is not None:
             footprint.mark(update.average.tensors().values(), "optimizer")
-        if (
-            config.swarm.syncer is not None
-        ):  # what a site holds of the swarm: the anchor, what it sent, what rounding kept
-            kinds, trained = (
-                2 if config.swarm.codec == "float32" else 3,
-                [p for p in model.parameters() if p.requires_grad],
-            )
+        if config.swarm.addresses:  # what a site holds of the swarm: the anchor, what it sent, what rounding kept
+            kinds = 2 if config.swarm.codec == "float32" else 3
+            trained = [p for p in model.parameters() if p.requires_grad]
             copies = [torch.zeros_like(p, dtype=torch.float32) for p in trained for _ in range(kinds)]
             footprint.mark(copies, "optimizer")
         footprint.moved.clear()

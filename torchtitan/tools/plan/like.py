@@ -51,6 +51,9 @@ class Like:
     def listing(self) -> str:
         return _listing(self.job, self.cluster, self.answer)
 
+    def swarm(self, syncer: str, options: Sequence[str]) -> list[str]:
+        raise Refusal(f"--swarm {syncer} needs a file of regions with links between them, and this one has like nodes")
+
     def explained(self) -> str:
         table, index, _ = _entry(self.answer, self.answer.best[0])
         parts = operations(self.job, self.cluster, table.choice(index), table.counts)

@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show", type=int, default=8, metavar="N", help="List N layouts (default: %(default)s)")
     parser.add_argument("--explain", action="store_true", help="Break down the best step, its memory and its traffic")
     parser.add_argument("--what_if", action="store_true", help="Search again with other machines")
+    parser.add_argument(
+        "--swarm", metavar="REGION", help="Also plan a swarm of the file's regions, with its syncer in REGION"
+    )
     parser.add_argument("--schedules", action="store_true", help="Simulate the best pipeline under torch's schedules")
     parser.add_argument(
         "--drawing", type=Path, metavar="FILE", help="Draw the best pipeline, or on unlike nodes a map (SVG)"
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     )
     for line in plan.notes:
         print(f"not known: {line}")
+    if args.swarm is not None:
+        print("\n".join(plan.swarm(args.swarm, options)))
     if not plan.found:
         raise Refusal(plan.nothing_fits())
     print(plan.listing())

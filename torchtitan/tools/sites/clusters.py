@@ -11,9 +11,9 @@ from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.cut import fit
 from torchtitan.tools.dry_run.estimate import Estimate, derived, estimable, estimate, with_counts
 from torchtitan.tools.plan.places.ravnest import MOST_CLUSTERS, Provider, spread
+from torchtitan.tools.plan.places.swarm import BYTES
 
 FILLED = 0.9  # of a provider's memory
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.008, "int4": 0.508}  # a parameter and direction, as measured
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,15 @@ class Network:
         return np.array([otherwise if value is None else value for value in values], float)
 
     def without(self, node: int) -> "Network":
-        rest = [other for other in range(len(self.regions)) if other != node]
+        return self.only([other for other in range(len(self.regions)) if other != node])
+
+    def only(self, nodes: Sequence[int]) -> "Network":
         return Network(
-            self.delay[rest][:, rest],
-            self.bandwidth[rest][:, rest],
-            tuple(self.regions[other] for other in rest),
-            tuple(self.names[other] for other in rest),
-            tuple(self.sheets[other] for other in rest),
+            self.delay[nodes][:, nodes],
+            self.bandwidth[nodes][:, nodes],
+            tuple(self.regions[node] for node in nodes),
+            tuple(self.names[node] for node in nodes),
+            tuple(self.sheets[node] for node in nodes),
             self.per_node,
         )
 

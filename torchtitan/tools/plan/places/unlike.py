@@ -20,6 +20,8 @@ from torchtitan.tools.plan.like import job_of, none_passes, write_plan
 from torchtitan.tools.plan.places.layouts import Found, Layouts, propose
 from torchtitan.tools.plan.places.network import Network, read_cluster_network
 from torchtitan.tools.plan.places.pipelines import Load, Pipelines, Plan
+from torchtitan.tools.plan.places.swarm import sites_of
+from torchtitan.tools.plan.places.swarm import text as swarm_text
 from torchtitan.tools.plan.search import FILLED
 
 _COLORS = ("#6aa9e9", "#f0a860", "#8cc98c", "#d98cb3", "#b3a2e0", "#d0c060", "#7fcfcf", "#c0c0c0")
@@ -65,6 +67,12 @@ class Unlike:
 
     def explained(self) -> str:
         return _explained(self.layouts, self.found[0])
+
+    def swarm(self, syncer: str, options: Sequence[str]) -> list[str]:
+        """The regions as sites of a swarm, beside the best single run."""
+        sites = sites_of(self.network, self.config, self.job.blueprint, options, syncer, self.seed)
+        tokens = self.job.global_batch * self.job.seq_len
+        return swarm_text(sites, self.config, syncer, tokens / self.seconds() if self.found else 0.0)
 
     def seconds(self) -> float:
         return self.found[0].plan.seconds
