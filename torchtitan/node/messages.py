@@ -155,7 +155,7 @@ class Device(Message):
 class RunRow(Message):
     """A run, or this node's part of one. `log` is what its ranks here printed, a path for `follow`."""
 
-    run: Label | AnyRun
+    run: AnyRun
     folder: Text
     state: State
     is_own: bool  # False: below a watched folder; it can be read, and nothing else
