@@ -48,7 +48,9 @@ def pack(checkout: Path, into: Path) -> Packed:
             for name in names:
                 real = (checkout / name).resolve()
                 if not real.is_relative_to(root):
-                    raise Refusal(f"{name} is a link to {real}, outside the checkout; copy the file, or ignore the link")
+                    raise Refusal(
+                        f"{name} is a link to {real}, outside the checkout; copy the file, or ignore the link"
+                    )
                 entry = tarfile.TarInfo(name)
                 entry.size = real.stat().st_size
                 entry.mode = 0o755 if real.stat().st_mode & stat.S_IXUSR else 0o644
@@ -105,7 +107,9 @@ class Archives:
             if out.tell() != position:
                 return False, out.tell()
             if position + len(piece) > MOST_BYTES:
-                raise Refusal(f"the archive is larger than {MOST_BYTES} bytes; leave data and weights out of the checkout")
+                raise Refusal(
+                    f"the archive is larger than {MOST_BYTES} bytes; leave data and weights out of the checkout"
+                )
             out.write(piece)
         if is_last:
             try:
@@ -118,7 +122,9 @@ class Archives:
         if (found := _hash(part)) != name:
             raise Refusal(f"the archive's SHA-256 is {found} and not {name}; send it again from position 0")
         if not hasattr(tarfile, "data_filter"):
-            raise Refusal("this Python unpacks archives without a filter; use 3.10.12, 3.11.4, 3.12 or later on the node")
+            raise Refusal(
+                "this Python unpacks archives without a filter; use 3.10.12, 3.11.4, 3.12 or later on the node"
+            )
 
         def unpack(to: Path) -> None:
             try:
@@ -183,7 +189,12 @@ def _git(folder: Path, step: list[str]) -> None:
     command = ["git", "-c", "protocol.ext.allow=never", *step]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=os.environ | quiet, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_SECONDS
+            command,
+            cwd=folder,
+            env=os.environ | quiet,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refusal(f"git does not run here: {error}; put an archive instead") from None

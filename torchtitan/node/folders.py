@@ -133,7 +133,10 @@ def state_of(part: Path) -> Any:
     """How a part of a run ended; running; or lost, if its keeper is gone and wrote nothing."""
     if end := processes.read_record(part / "end.json"):
         return end["state"]
-    return "running" if processes.is_alive(processes.read_record(part / "keeper.json")) else "lost"
+    keeper = processes.read_record(part / "keeper.json")
+    if not keeper:  # the node program that starts it has not come so far, or has died
+        keeper = processes.read_record(part / "job.json").get("starter", {})
+    return "running" if processes.is_alive(keeper) else "lost"
 
 
 def _parts(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtitan.node import processes
 from torchtitan.node.archives import Archives
@@ -19,15 +20,17 @@ from torchtitan.root import PACKAGE
 
 # What a job may set. Names that make a library load a file, or write one, are refused all the same.
 _ALLOWED = re.compile(
-    "(NCCL|GLOO|TORCH_NCCL|TORCH_DISTRIBUTED)_[A-Z0-9_]+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS"
+    "(NCCL|GLOO|TORCH_NCCL|TORCH_DISTRIBUTED)_[A-Z0-9_]+|OMP_NUM_THREADS|CUDA_(VISIBLE_DEVICES|DEVICE_MAX_CONNECTIONS)"
     "|PYTORCH(_CUDA)?_ALLOC_CONF|HF_(HUB|DATASETS)_OFFLINE|TOKENIZERS_PARALLELISM|NO_COLOR"
     "|MAX_RESTARTS|RDZV_TIMEOUT|LOG_RANK"
 )
-_FILES = re.compile(".*(PLUGIN|FILE|DIR|PATH|LIB)([A-Z0-9_]*)")
+_FILES = re.compile(".*_(PLUGIN|FILE|DIR|PATH|LIB)")
 _NEVER = re.compile("(LD|DYLD|PYTHON|BASH|GIT)[A-Z0-9_]*|PATH|HOME|ENV|IFS|SHELL")
-# This node's own launcher may have set these; the job alone places its ranks.
-_PLACE = re.compile("(PET|SLURM|SKYPILOT|RUNAI|TORCHELASTIC)_.*|NNODES|NODE_RANK|MASTER_(ADDR|PORT)|NGPU|RANK|WORLD_SIZE"
-                    "|LOCAL_RANK|LOCAL_WORLD_SIZE|CONFIG_FILE|COMM_MODE|PRINT_ONLY|DRY_RUN|SSH_.*|PYTHONSAFEPATH")  # fmt: skip
+# This node's own launcher or login may have set these; the job alone places its ranks.
+_PLACE = re.compile(
+    "(PET|SLURM|SKYPILOT|RUNAI|TORCHELASTIC|SSH)_.*|NNODES|NODE_RANK|MASTER_(ADDR|PORT)|NGPU|(LOCAL_)?(RANK|WORLD_SIZE)"
+    "|CONFIG_FILE|COMM_MODE|PRINT_ONLY|DRY_RUN|PYTHONSAFEPATH"
+)
 _CHECK_SECONDS, _KEEPER_SECONDS = 120, 60
 
 
@@ -47,8 +50,9 @@ class Jobs:
         folder = part.parent.parent
         command = [sys.executable, "-m", "torchtitan.tools.start", "--job.dump_folder", str(folder)]
         mark = secrets.token_hex(16)
-        record = {"mark": mark, "command": command, "code": str(place), "host": socket.gethostname()}
+        record: dict[str, Any] = {"mark": mark, "command": command, "code": str(place), "host": socket.gethostname()}
         record |= {"rank": job.rank, "nodes": job.nodes, "started": time.time()}
+        record["starter"] = processes.identity(os.getpid())
         processes.write_whole(part / "job.json", record)
         try:
             _check(command, place, environment)
@@ -110,7 +114,9 @@ def _wait(part: Path, end: float) -> str:
         time.sleep(0.05)
     left = processes.end_all(processes.read_record(part / "job.json")["mark"], None)
     if left:
-        raise Refusal(f"processes {left} of {part.parent.parent.name} cannot be killed; a driver hangs, restart the node")
+        raise Refusal(
+            f"processes {left} of {part.parent.parent.name} cannot be killed; a driver hangs, restart the node"
+        )
     if state == "lost":
         processes.write_whole(part / "end.json", {"state": "stopped", "exit_code": None, "ended": time.time()})
         return "stopped"
@@ -129,6 +135,8 @@ def _check(command: list[str], place: Path, environment: dict[str, str]) -> None
             timeout=_CHECK_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise Refusal(f"the code does not check its configuration within {_CHECK_SECONDS} s; look at the node") from None
+        raise Refusal(
+            f"the code does not check its configuration within {_CHECK_SECONDS} s; look at the node"
+        ) from None
     if done.returncode:
         raise Refusal((done.stderr or done.stdout).decode(errors="replace").strip()[-3000:] or "the check fails")

@@ -258,11 +258,19 @@ class Refused(Message):
 
 
 Request = Report | Runs | Port | Put | Has | Start | Files | Read | Follow | Unfollow | Stop | Delete
-Any_Answer = (
-    ReportAnswer | RunsAnswer | PortAnswer | CodeAnswer | StartedAnswer | FilesAnswer | DataAnswer | DoneAnswer | Refused
+AnyAnswer = (
+    ReportAnswer
+    | RunsAnswer
+    | PortAnswer
+    | CodeAnswer
+    | StartedAnswer
+    | FilesAnswer
+    | DataAnswer
+    | DoneAnswer
+    | Refused
 )
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])
-_ANSWER: TypeAdapter[Any_Answer] = TypeAdapter(Annotated[Any_Answer, Field(discriminator="kind")])
+_ANSWER: TypeAdapter[AnyAnswer] = TypeAdapter(Annotated[AnyAnswer, Field(discriminator="kind")])
 ANSWERS: dict[type[Message], type[Message]] = {  # what a request may get, beside a refusal
     Report: ReportAnswer,
     Runs: RunsAnswer,
@@ -283,7 +291,7 @@ def read_request(line: bytes) -> Request:
     return _REQUEST.validate_json(line)
 
 
-def read_answer(line: bytes) -> Any_Answer:
+def read_answer(line: bytes) -> AnyAnswer:
     return _ANSWER.validate_json(line)
 
 

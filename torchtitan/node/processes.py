@@ -67,7 +67,7 @@ def of_run(mark: str, keeper: int | None) -> dict[int, int]:
 
 
 def end_all(mark: str, keeper: int | None, seconds: float = 10) -> list[int]:
-    """Kill what is left of a run, also what is started meanwhile. Returns what cannot be killed: it hangs in a driver."""
+    """Kill what is left of a run, also what is started meanwhile. Returns what cannot be killed."""
     end = time.monotonic() + seconds
     while left := of_run(mark, keeper):
         for pid, start in left.items():

@@ -156,7 +156,7 @@ class Program:
             with self._changes:
                 self._changes.wait_for(lambda: self._follows, timeout=1)
                 follows = list(self._follows.values())
-            if not any([self._send_more(one) for one in follows]):  # each one
+            if not sum(self._send_more(one) for one in follows):  # each gets its turn
                 time.sleep(_SECONDS)
 
     def _send_more(self, one: _Followed) -> bool:

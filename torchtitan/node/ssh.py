@@ -12,15 +12,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torchtitan.node import messages
-from torchtitan.node.messages import ANSWERS, CHUNK_BYTES, LINE_BYTES, Any_Answer, Message, ReportAnswer
+from torchtitan.node.messages import ANSWERS, CHUNK_BYTES, LINE_BYTES, AnyAnswer, Message, ReportAnswer
 from torchtitan.refusal import Refusal
 
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*@)?[A-Za-z0-9_:\[][A-Za-z0-9_.:%\]-]*")
@@ -33,7 +32,6 @@ _WAITS = (0.5, 1, 2, 5, 10, 20, 30)  # seconds between attempts to connect
 _ERROR_BYTES = 4000
 
 Sink = Callable[[int, bytes, bool], None]  # position, bytes, whether they are the last
-Kind = TypeVar("Kind", bound=Message)
 
 
 class Broken(Refusal):
@@ -43,7 +41,7 @@ class Broken(Refusal):
 def ssh_command(host: str, program: Sequence[str], ssh: Sequence[str] = ("ssh",)) -> list[str]:
     """The argument vector for ssh; a key with a forced command runs that, whatever `program` is."""
     if not _HOST.fullmatch(host):
-        raise Refusal(f"host = {host!r} is no name for ssh; use letters, digits, . and -, such as user@gpu1.example.org")
+        raise Refusal(f"host = {host!r} is no name for ssh; write it as user@gpu1.example.org")
     return [*ssh, *_OPTIONS, "--", host, shlex.join(program)]
 
 
@@ -62,7 +60,7 @@ class Node:
         self.exit_code: int | None = None  # of the last connection
         self._ids = itertools.count(1)
         self._changes = threading.Condition()
-        self._asked: dict[int, tuple[Message, Future[Any]]] = {}
+        self._asked: dict[int, tuple[messages.Request, Future[Any]]] = {}
         self._follows: dict[int, tuple[messages.Follow, Sink]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
@@ -80,7 +78,7 @@ class Node:
                 return self.report
         raise Broken(f"{self.name}: {self.trouble or f'no answer within {timeout:.0f} s'}")
 
-    def ask(self, request: type[Message], timeout: float = 60, **fields: Any) -> Any:
+    def ask(self, request: Callable[..., messages.Request], timeout: float = 60, **fields: Any) -> Any:
         """The answer; raises Refusal with the node's reason, and Broken where there is none."""
         made = request(id=next(self._ids), **fields)
         with self._changes:
@@ -88,7 +86,7 @@ class Node:
                 raise Broken(f"{self.name} is not connected: {self.trouble or 'it was closed'}")
         return self._ask(made, timeout)
 
-    def _ask(self, made: Any, timeout: float) -> Any:
+    def _ask(self, made: messages.Request, timeout: float) -> Any:
         answer: Future[Any] = Future()
         with self._changes:
             self._asked[made.id] = made, answer
@@ -190,7 +188,7 @@ class Node:
         pipe = subprocess.PIPE
         with theirs:  # in its own session, so that Ctrl-C in a terminal does not cut the line by which runs are stopped
             process = subprocess.Popen(
-                self._command, cwd=self._cwd, stdin=theirs, stdout=pipe, stderr=pipe, start_new_session=True
+                self._command, cwd=self._cwd, stdin=theirs.fileno(), stdout=pipe, stderr=pipe, start_new_session=True
             )
         with self._changes:
             self._process, self._line = process, ours
@@ -240,7 +238,7 @@ class Node:
                 return f"more than {_MOST_STRAYS} lines came that answer nothing; is it a node program?"
         return ""
 
-    def _take(self, answer: Any_Answer) -> bool:
+    def _take(self, answer: AnyAnswer) -> bool:
         """Whether the answer was asked for."""
         if answer.id is None:
             return False
@@ -254,12 +252,12 @@ class Node:
         if isinstance(answer, messages.Refused):
             future.set_exception(Refusal(f"{self.name}: {printable(answer.why)}"))
         elif not isinstance(answer, ANSWERS[type(request)]):
-            future.set_exception(Refusal(f"{self.name} answers {request.do} with {answer.kind}; is it a node program?"))  # type: ignore[attr-defined]
+            future.set_exception(Refusal(f"{self.name} answers {request.do} with {answer.kind}; is it a node program?"))
         else:
             future.set_result(answer)
         return True
 
-    def _take_data(self, answer: Any_Answer, request: messages.Follow, sink: Sink) -> bool:
+    def _take_data(self, answer: AnyAnswer, request: messages.Follow, sink: Sink) -> bool:
         """Only what continues the bytes so far is taken."""
         if isinstance(answer, messages.DataAnswer) and answer.position == request.position:
             piece = base64.b64decode(answer.data, validate=True)
@@ -290,5 +288,3 @@ def _drain(stream: Any, said: bytearray) -> None:
     while piece := stream.read1(2**16):
         said += piece
         del said[:-_ERROR_BYTES]
-
-

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtitan.node.archives import Archives
 from torchtitan.node.folders import Folders
@@ -22,7 +23,7 @@ HOME = "~/.torchtitan-recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    several = {"action": "append", "default": []}
+    several: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--home", default=HOME, metavar="FOLDER", help="holds code/ and runs/ (default: %(default)s)")
     parser.add_argument(
         "--watch", **several, metavar="FOLDER", help="also show the runs below this folder, read-only; may be repeated"
