@@ -66,6 +66,10 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     config = to_toml(checked).replace(f'"{ROOT}/', '"')
     shares = checked.checkpoint.enable and "://" not in checked.checkpoint.folder and len(hosts) > 1
     environment = dict(given.split("=", 1) for given in args.env)
+    if args.prints:
+        for rank, host in enumerate(hosts):
+            print(f"node {rank} of {len(hosts)}: {shlex.join(ssh_command(host.host, [], ssh)[:-1])}")
+        return 0
     name = args.name or f"{re.sub('[^A-Za-z0-9-]+', '-', Path(args.config).stem)}-{time.strftime('%Y%m%d-%H%M%S')}"
     with tempfile.TemporaryDirectory() as folder:
         packed = pack(ROOT, Path(folder))

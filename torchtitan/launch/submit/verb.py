@@ -161,7 +161,7 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
 
 def _on_hosts(args: argparse.Namespace, options: Sequence[str]) -> int:
     given = {"nodes": args.nodes != 1, "gpus": args.gpus != 8, "mount": args.mount, "image": args.image}
-    given |= {"secret": args.secret, "download": args.download, "print": args.prints, "api": args.api != 2}
+    given |= {"secret": args.secret, "download": args.download, "api": args.api != 2}
     if wrong := next((option for option, is_given in given.items() if is_given), None):
         raise Refusal(f"--{wrong} does not work for ssh; drop it, and give each host gpus= in the file of --hosts")
     from torchtitan.launch.submit import machines
