@@ -133,7 +133,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         }.get(module, (*below, T + "models.layers", f"{family}.model"))
     if module in START:
         return (*BELOW, *START)
-    if module == T + "launch.submit.machines":
+    if module in (T + "launch.submit.machines", T + "launch.submit.install"):
         return (*BELOW, *LAUNCH, *NODE)
     if within(module, LAUNCH):
         return (*BELOW, *LAUNCH)

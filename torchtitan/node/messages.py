@@ -45,27 +45,27 @@ class Git(Message):
 Code = Sha256 | Git  # an archive that was put, or a commit
 
 
-class Report(Message):
+class Asked(Message):
     id: Id
+
+
+class Report(Asked):
     do: Literal["report"] = "report"
 
 
-class Runs(Message):
-    id: Id
+class Runs(Asked):
     do: Literal["runs"] = "runs"
 
 
-class Port(Message):
+class Port(Asked):
     """Asks for a port that is free at this moment, for the nodes to meet at."""
 
-    id: Id
     do: Literal["port"] = "port"
 
 
-class Put(Message):
+class Put(Asked):
     """A piece of a code archive. With the last one the node checks the hash and unpacks."""
 
-    id: Id
     do: Literal["put"] = "put"
     name: Sha256
     position: Size
@@ -73,16 +73,14 @@ class Put(Message):
     is_last: bool = False
 
 
-class Has(Message):
-    id: Id
+class Has(Asked):
     do: Literal["has"] = "has"
     code: Code
 
 
-class Start(Message):
+class Start(Asked):
     """This node's part of a run. `rank` is the node's, `ranks_here` is NGPU (None: as run_llama_train.sh decides)."""
 
-    id: Id
     do: Literal["start"] = "start"
     run: RunName
     config: Annotated[str, Field(max_length=2**18)]  # TOML
@@ -96,14 +94,12 @@ class Start(Message):
     again: bool = False  # goes on in the folder of a run of this name that is over, from its newest checkpoint
 
 
-class Files(Message):
-    id: Id
+class Files(Asked):
     do: Literal["files"] = "files"
     run: AnyRun
 
 
-class Read(Message):
-    id: Id
+class Read(Asked):
     do: Literal["read"] = "read"
     run: AnyRun
     path: FilePath
@@ -111,35 +107,31 @@ class Read(Message):
     size: Annotated[int, Field(ge=1, le=CHUNK_BYTES)] = CHUNK_BYTES
 
 
-class Follow(Message):
+class Follow(Asked):
     """Asks for a file from a position on, as it grows. The file may not exist yet."""
 
-    id: Id
     do: Literal["follow"] = "follow"
     run: AnyRun
     path: FilePath
     position: Size = 0
 
 
-class Unfollow(Message):
+class Unfollow(Asked):
     """Ends the follow that had the id `follow`."""
 
-    id: Id
     do: Literal["unfollow"] = "unfollow"
     follow: Id
 
 
-class Stop(Message):
+class Stop(Asked):
     """Asks the run to end as Ctrl-C does; what is still there after `seconds` is killed."""
 
-    id: Id
     do: Literal["stop"] = "stop"
     run: RunName
     seconds: Annotated[int, Field(ge=0, le=3600)] = 60
 
 
-class Delete(Message):
-    id: Id
+class Delete(Asked):
     do: Literal["delete"] = "delete"
     run: RunName
 

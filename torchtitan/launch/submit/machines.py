@@ -22,10 +22,10 @@ from typing import Any
 
 from torchtitan.config.load import load_config, to_toml
 from torchtitan.launch.addresses import is_local
+from torchtitan.launch.submit.install import NOT_FOUND, bring_up, program
 from torchtitan.node import messages
 from torchtitan.node.archives import Packed, pack
 from torchtitan.node.hosts import Host, read_hosts
-from torchtitan.node.install import NOT_FOUND, bring_up, program
 from torchtitan.node.ssh import Broken, Node, printable, ssh_command
 from torchtitan.refusal import Refusal
 from torchtitan.root import INSIDE, ROOT
@@ -243,11 +243,7 @@ class _Launch:
 
 
 def _connect(
-    member: _Member,
-    packed: Packed,
-    bring: Callable[[_Member], None] | None,
-    command: Sequence[str],
-    ssh: Sequence[str],
+    member: _Member, packed: Packed, bring: Callable[[_Member], None] | None, command: Sequence[str], ssh: Sequence[str]
 ) -> None:
     try:
         member.node.connect()
