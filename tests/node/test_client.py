@@ -30,7 +30,8 @@ for number, line in enumerate(sys.stdin):
     asked = json.loads(line)
     id = asked["id"]
     if number == 0:
-        sys.stdout.write(messages.write(report.report(id, Path("/"), [])).decode()); sys.stdout.flush()
+        own = report.report(id, Path("/"), []).model_copy(update=dict(protocol={protocol}))
+        sys.stdout.write(messages.write(own).decode()); sys.stdout.flush()
         continue
 {body}
 """
@@ -53,8 +54,9 @@ class Heard:
             time.sleep(0.02)
 
 
-def liar(body: str) -> Node:
-    node = Node("liar", [sys.executable, "-c", LIAR.format(root=str(ROOT), body=textwrap.indent(body, "    "))])
+def liar(body: str, protocol: int = 1) -> Node:
+    program = LIAR.format(root=str(ROOT), protocol=protocol, body=textwrap.indent(body, "    "))
+    node = Node("liar", [sys.executable, "-c", program])
     node.connect(20)
     return node
 
@@ -126,6 +128,11 @@ def test_a_node_that_says_nothing_is_not_waited_for() -> None:
     with pytest.raises(Broken, match="does not start"):
         absent.connect(5)
     absent.close()
+
+
+def test_a_node_of_another_protocol_is_refused_with_the_fix() -> None:
+    with pytest.raises(Broken, match="speaks protocol 7, and this is 1; install"):
+        liar("", 7)
 
 
 def test_a_node_that_never_has_the_archive_is_given_up(tmp_path: Path) -> None:

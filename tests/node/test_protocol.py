@@ -179,7 +179,7 @@ def test_an_archive_that_grows_too_large_is_refused(tmp_path: Path, monkeypatch:
     code = archives.Archives(tmp_path, [])
     request = pieces(CODE)
     arguments = request["name"], 0, request["data"], True
-    with monkeypatch.context() as patch, pytest.raises(Refusal, match="leave data and weights out"):
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="leave data and weights out of it"):
         patch.setattr(archives, "MOST_BYTES", 10)
         code.put(*arguments)
     (tmp_path / f"{HASH}.part").unlink()

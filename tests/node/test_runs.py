@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.node.machines import CODE, Program, pieces, processes_of
+from tests.node.machines import CODE, HASH, Program, pieces, processes_of
+from torchtitan.node import jobs, processes
+from torchtitan.node.archives import Archives
+from torchtitan.node.folders import Folders
+from torchtitan.node.messages import Start
+from torchtitan.refusal import Refusal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="runs are started on Linux alone")
 
@@ -90,9 +96,7 @@ def test_a_reused_pid_is_not_taken_for_a_run(home: Path, changed: str) -> None:
     program.wait("old", "ended")
     part = home / "runs/old/node/0"
     (part / "end.json").unlink()
-    from torchtitan.node.processes import identity
-
-    mine: dict[str, Any] = identity(os.getpid())
+    mine: dict[str, Any] = processes.identity(os.getpid())
     (part / "keeper.json").write_text(json.dumps(mine))
     assert program.row("old")["state"] == "running"
     (part / "keeper.json").write_text(json.dumps(mine | {changed: mine["pid"] if changed == "start" else "another"}))
@@ -101,6 +105,10 @@ def test_a_reused_pid_is_not_taken_for_a_run(home: Path, changed: str) -> None:
     (part / "job.json").write_text(json.dumps(json.loads((part / "job.json").read_text()) | {"host": "another"}))
     (part / "end.json").unlink()
     assert program.ask(do="runs")["runs"] == []  # its own machine shows it
+    asked = program.send(do="follow", run="old", path="node/0/output.log")
+    assert not program.read()["is_end"]  # it may grow on the shared disk
+    program.send(do="unfollow", follow=asked)
+    assert program.read()["kind"] == "done"
     assert "still runs" in program.ask(do="delete", run="old")["why"]
     assert "ran on another machine" in program.start("old", again=True)["why"]
     program.close()
@@ -133,3 +141,48 @@ def test_a_stop_during_the_start_is_kept(home: Path) -> None:
     assert answers[asked]["kind"] == "started" and answers[stop]["state"] == "stopped"
     assert processes_of(home) == {}
     program.close()
+
+
+def test_what_a_run_writes_over_its_own_records_hides_no_other_run(home: Path) -> None:
+    program = Program(home, "--watch", str(home / "watched"))
+    for name in ("bad", "good"):
+        program.start(name)
+        program.wait(name, "ended")
+    (home / "runs/bad/node/0/job.json").write_text(json.dumps({"host": processes.identity(1)["host"], "rank": "x"}))
+    (home / "watched/run").mkdir(parents=True)
+    (home / "watched/run/config.toml").write_text("[training]\nsteps = 7\n")
+    (home / "watched/run/metrics.jsonl").write_text('{"step": "many", "loss": []}\n')
+    assert [row["run"] for row in program.ask(do="runs")["runs"]] == ["good"]
+    program.send(do="follow", run="@0/run", path="config.toml", position=22)
+    assert program.read()["kind"] == "refused"  # and the thread that follows goes on
+    log = bytearray()
+    follow(program, "good", log)
+    assert log.count(b"line") == 3
+    program.close()
+
+
+def test_a_start_or_a_stop_that_hangs_is_given_up_with_its_reason(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders, archives = Folders(home / "runs", []), Archives(home / "code", [])
+    here = jobs.Jobs(folders, archives, [])
+
+    def start(run: str) -> Path:
+        return here.start(Start(id=1, run=run, config="lines = 100000", code=HASH))
+
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="checks its configuration for over"):
+        patch.setattr(jobs, "_CHECK_SECONDS", 0.001)
+        start("a")
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="keeper of the run does not start"):
+        patch.setattr(jobs, "PACKAGE", home / "nowhere/torchtitan")
+        (home / "nowhere").mkdir()
+        patch.setenv("PYTHONPATH", "")
+        start("b")
+    keeper = processes.read_record(start("c") / "keeper.json")["pid"]
+    os.kill(keeper, signal.SIGSTOP)
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="its keeper hangs"):
+        patch.setattr(jobs, "_SECONDS_MORE", 0.1)
+        here.stop("c", 0)
+    os.kill(keeper, signal.SIGCONT)
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="cannot be killed"):
+        patch.setattr(jobs.processes, "end_all", lambda mark, keeper: [1])  # as in a driver that hangs
+        here.stop("c", 0)
+    assert here.stop("c", 0) == "stopped" and processes_of(home) == {}

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from torchtitan.node.messages import Code, Git
 from torchtitan.refusal import Refusal
@@ -48,9 +49,7 @@ def pack(checkout: Path, into: Path) -> Packed:
             for name in names:
                 real = (checkout / name).resolve()
                 if not real.is_relative_to(root):
-                    raise Refusal(
-                        f"{name} is a link to {real}, outside the checkout; copy the file, or ignore the link"
-                    )
+                    raise Refusal(f"{name} is a link to {real}, outside the checkout; copy the file, or ignore it")
                 entry = tarfile.TarInfo(name)
                 entry.size = real.stat().st_size
                 entry.mode = 0o755 if real.stat().st_mode & stat.S_IXUSR else 0o644
@@ -107,9 +106,7 @@ class Archives:
             if out.tell() != position:
                 return False, out.tell()
             if position + len(piece) > MOST_BYTES:
-                raise Refusal(
-                    f"the archive is larger than {MOST_BYTES} bytes; leave data and weights out of the checkout"
-                )
+                raise Refusal(f"the archive is larger than {MOST_BYTES} bytes; leave data and weights out of it")
             out.write(piece)
         if is_last:
             try:
@@ -122,9 +119,7 @@ class Archives:
         if (found := _hash(part)) != name:
             raise Refusal(f"the archive's SHA-256 is {found} and not {name}; send it again from position 0")
         if not hasattr(tarfile, "data_filter"):
-            raise Refusal(
-                "this Python unpacks archives without a filter; use 3.10.12, 3.11.4, 3.12 or later on the node"
-            )
+            raise Refusal("this Python unpacks without a filter; use 3.10.12, 3.11.4, 3.12 or later on the node")
 
         def unpack(to: Path) -> None:
             try:
@@ -178,9 +173,7 @@ class _Bounds:
             raise Refusal(f"the archive holds {member.name!a}, no plain file inside it; pack files and folders alone")
         self._files, self._bytes = self._files + 1, self._bytes + member.size
         if self._files > MOST_FILES or self._bytes > MOST_UNPACKED_BYTES:
-            raise Refusal(
-                f"the archive unpacks to more than {MOST_FILES} files or {MOST_UNPACKED_BYTES} bytes; send less"
-            )
+            raise Refusal(f"it unpacks to more than {MOST_FILES} files or {MOST_UNPACKED_BYTES} bytes; send less")
         return tarfile.data_filter(member, to)
 
 
@@ -188,14 +181,8 @@ def _git(folder: Path, step: list[str]) -> None:
     quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1"}
     command = ["git", "-c", "protocol.ext.allow=never", *step]
     try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=os.environ | quiet,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_GIT_SECONDS,
-        )
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": _GIT_SECONDS}
+        done = subprocess.run(command, cwd=folder, env=os.environ | quiet, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refusal(f"git does not run here: {error}; put an archive instead") from None
     if done.returncode:

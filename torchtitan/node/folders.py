@@ -11,6 +11,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchtitan.refusal import Refusal
 from torchtitan.tools import runs
 
 _PARTS = "node"
+_BROKEN = (ValueError, KeyError, TypeError, OSError)  # a run's code may write anything into its own records
 _OVER = ("finished", "stopped")  # of tools/runs.py
 _IN_WORDS: Mapping[str, Any] = {"finished": "ended", "stopped": "stopped"}
 
@@ -72,15 +74,13 @@ class Folders:
         """Whether nothing will be written any more, as far as this machine knows."""
         if run.startswith("@"):
             return runs.row(self.of(run))[1] in _OVER
-        return all(state_of(part) != "running" for part in self.parts(run))
+        return all(not _may_run(part) for part in _parts(self.of(run)))
 
     def delete(self, run: str) -> int:
         """Delete an own run that is over everywhere; the bytes that this freed."""
         folder = self.of(run)
-        for part in _parts(folder):
-            here = processes.is_here(processes.read_record(part / "job.json"))
-            if state_of(part) == "running" or (not here and not (part / "end.json").exists()):
-                raise Refusal(f"run = {run} still runs; stop it first")
+        if any(_may_run(part) for part in _parts(folder)):
+            raise Refusal(f"run = {run} still runs; stop it first")
         freed = sum(row.size for row in _walk(folder))
         gone = folder.with_name(f".deleted-{secrets.token_hex(8)}")  # no half-deleted run is ever listed
         folder.rename(gone)
@@ -93,18 +93,16 @@ class Folders:
 
     def rows(self) -> list[RunRow]:
         """Every run, the newest first."""
-        found = [
-            _own_row(folder, part)
-            for folder in self.own.iterdir()
-            if not folder.name.startswith(".")
-            for part in _parts(folder)
-            if processes.is_here(processes.read_record(part / "job.json"))
-        ]
+        found: list[RunRow] = []
+        for folder in self.own.iterdir():
+            for part in _parts(folder) if not folder.name.startswith(".") else ():
+                if processes.is_here(processes.read_record(part / "job.json")):
+                    with suppress(*_BROKEN):
+                        found.append(_own_row(folder, part))
         for number, top in enumerate(self._watched):
             for folder in runs.find_runs(top) if top.is_dir() else ():
-                below = folder.relative_to(top)
-                name = f"@{number}" if folder == top else f"@{number}/{below}"
-                if len(name) <= 512 and name.isprintable():
+                name = f"@{number}" if folder == top else f"@{number}/{folder.relative_to(top)}"
+                with suppress(*_BROKEN):
                     found.append(_watched_row(folder, name))
         return sorted(found, key=lambda row: row.started or 0, reverse=True)
 
@@ -139,6 +137,12 @@ def state_of(part: Path) -> Any:
     return "running" if processes.is_alive(keeper) else "lost"
 
 
+def _may_run(part: Path) -> bool:
+    """Whether a part runs. Where it is another machine's, only its end is known."""
+    here = processes.is_here(processes.read_record(part / "job.json"))
+    return state_of(part) == "running" if here else not (part / "end.json").exists()
+
+
 def _parts(folder: Path) -> list[Path]:
     parts = folder / _PARTS
     if folder.is_symlink() or not parts.is_dir():
@@ -149,10 +153,11 @@ def _parts(folder: Path) -> list[Path]:
 def _walk(folder: Path) -> Iterator[FileRow]:
     for at, _, names in os.walk(folder):
         for name in names:
-            status = os.lstat(os.path.join(at, name))
             path = os.path.relpath(os.path.join(at, name), folder)
-            if stat.S_ISREG(status.st_mode) and len(path) <= 1024 and path.isprintable():
-                yield FileRow(path=path, size=status.st_size, changed=status.st_mtime)
+            with suppress(OSError, ValueError):  # it is gone meanwhile, or has a name that no message takes
+                status = os.lstat(os.path.join(at, name))
+                if stat.S_ISREG(status.st_mode):
+                    yield FileRow(path=path, size=status.st_size, changed=status.st_mtime)
 
 
 def _own_row(folder: Path, part: Path) -> RunRow:

@@ -31,7 +31,7 @@ _PLACE = re.compile(
     "(PET|SLURM|SKYPILOT|RUNAI|TORCHELASTIC|SSH)_.*|NNODES|NODE_RANK|MASTER_(ADDR|PORT)|NGPU|(LOCAL_)?(RANK|WORLD_SIZE)"
     "|CONFIG_FILE|COMM_MODE|PRINT_ONLY|DRY_RUN|PYTHONSAFEPATH"
 )
-_CHECK_SECONDS, _KEEPER_SECONDS = 120, 60
+_CHECK_SECONDS, _KEEPER_SECONDS, _SECONDS_MORE = 120, 60, 30
 
 
 class Jobs:
@@ -57,18 +57,9 @@ class Jobs:
         try:
             _check(command, place, environment)
             keeper = [sys.executable, "-m", "torchtitan.node.keeper", str(part)]
-            none = subprocess.DEVNULL
-            subprocess.run(
-                keeper,
-                cwd=PACKAGE.parent,
-                env=environment | {processes.MARK: mark},
-                stdin=none,
-                stdout=none,
-                stderr=none,
-                start_new_session=True,
-                timeout=_KEEPER_SECONDS,
-                check=False,
-            )
+            quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+            environment[processes.MARK] = mark
+            subprocess.run(keeper, cwd=PACKAGE.parent, env=environment, timeout=_KEEPER_SECONDS, check=False, **quiet)
             if not (part / "keeper.json").exists():
                 raise Refusal(f"the keeper of the run does not start; look at the space and the processes of {folder}")
         except BaseException as error:
@@ -83,8 +74,7 @@ class Jobs:
             is_allowed = name in self._more or (_ALLOWED.fullmatch(name) and not _FILES.fullmatch(name))
             if not is_allowed or _NEVER.fullmatch(name):
                 raise Refusal(
-                    f"environment.{name} may not be set by a job here; leave it out, or start the node program with "
-                    f"--env {name}"
+                    f"environment.{name} may not be set by a job; leave it out, or give the node --env {name}"
                 )
         environment = {name: value for name, value in os.environ.items() if not _PLACE.fullmatch(name)}
         environment |= job.environment
@@ -104,7 +94,7 @@ class Jobs:
         for part in parts:
             if state_of(part) == "running":
                 processes.write_whole(part / "stop.json", {"seconds": seconds})
-        return [_wait(part, time.monotonic() + seconds + 30) for part in parts][-1] if parts else "lost"
+        return [_wait(part, time.monotonic() + seconds + _SECONDS_MORE) for part in parts][-1] if parts else "lost"
 
 
 def _wait(part: Path, end: float) -> str:
@@ -114,9 +104,7 @@ def _wait(part: Path, end: float) -> str:
         time.sleep(0.05)
     left = processes.end_all(processes.read_record(part / "job.json")["mark"], None)
     if left:
-        raise Refusal(
-            f"processes {left} of {part.parent.parent.name} cannot be killed; a driver hangs, restart the node"
-        )
+        raise Refusal(f"processes {left} of this run cannot be killed; a driver hangs, restart the machine")
     if state == "lost":
         processes.write_whole(part / "end.json", {"state": "stopped", "exit_code": None, "ended": time.time()})
         return "stopped"
@@ -126,17 +114,9 @@ def _wait(part: Path, end: float) -> str:
 def _check(command: list[str], place: Path, environment: dict[str, str]) -> None:
     """Let the job's own code read its configuration and the machine, as PRINT_ONLY=1 does, before a run exists."""
     try:
-        done = subprocess.run(
-            command,
-            cwd=place,
-            env=environment | {"PRINT_ONLY": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_CHECK_SECONDS,
-        )
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": _CHECK_SECONDS}
+        done = subprocess.run(command, cwd=place, env=environment | {"PRINT_ONLY": "1"}, **options)
     except subprocess.TimeoutExpired:
-        raise Refusal(
-            f"the code does not check its configuration within {_CHECK_SECONDS} s; look at the node"
-        ) from None
+        raise Refusal(f"the code checks its configuration for over {_CHECK_SECONDS} s; look at the node") from None
     if done.returncode:
         raise Refusal((done.stderr or done.stdout).decode(errors="replace").strip()[-3000:] or "the check fails")

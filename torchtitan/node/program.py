@@ -65,7 +65,7 @@ class Program:
         except ValidationError as error:
             self._say(Refused(id=None, why=f"{messages.why(error)}; see torchtitan/node/messages.py"))
             return
-        if not isinstance(request, _SLOW):
+        if not isinstance(request, _SLOW) and not getattr(request, "is_last", False):
             self._answer(request)
         elif self._waiting.acquire(blocking=False):
             pool.submit(self._answer, request).add_done_callback(lambda _: self._waiting.release())
@@ -170,7 +170,7 @@ class Program:
                     piece, size = self._look(one)
             is_end = is_over and one.position + len(piece) >= size
             answer: Message = _data(request.id, one.position, piece, size, is_end)
-        except (Refusal, OSError) as error:
+        except Exception as error:  # of this file; the others are followed on
             piece, is_end, answer = b"", True, Refused(id=request.id, why=str(error)[:4000])
         if not piece and not is_end:
             return False

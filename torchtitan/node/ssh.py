@@ -214,7 +214,15 @@ class Node:
 
     def _welcome(self, answer: "Future[Any]") -> None:
         """The node has answered the first question: ask for the rest of what was followed."""
-        if answer.exception() is not None or answer.result().protocol != messages.PROTOCOL:
+        if answer.exception() is not None:
+            return
+        if (theirs := answer.result().protocol) != messages.PROTOCOL:
+            self.trouble = (
+                f"it speaks protocol {theirs}, and this is {messages.PROTOCOL}; install the same version there"
+            )
+            with self._changes:
+                self._failures += 1
+                self._changes.notify_all()
             return
         with self._changes:
             self.report, self._is_up, self._failures = answer.result(), True, 0
