@@ -143,6 +143,20 @@ def test_a_stop_during_the_start_is_kept(home: Path) -> None:
     program.close()
 
 
+def test_where_the_end_cannot_be_written_the_keeper_waits_with_it(home: Path) -> None:
+    program = Program(home)
+    program.start("full", "lines = 200")
+    (home / "runs/full/node/0/end.json").mkdir()  # as a full disk
+    log = home / "runs/full/node/0/output.log"
+    while b"line 199" not in log.read_bytes():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert program.row("full")["state"] == "running"
+    (home / "runs/full/node/0/end.json").rmdir()
+    assert program.wait("full", "ended")["exit_code"] == 0
+    program.close()
+
+
 def test_what_a_run_writes_over_its_own_records_hides_no_other_run(home: Path) -> None:
     program = Program(home, "--watch", str(home / "watched"))
     for name in ("bad", "good"):

@@ -1,4 +1,7 @@
-"""`launch ssh` over a real sshd: two hosts, one with a key that may only run the node program, one bare."""
+"""`launch ssh` over a real sshd: two hosts, one with a key that may only run the node program, one bare.
+
+For root the hosts are network namespaces with addresses of their own, else two ports of loopback.
+"""
 
 import getpass
 import os
@@ -25,14 +28,51 @@ pytestmark = [
 ]
 SHORT = "--training.seq_len 32 --training.local_batch_size 2 --training.global_batch_size 4"
 SHORT += " --lr_scheduler.warmup_steps 1 --validation.no_enable --metrics.log_freq 1"
+# A machine from which both hosts are reached by a bridge.
+NETWORK = """
+set -e
+mount -t tmpfs tmpfs /run
+mkdir /run/netns /run/sshd
+ip link add br0 type bridge
+ip address add 10.77.0.100/24 dev br0
+ip link set br0 up
+for i in 1 2; do
+  ip netns add node$i
+  ip link add port$i type veth peer name eth0 netns node$i
+  ip link set port$i master br0 up
+  ip -n node$i address add 10.77.0.$i/24 dev eth0
+  ip -n node$i link set eth0 up
+  ip -n node$i link set lo up
+done
+echo ready
+exec sleep 1000
+"""
+
+
+def network() -> "subprocess.Popen[str] | None":
+    """The process that holds the namespaces, for root where the kernel gives them."""
+    if os.getuid() or not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
+        return None
+    pipe = subprocess.PIPE
+    command = ["unshare", "--mount", "--net", "sh", "-c", NETWORK]
+    holder = subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    assert holder.stdout
+    if holder.stdout.readline() == "ready\n":
+        return holder
+    holder.wait()
+    return None
 
 
 class Hosts:
-    """Two sshd on loopback. `keyed` knows a key with a forced command, `bare` a key that may do anything."""
+    """Two sshd. `keyed` knows a key with a forced command, `bare` a key that may do anything."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.daemons = folder, {}
         self.launched: list[subprocess.Popen[str]] = []
+        self.holder = network()
+        self.enter = (
+            ["nsenter", f"--target={self.holder.pid}", "--mount", "--net", f"--wd={ROOT}"] if self.holder else []
+        )
         for key in ("host", "mine"):
             subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", folder / key], check=True)
         public = (folder / "mine.pub").read_text()
@@ -40,26 +80,26 @@ class Hosts:
         (folder / "authorized.keyed").write_text(f'command="{node}",restrict {public}')
         (folder / "authorized.bare").write_text(public)
         config = []
-        for name in ("keyed", "bare"):
-            with socket.socket() as s:
-                s.bind(("127.0.0.1", 0))
-                port = s.getsockname()[1]
-            lines = [f"ListenAddress 127.0.0.1:{port}", f"HostKey {folder}/host", f"PidFile {folder}/{name}.pid"]
+        for number, name in enumerate(("keyed", "bare"), 1):
+            address, port = (f"10.77.0.{number}", 22) if self.holder else ("127.0.0.1", free_port())
+            lines = [f"ListenAddress {address}:{port}", f"HostKey {folder}/host", f"PidFile {folder}/{name}.pid"]
             lines += [f"AuthorizedKeysFile {folder}/authorized.{name}", "StrictModes no", "UsePAM no"]
             lines += ["PasswordAuthentication no", f"SetEnv PYTHON={sys.executable} OMP_NUM_THREADS=1"]
             (folder / f"sshd.{name}").write_text("\n".join(lines) + "\n")
-            config += [f"Host {name}", "  HostName 127.0.0.1", f"  Port {port}", f"  IdentityFile {folder}/mine"]
+            config += [f"Host {name}", f"  HostName {address}", f"  Port {port}", f"  IdentityFile {folder}/mine"]
             config += [f"  User {getpass.getuser()}", "  IdentitiesOnly yes", "  StrictHostKeyChecking no"]
             config += [f"  UserKnownHostsFile {folder}/known", "  LogLevel ERROR"]
             self.serve(name)
         (folder / "ssh_config").write_text("\n".join(config) + "\n")
-        (folder / "hosts.txt").write_text("keyed address=127.0.0.1 gpus=0\nbare gpus=0\n")
+        (folder / "hosts.txt").write_text(f"keyed {'' if self.holder else 'address=127.0.0.1'} gpus=0\nbare gpus=0\n")
         (folder / "twice.txt").write_text("bare address=127.0.0.1 gpus=0\nbare gpus=0\n")  # they share a disk
         self.ssh = f"ssh -F {folder}/ssh_config"
 
     def serve(self, name: str) -> None:
         log = (self.folder / f"{name}.log").open("ab")
-        self.daemons[name] = subprocess.Popen([SSHD, "-D", "-e", "-f", str(self.folder / f"sshd.{name}")], stderr=log)
+        there = ["ip", "netns", "exec", f"node{1 + (name == 'bare')}"] if self.holder else []
+        command = [*self.enter, *there, SSHD, "-D", "-e", "-f", str(self.folder / f"sshd.{name}")]
+        self.daemons[name] = subprocess.Popen(command, stderr=log)
 
     def cut(self, name: str) -> None:
         """End this host's connections, and let nobody in for a second."""
@@ -73,7 +113,7 @@ class Hosts:
         self.serve(name)
 
     def launch(self, *options: str, file: str = "hosts.txt") -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "torchtitan", "launch", "ssh", "--hosts", str(self.folder / file)]
+        command = [*self.enter, sys.executable, "-m", "torchtitan", "launch", "ssh", "--hosts", str(self.folder / file)]
         command += ["--ssh", self.ssh, "--home", str(self.folder / "bare"), "--name", options[0], "--", *SHORT.split()]
         out = subprocess.PIPE
         run = subprocess.Popen([*command, *options[1:]], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, text=True)
@@ -92,12 +132,19 @@ class Hosts:
         for daemon in self.daemons.values():
             daemon.kill()
             daemon.wait()
+        if self.holder:
+            self.holder.kill()
+            self.holder.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if os.getuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd asks for it
     machines = Hosts(tmp_path_factory.mktemp("hosts"))
     for name in ("keyed", "bare"):
         end = time.monotonic() + 20
@@ -168,7 +215,7 @@ def test_what_is_refused_on_a_host_is_said_before_anything_runs(hosts: Hosts) ->
 
 
 def test_the_key_with_a_forced_command_runs_nothing_else(hosts: Hosts) -> None:
-    command = [*hosts.ssh.split(), "-o", "BatchMode=yes", "keyed", "touch", str(hosts.folder / "touched")]
+    command = [*hosts.enter, *hosts.ssh.split(), "-o", "BatchMode=yes", "keyed", "touch", str(hosts.folder / "touched")]
     done = subprocess.run(
         command, input='{"id":1,"do":"port"}\n', capture_output=True, text=True, timeout=60, check=False
     )

@@ -17,6 +17,7 @@ from torchtitan.node import processes
 
 EXIT_UNFINISHED = 75  # as hardware.py has it: the same command resumes the run
 _PDEATHSIG, _SUBREAPER = 1, 36  # of prctl
+_SECONDS_FOR_A_DISK = 1
 _SECONDS = 60  # between the request to end and the kill, where the machine asks
 
 
@@ -43,7 +44,12 @@ def main(folder: Path) -> None:
     left = processes.end_all(job["mark"], os.getpid())
     state = "ended" if code == 0 else "stopped" if was_asked or code == EXIT_UNFINISHED else "failed"
     end = {"state": state, "exit_code": code, "ended": time.time(), "left": left}
-    processes.write_whole(folder / "end.json", end)
+    while folder.is_dir():
+        try:
+            processes.write_whole(folder / "end.json", end)
+            return
+        except OSError:  # the disk is full: until this is written, the run counts as running
+            time.sleep(_SECONDS_FOR_A_DISK)
 
 
 def _ask(folder: Path) -> None:

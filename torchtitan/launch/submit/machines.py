@@ -202,10 +202,12 @@ class _Launch:
         return self._sum_up()
 
     def _take_end(self, member: _Member) -> None:
-        with contextlib.suppress(Refusal):
-            rows = member.node.ask(messages.Runs).runs
-            own = [row for row in rows if row.run == self.name and row.rank == member.rank and row.is_own]
-            member.row = own[0] if own else None
+        for _ in range(3):  # the connection may break at this moment, too
+            with contextlib.suppress(Broken):
+                rows = member.node.ask(messages.Runs).runs
+                own = [row for row in rows if row.run == self.name and row.rank == member.rank and row.is_own]
+                member.row = own[0] if own and own[0].state != "running" else None
+                return
 
     def stop(self, seconds: int, members: Sequence[_Member] | None = None) -> None:
         """End the run on these nodes, unless it is known to be over; says where it could not be ended."""
