@@ -23,12 +23,15 @@ if os.environ.get("PRINT_ONLY"):
     sys.exit("this configuration is refused" if "refuse" in text else 0)
 if "session" in text:
     deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(300)"
-    subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
-    subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True, env={})
-    orphan = "import subprocess, sys; subprocess.Popen(['python3', '-c', sys.argv[1]], start_new_session=True)"
-    subprocess.run([sys.executable, "-c", orphan, deaf], env={"PATH": os.environ["PATH"]})
+    deaf = [sys.executable, "-c", deaf, os.environ["CONFIG_FILE"]]  # by which the tests find it
+    subprocess.Popen(deaf, start_new_session=True)
+    subprocess.Popen(deaf, start_new_session=True, env={})
+    orphan = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", orphan, *deaf], env={})
 count = int(text.partition("lines = ")[2].split()[0])
 for number in range(count):
+    while "pause" in text and number == count // 2 and not os.path.exists(os.environ["CONFIG_FILE"] + ".go"):
+        time.sleep(0.02)
     print(f"line {number}", flush=True)
     time.sleep(0.002)
 """
@@ -113,6 +116,6 @@ def processes_of(home: Path) -> dict[int, str]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue
-        if any(mark.encode() in words for mark in marks) or (b"SIG_IGN); time.sleep(300)" in words):
+        if any(mark.encode() in words for mark in marks) or f"{home}/runs".encode() in words.partition(b"SIG_IGN")[2]:
             found[int(pid)] = words.replace(b"\0", b" ").decode(errors="replace")[:200]
     return found

@@ -42,12 +42,13 @@ def follow(program: Program, run: str, into: bytearray, until: int | None = None
 
 def test_a_run_survives_its_program_and_no_line_is_lost_or_doubled(home: Path) -> None:
     log, first = bytearray(), Program(home)
-    assert first.start("counts", "lines = 1000")["log"] == "node/0/output.log"
+    assert first.start("counts", "pause lines = 1000")["log"] == "node/0/output.log"
     follow(first, "counts", log, until=100)
     first.process.kill()
     first.process.wait()
     second = Program(home)
     assert second.row("counts")["state"] == "running"
+    (home / "runs/counts/node/0/job.toml.go").touch()
     follow(second, "counts", log)
     assert log.decode().splitlines() == [f"line {number}" for number in range(1000)]
     row = second.row("counts")
