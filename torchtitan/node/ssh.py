@@ -84,9 +84,6 @@ class Node:
         with self._changes:
             if not self._changes.wait_for(lambda: self._is_up or self._is_closed, timeout) or self._is_closed:
                 raise Broken(f"{self.name} is not connected: {self.trouble or 'it was closed'}")
-        return self._ask(made, timeout)
-
-    def _ask(self, made: messages.Request, timeout: float) -> Any:
         answer: Future[Any] = Future()
         with self._changes:
             self._asked[made.id] = made, answer
@@ -138,12 +135,6 @@ class Node:
         with self._changes:
             self._is_closed = True
             self._changes.notify_all()
-        self._hang_up()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(10)
-
-    def _hang_up(self) -> None:
-        with self._changes:
             process, line = self._process, self._line
         if line:
             line.close()
@@ -152,6 +143,8 @@ class Node:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.kill()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(10)
 
     def _send(self, message: Message) -> None:
         try:
