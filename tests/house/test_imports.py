@@ -63,7 +63,8 @@ TOOLS = {  # each tool, and the other tools that it uses
     "verbs": (),
 }
 SWARM = (T + "swarm",)
-OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch", "swarm"))
+NODE = (T + "node",)
+OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch", "swarm", "node"))
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
@@ -132,8 +133,14 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         }.get(module, (*below, T + "models.layers", f"{family}.model"))
     if module in START:
         return (*BELOW, *START)
+    if module in (T + "launch.submit.machines", T + "launch.submit.install"):
+        return (*BELOW, *LAUNCH, *NODE)
     if within(module, LAUNCH):
         return (*BELOW, *LAUNCH)
+    if module == T + "node.keeper":  # every run has one: it loads nothing else
+        return (T + "refusal", T + "node.processes")
+    if within(module, NODE):
+        return (*BELOW, *START, T + "tools.runs", *NODE)
     for room in ROOMS:
         if within(module, (room,)):
             return (*BELOW, T + "observe.log", room)
@@ -162,7 +169,7 @@ def is_without_torch(module: str) -> bool:
     of_family = family is not None and module in tuple(
         f"{family}.{name}" for name in ("args", "hf", "spec", "operations")
     )
-    return of_family or within(module, (*BELOW, *LAUNCH))
+    return of_family or within(module, (*BELOW, *LAUNCH, *NODE))
 
 
 def broken_rules(module: str, source: str) -> list[str]:
@@ -187,7 +194,9 @@ def broken_rules(module: str, source: str) -> list[str]:
         elif alone:
             rule = "a family imports torch and its own shapes, so that it can be used alone"
         elif without_torch and found.package == "torch":
-            may = not within(module, (*CONFIG, *LAUNCH)) and not module.endswith((".args", ".hf"))  # in functions
+            may = not within(module, (*CONFIG, *LAUNCH, *NODE)) and not module.endswith(
+                (".args", ".hf")
+            )  # in functions
             may = may or module in (T + "launch.ranks", T + "launch.preflight.devices")  # programs of their own
             rule = "a config is read without torch" if found.at_load or not may else ""
         else:
@@ -259,6 +268,9 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.training.start", "from train import main"),
         ("torchtitan.training.start", "from torchtitan.tools.text.generate import sample"),
         ("train", "from torchtitan.tools.dry_run.estimate import estimate"),
+        ("torchtitan.node.program", "def f():\n    import torch"),
+        ("torchtitan.node.keeper", "from torchtitan.node.jobs import Jobs"),
+        ("torchtitan.launch.submit.verb", "from torchtitan.node.ssh import Node"),
         ("torchtitan.elsewhere", "import os"),
     ],
 )
@@ -284,7 +296,7 @@ def test_an_allowed_import_is_left_alone(module, line):
 @pytest.mark.parametrize(
     "module",
     ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.start", "torchtitan.launch.preflight.verb"]
-    + ["torchtitan.models.families"]
+    + ["torchtitan.models.families", "torchtitan.node.verb", "torchtitan.launch.submit.machines"]
     + [f"{family}.spec" for family in FAMILIES],
 )
 def test_reading_a_config_loads_no_torch_and_takes_no_time(module):

@@ -19,6 +19,7 @@ import tomli
 from torchtitan.config.names import flat
 from torchtitan.refusal import Refusal
 
+_TAIL_BYTES = 2**16
 _MOVED = ("earlier", "load_only")  # folders of a run that hold others' records
 
 
@@ -79,8 +80,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def last_record(file: Path) -> Mapping[str, Any]:
-    """The last whole line; a run may be writing another."""
-    lines = file.read_bytes().splitlines() if file.is_file() else []
+    """The last whole line; a run may be writing another. A console asks often, so only the end of the file is read."""
+    if not file.is_file():
+        return {}
+    with file.open("rb") as source:
+        source.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        lines = source.read().splitlines()
     for line in reversed(lines):
         try:
             found = json.loads(line)

@@ -31,6 +31,7 @@ VERBS = {
         "plan place": "tools.plan.places.verb",
         "probe": "tools.probe.verb",
         "netem": "tools.netem.verb",
+        "node": "node.verb",
         "launch": "launch.submit.verb",
         "preflight": "launch.preflight.verb",
     },

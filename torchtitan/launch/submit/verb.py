@@ -1,8 +1,10 @@
 """`python -m torchtitan launch SITE`: one description of a job, submitted to Slurm, Run:ai, Kubernetes or SkyPilot.
 
     python -m torchtitan launch k8s --config train_configs/llama3_8b.toml --nodes 2 --gpus 8 --image IMAGE --print
+    python -m torchtitan launch ssh --hosts hosts.txt --config train_configs/llama3_8b.toml
 
 The job runs run_llama_train.sh on each node. This verb installs and builds nothing; the site's own client submits.
+Only `ssh` needs no site: it sends this checkout to the hosts of a file, sets bare ones up, and stays until the end.
 """
 
 import argparse
@@ -23,17 +25,19 @@ from torchtitan.models.families import load_run_or_exit
 from torchtitan.refusal import Refusal
 
 _KUBERNETES = ("k8s", "jobset")
-_ONLY_FOR = {"project": ("runai",)} | dict.fromkeys(
+_ONLY_FOR = {"project": ("runai",), "hosts": ("ssh",), "program": ("ssh",)} | dict.fromkeys(
     ("namespace", "queue", "pull_secret", "resource", "node_label"), _KUBERNETES
 )
 
 
-HELP = "submit a run to Slurm, Run:ai, Kubernetes or SkyPilot"
+HELP = "submit a run to Slurm, Run:ai, Kubernetes or SkyPilot, or start it on hosts by ssh"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "site", choices=("slurm", "runai", "k8s", "jobset", "sky"), help="the site whose client submits the job"
+        "site",
+        choices=("slurm", "runai", "k8s", "jobset", "sky", "ssh"),
+        help="the site whose client submits the job; ssh: the hosts of --hosts",
     )
     parser.add_argument(
         "--config", default="train_configs/debug_model.toml", help="TOML file to train with (default: %(default)s)"
@@ -82,6 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", "--dry-run", dest="prints", action="store_true", help="print the submission, and submit nothing"
     )
+    ssh = parser.add_argument_group("ssh alone", "Ctrl-C ends the run on all hosts; docs/nodes.md tells more")
+    ssh.add_argument("--hosts", metavar="FILE", help="a host a line with address= and gpus=, or a nodes.toml")
+    ssh.add_argument(
+        "--home", default=".torchtitan-recipe", help="folder of a host that is set up (default: %(default)s)"
+    )
+    ssh.add_argument("--program", help="command of an installed node program, such as 'torchtitan-recipe node'")
+    ssh.add_argument("--ssh", default="ssh", metavar="COMMAND", help="such as 'ssh -F FILE' (default: %(default)s)")
     parser.epilog = "Everything after -- goes to train.py."
 
 
@@ -148,7 +159,20 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
     )
 
 
+def _on_hosts(args: argparse.Namespace, options: Sequence[str]) -> int:
+    given = {"nodes": args.nodes != 1, "gpus": args.gpus != 8, "mount": args.mount, "image": args.image}
+    given |= {"secret": args.secret, "download": args.download, "api": args.api != 2}
+    if wrong := next((option for option, is_given in given.items() if is_given), None):
+        raise Refusal(f"--{wrong} does not work for ssh; drop it, and give each host gpus= in the file of --hosts")
+    from torchtitan.launch.submit import machines
+
+    return machines.run(args, options)
+
+
 def run(args: argparse.Namespace, options: Sequence[str]) -> int:
+    if args.site == "ssh":
+        plan_job(args, options, has_token=False)
+        return _on_hosts(args, options)
     if (args.site, args.api) not in SITES:
         raise Refusal(f"--api {args.api} is given, but {args.site} has only one interface; drop --api")
     job = plan_job(args, options, has_token="HF_TOKEN" in os.environ)

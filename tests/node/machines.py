@@ -1,0 +1,121 @@
+"""A node program in its own process, what it is sent, and code that takes no time to start: a job may be any code."""
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+# Its configuration says what it does: it prints lines, starts a process in a session of its own, or refuses.
+JOB = """
+import os, subprocess, sys, time
+text = open(os.environ["CONFIG_FILE"]).read()
+if os.environ.get("PRINT_ONLY"):
+    sys.exit("this configuration is refused" if "refuse" in text else 0)
+if "session" in text:
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(300)"
+    deaf = [sys.executable, "-c", deaf, os.environ["CONFIG_FILE"]]  # by which the tests find it
+    subprocess.Popen(deaf, start_new_session=True)
+    subprocess.Popen(deaf, start_new_session=True, env={})
+    orphan = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", orphan, *deaf], env={})
+count = int(text.partition("lines = ")[2].split()[0])
+for number in range(count):
+    while "pause" in text and number == count // 2 and not os.path.exists(os.environ["CONFIG_FILE"] + ".go"):
+        time.sleep(0.02)
+    print(f"line {number}", flush=True)
+    time.sleep(0.002)
+"""
+
+
+def archive(files: Mapping[str, str], more: Callable[[tarfile.TarFile], None] = lambda tar: None) -> bytes:
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as tar:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text.encode())
+            tar.addfile(entry, io.BytesIO(text.encode()))
+        more(tar)
+    return gzip.compress(raw.getvalue(), mtime=0)
+
+
+CODE = archive({"torchtitan/launch/start.py": "", "torchtitan/tools/start.py": JOB})
+HASH = hashlib.sha256(CODE).hexdigest()
+
+
+def pieces(data: bytes, name: str | None = None) -> dict[str, Any]:
+    """A request that puts a small archive at once."""
+    name = name or hashlib.sha256(data).hexdigest()
+    return {"do": "put", "name": name, "position": 0, "data": base64.b64encode(data).decode(), "is_last": True}
+
+
+class Program:
+    """A node program, spoken to in raw lines as a hostile client would."""
+
+    def __init__(self, home: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "torchtitan", "node", "--home", str(home), *options]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe)
+        self.home, self._id = home, 0
+
+    def write(self, line: bytes) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def send(self, **fields: Any) -> int:
+        self._id += 1
+        self.write(json.dumps({"id": self._id} | fields).encode())
+        return self._id
+
+    def ask(self, **fields: Any) -> dict[str, Any]:
+        asked, answer = self.send(**fields), self.read()
+        assert answer["id"] == asked
+        return answer
+
+    def start(self, run: str, config: str = "lines = 3", **fields: Any) -> dict[str, Any]:
+        return self.ask(do="start", run=run, config=config, code=HASH, **fields)
+
+    def row(self, run: str) -> dict[str, Any]:
+        return next(row for row in self.ask(do="runs")["runs"] if row["run"] == run)
+
+    def wait(self, run: str, state: str) -> dict[str, Any]:
+        end = time.monotonic() + 30
+        while (row := self.row(run))["state"] != state:
+            assert time.monotonic() < end, row
+            time.sleep(0.05)
+        return row
+
+    def close(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.wait(20)
+        self.process.stdout.close()
+
+
+def processes_of(home: Path) -> dict[int, str]:
+    """The processes that a run below this home has started, or that keep one, with their command lines."""
+    marks = [json.loads(file.read_text())["mark"] for file in home.glob("runs/*/node/*/job.json")]
+    found = {}
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if any(mark.encode() in words for mark in marks) or f"{home}/runs".encode() in words.partition(b"SIG_IGN")[2]:
+            found[int(pid)] = words.replace(b"\0", b" ").decode(errors="replace")[:200]
+    return found

@@ -1,0 +1,252 @@
+"""The client against a node that lies, and over connections that break."""
+
+import argparse
+import hashlib
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.node.machines import CODE, HASH, ROOT, archive
+from torchtitan.__main__ import main
+from torchtitan.launch.submit import machines
+from torchtitan.node import messages, report, ssh
+from torchtitan.node.hosts import Host, read_hosts
+from torchtitan.node.ssh import Broken, Node, local_command, ssh_command
+from torchtitan.refusal import Refusal
+
+# It answers the first question as a node does, then says what it is told to for each further one.
+LIAR = """
+import json, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from torchtitan.node import messages, report
+def say(**fields): print(json.dumps(fields), flush=True)
+for number, line in enumerate(sys.stdin):
+    asked = json.loads(line)
+    id = asked["id"]
+    if number == 0:
+        own = report.report(id, Path("/"), []).model_copy(update=dict(protocol={protocol}))
+        sys.stdout.write(messages.write(own).decode()); sys.stdout.flush()
+        continue
+{body}
+"""
+
+
+class Heard:
+    """A sink."""
+
+    def __init__(self) -> None:
+        self.data, self.is_over = b"", False
+
+    def __call__(self, position: int, piece: bytes, is_end: bool) -> None:
+        assert position == len(self.data)
+        self.data, self.is_over = self.data + piece, is_end
+
+    def wait(self, size: int | None = None) -> None:
+        end = time.monotonic() + 30
+        while not (self.is_over or (size is not None and len(self.data) >= size)):
+            assert time.monotonic() < end, self.data[-100:]
+            time.sleep(0.02)
+
+
+def liar(body: str, protocol: int = 1) -> Node:
+    program = LIAR.format(root=str(ROOT), protocol=protocol, body=textwrap.indent(body, "    "))
+    node = Node("liar", [sys.executable, "-c", program])
+    node.connect(20)
+    return node
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    there = Node("here", local_command(str(tmp_path)), cwd=ROOT)
+    there.connect()
+    yield there
+    there.close()
+
+
+def test_only_an_answer_of_the_right_kind_to_a_question_counts() -> None:
+    node = liar("""
+print("Welcome to this host\\x1b[31m")
+say(id=id + 7, kind="port", port=1)
+say(id=id, kind="port", port=99999999)
+say(id=id, kind="port", port=5, more=1)
+say(id=None, kind="refused", why="nothing")
+say(id=id, kind="runs", runs=[]) if asked["do"] == "port" else say(id=id, kind="refused", why="no\\x1b[2Jt so")
+""")
+    with pytest.raises(Refusal, match="answers port with runs"):
+        node.ask(messages.Port)
+    with pytest.raises(Refusal, match="no\N{REPLACEMENT CHARACTER}.2Jt so"):
+        node.ask(messages.Runs)
+    node.close()
+
+
+def test_bytes_out_of_turn_are_not_taken() -> None:
+    node = liar("""
+if asked["do"] == "follow":
+    for position, data in [(9, "QQ=="), (0, "QUI="), (0, "QUI="), (0, ""), (2, "=A=="), (2, "Qw=="), (3, "QQ==")]:
+        say(id=id, kind="data", position=position, data=data, size=3, is_end=data in ("", "Qw=="))
+""")
+    heard = Heard()
+    node.follow("run", "log", heard)
+    heard.wait()
+    assert heard.data == b"ABC"
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("sys.stdout.write('x' * 30_000_000)", "a line of more than"),
+        ("for n in range(1000): say(id=n + 1000, kind='port', port=1)", "lines came that answer nothing"),
+        ("sys.exit('\\x1b[31mgone')", "gone"),
+    ],
+)
+def test_a_node_that_floods_or_ends_is_given_up(body: str, why: str) -> None:
+    node = liar(body)
+    with pytest.raises(Broken, match=why):
+        node.ask(messages.Port, timeout=10)
+    node.close()
+    with pytest.raises(Broken, match="is not connected"):
+        node.ask(messages.Port)
+
+
+def test_a_node_that_says_nothing_is_not_waited_for() -> None:
+    node = liar("pass")
+    with pytest.raises(Broken, match="no answer to port within 0 s"):
+        node.ask(messages.Port, timeout=0.2)
+    node.close()
+    silent = Node("silent", [sys.executable, "-c", "import time; time.sleep(100)"])
+    with pytest.raises(Broken, match="no answer within"):
+        silent.connect(0.3)
+    silent.close()
+    absent = Node("absent", ["/nowhere/ssh"])
+    with pytest.raises(Broken, match="does not start"):
+        absent.connect(5)
+    absent.close()
+
+
+def test_a_node_of_another_protocol_is_refused_with_the_fix() -> None:
+    with pytest.raises(Broken, match="speaks protocol 7, and this is 1; install"):
+        liar("", 7)
+
+
+def test_a_node_that_never_has_the_archive_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "archive").write_bytes(CODE)
+    node = liar('say(id=id, kind="code", is_here=False, size=0)')
+    with pytest.raises(Refusal, match="does not take the archive"):
+        node.put(tmp_path / "archive", HASH)
+    node.close()
+
+
+def test_follows_go_on_over_broken_connections(node: Node, tmp_path: Path) -> None:
+    big = archive(
+        {
+            "torchtitan/launch/start.py": "",
+            "data": "".join(hashlib.sha256(bytes([n % 256, n // 256])).hexdigest() for n in range(50_000)),
+        }
+    )
+    for name, data in (("small", CODE), ("big", big)):
+        (tmp_path / name).write_bytes(data)
+        assert node.put(tmp_path / name, hashlib.sha256(data).hexdigest())
+    assert not node.put(tmp_path / "small", HASH)
+    node.ask(messages.Start, run="counts", config="lines = 1000", code=HASH)
+    heard, never = Heard(), Heard()
+    node.follow("counts", "node/0/output.log", heard)
+    node.unfollow(node.follow("counts", "node/0/never", never))
+    for size in (500, 3000):
+        heard.wait(size)
+        assert node._process
+        node._process.kill()
+    heard.wait()
+    assert heard.data.decode().splitlines() == [f"line {number}" for number in range(1000)]
+    assert not never.is_over and node.ask(messages.Runs).runs[0].state == "ended"
+
+
+@pytest.mark.parametrize(
+    "host", ["-oProxyCommand=id", "user@-oProxyCommand=id", "a b", "a;id", "$(id)", "", "a@b@c", "a\nb"]
+)
+def test_no_host_is_an_option_or_a_command(host: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="is no name for ssh"):
+        ssh_command(host, ["node"])
+    assert ssh_command("user@gpu-1.example.org", ["sh", "-c", "a b"])[-3:] == [
+        "--",
+        "user@gpu-1.example.org",
+        "sh -c 'a b'",
+    ]
+
+
+def test_hosts_are_the_same_in_both_files(tmp_path: Path) -> None:
+    lines, toml = tmp_path / "hosts.txt", tmp_path / "nodes.toml"
+    lines.write_text("# ours\na.example.org address=10.0.0.1 gpus=8\n\nuser@b  # its own address\n")
+    toml.write_text('[[node]]\nhost = "a.example.org"\naddress = "10.0.0.1"\ngpus = 8\n[[node]]\nhost = "user@b"\n')
+    assert read_hosts(lines) == read_hosts(toml) and read_hosts(lines)[0].gpus == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("hosts.txt", "", "names no host"),
+        ("hosts.txt", "a gpu=8", "hosts.txt:1: gpu: Extra inputs"),
+        ("hosts.txt", "\na 8", "hosts.txt:2: 8 is no field"),
+        ("hosts.txt", "a gpus=many", "hosts.txt:1: gpus"),
+        ("hosts.txt", "-v", "is no name for ssh"),
+        ("nodes.toml", "[[node]]\naddress = '::1'", "nodes.toml, node 1: host: Field required"),
+        ("nodes.toml", "[[node", "is no TOML"),
+    ],
+)
+def test_a_mistake_in_the_hosts_is_named_with_its_line(name: str, text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(Refusal, match=why.replace("[", r"\[")):
+        read_hosts(tmp_path / name)
+
+
+def test_text_of_a_node_moves_no_terminal() -> None:
+    assert (
+        ssh.printable("a\tb\x1b[31m\x07\u202e") == "a\tb\N{REPLACEMENT CHARACTER}[31m" + 2 * "\N{REPLACEMENT CHARACTER}"
+    )
+
+
+def test_launch_ssh_prints_the_hosts_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    main(["launch", "ssh", "--hosts", "examples/nodes.toml", "--print"])
+    assert re.findall(r"node (\d) of 2: ssh .* -- (\S+)", capsys.readouterr().out) == [("0", "gpu1"), ("1", "gpu2")]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "no --hosts is given"),
+        (["--hosts", "absent.txt"], "absent.txt"),
+        (["--hosts", "examples/nodes.toml", "--nodes", "2"], "--nodes does not work for ssh"),
+        (["--hosts", "examples/nodes.toml", "--", "--training.step", "2"], None),
+    ],
+)
+def test_launch_ssh_refuses_before_it_connects(
+    words: list[str], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as refused:
+        main(["launch", "ssh", *words])
+    assert why is None or why in str(refused.value)
+
+
+def test_the_nodes_meet_at_the_head_s_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node("head", [])
+    member = machines._Member(Host(host="head"), 0, node)
+    known = report.report(1, ROOT, [])
+    for addresses, expected in ({"10.0.0.1": "eth0", "127.0.0.1": "lo"}, "10.0.0.1"), ({"fd00::5": "eth0"}, "fd00::5"):
+        node.report = known.model_copy(update={"addresses": addresses})
+        assert machines._address(member, ["ssh"]) == expected
+    node.report = known.model_copy(update={"addresses": {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}})
+    with pytest.raises(Refusal, match="add address="):
+        machines._address(member, ["true"])
+    with pytest.raises(Refusal, match="an installed package is none"):
+        monkeypatch.setattr(machines, "INSIDE", ROOT)
+        machines.run(argparse.Namespace(), [])

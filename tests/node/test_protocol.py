@@ -1,0 +1,269 @@
+"""The node program against a client that wants more than it may have."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.node.machines import CODE, HASH, ROOT, Program, archive, pieces
+from torchtitan.node import archives, processes, report
+from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES
+from torchtitan.refusal import Refusal
+
+RECIPE = {"torchtitan/launch/start.py": ""}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    home, watched = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("watched")
+    (watched / "theirs").mkdir()
+    (watched / "theirs/config.toml").write_text("[training]\nsteps = 7\n")
+    (watched / "theirs/metrics.jsonl").write_text('{"step": 7, "loss": 1.5}\n')
+    (watched / "secret").write_text("no run")
+    running = Program(home, "--watch", str(watched), "--git", "https://example.org/mine", "--env", "HF_TOKEN")
+    assert running.ask(**pieces(CODE))["is_here"]
+    assert running.start("mine")["kind"] == "started"
+    running.wait("mine", "ended")
+    yield running
+    running.close()
+
+
+def test_a_report_says_what_the_machine_is(program: Program) -> None:
+    said = program.ask(do="report")
+    assert said["cores"] >= 1 and said["memory_bytes"] > 2**28 and said["git"] == ["https://example.org/mine"]
+    assert isinstance(program.ask(do="port")["port"], int)
+
+
+def test_the_lines_of_nvidia_smi_become_devices() -> None:
+    first, second = report.parse_devices("NVIDIA H100, PCIe, 81559, 512, 37\nbroken\nMIG 1g, 9728, 1, [N/A]\n")
+    assert (first.name, first.memory_bytes, first.utilisation) == ("NVIDIA H100, PCIe", 81559 * 2**20, 0.37)
+    assert second.utilisation is None
+
+
+START = {"do": "start", "run": "other", "config": "", "code": HASH}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no json",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b"{" * 10_000,
+        b'{"id": 1}',
+        b'{"id": -1, "do": "report"}',
+        b'{"id": 1, "do": "shell", "command": "id"}',
+        b'{"id": 1, "do": "report", "and": "more"}',
+        *(
+            json.dumps({"id": 1} | wrong).encode()
+            for wrong in [
+                START | {"run": "../mine"},
+                START | {"run": "a/b"},
+                START | {"run": ".hidden"},
+                START | {"run": "a\n"},
+                START | {"run": "@0/theirs"},
+                START | {"code": "../" + HASH[3:]},
+                START | {"head": "-oProxyCommand=id"},
+                START | {"head": "$(id)"},
+                START | {"environment": {"A B": "1"}},
+                START | {"environment": {"NCCL_DEBUG": "a\nb"}},
+                START | {"nodes": 0},
+                {"do": "delete", "run": "@0/theirs"},
+                {"do": "stop", "run": "@0/theirs"},
+                {"do": "put", "name": HASH, "position": 0, "data": "%%%"},
+                {"do": "put", "name": HASH, "position": 0, "data": "A" * (2 * CHUNK_BYTES)},
+                {"do": "read", "run": "mine", "path": "a\0b"},
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_a_line_that_is_no_message_is_refused_and_the_program_goes_on(program: Program, line: bytes) -> None:
+    program.write(line)
+    answer = program.read()
+    assert answer["id"] is None and answer["kind"] == "refused" and answer["why"]
+    assert program.ask(do="port")["kind"] == "port"
+
+
+def test_an_oversize_line_is_refused_without_its_memory(program: Program) -> None:
+    def peak() -> int:
+        return int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{program.process.pid}/status").read_text())[0])
+
+    before = peak() if sys.platform == "linux" else 0
+    program.write(b"x" * (30 * LINE_BYTES))
+    assert program.read()["why"].startswith("a line has more than")
+    assert program.ask(do="port")["kind"] == "port"
+    assert sys.platform != "linux" or peak() - before < 5 * LINE_BYTES / 1024
+
+
+@pytest.mark.parametrize(
+    ("run", "path"),
+    [
+        ("mine", "../mine/node/0/job.json"),
+        ("mine", "/etc/hostname"),
+        ("mine", "node/../../mine/node"),
+        ("mine", "out"),
+        ("mine", "out/hostname"),
+        ("mine", "pipe"),
+        ("mine", "node"),
+        ("mine", "absent"),
+        ("@0/theirs", "../secret"),
+        ("@0/../secret", "a"),
+        ("@0", "../../x"),
+        ("@7/theirs", "config.toml"),
+        ("others", "config.toml"),
+    ],
+)
+def test_no_path_leads_out_of_a_run(program: Program, run: str, path: str) -> None:
+    folder = program.home / "runs/mine"
+    if not (folder / "pipe").exists():
+        (folder / "out").symlink_to("/etc")
+        os.mkfifo(folder / "pipe")
+    for request in ("read", "follow") if path not in ("absent", "pipe", "node") else ("read",):
+        assert program.ask(do=request, run=run, path=path)["kind"] == "refused"
+    assert not any(row["path"].startswith(("out", "pipe")) for row in program.ask(do="files", run="mine")["files"])
+
+
+def test_a_watched_run_is_read_and_nothing_else(program: Program) -> None:
+    row = program.row("@0/theirs")
+    assert (row["state"], row["step"], row["steps"], row["is_own"]) == ("ended", 7, 7, False)
+    assert program.ask(do="read", run="@0/theirs", path="config.toml")["is_end"]
+    program.send(do="follow", run="@0/theirs", path="metrics.jsonl")
+    assert not (first := program.read())["is_end"] and first["size"] == 25
+    assert program.read()["is_end"]
+
+
+def bad_member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> bytes:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = kind, target
+    return archive(RECIPE, lambda tar: tar.addfile(entry))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (bad_member("/tmp/absolute"), "no plain file inside"),
+        (bad_member("../above"), "no plain file inside"),
+        (bad_member("link", tarfile.SYMTYPE, "/etc/passwd"), "no plain file inside"),
+        (bad_member("link", tarfile.LNKTYPE, "torchtitan/launch/start.py"), "no plain file inside"),
+        (bad_member("device", tarfile.CHRTYPE), "no plain file inside"),
+        (archive({"other": ""}), "has no torchtitan/launch/start.py"),
+        (CODE[:200], "cannot be unpacked"),
+        (b"no archive", "cannot be unpacked"),
+    ],
+)
+def test_a_harmful_archive_leaves_nothing(program: Program, data: bytes, why: str) -> None:
+    before = sorted((program.home / "code").iterdir())
+    answer = program.ask(**pieces(data))
+    assert answer["kind"] == "refused" and why in answer["why"]
+    assert sorted((program.home / "code").iterdir()) == before
+
+
+def test_an_archive_has_to_have_its_hash_and_its_bytes_in_order(program: Program) -> None:
+    other = archive(RECIPE | {"a": "b"})
+    assert "SHA-256" in program.ask(**pieces(other, "0" * 64))["why"]
+    late = pieces(other) | {"position": 5}
+    assert program.ask(**late) | {"id": 0} == {"id": 0, "kind": "code", "is_here": False, "size": 0}
+    assert "no base64" in program.ask(**pieces(other) | {"data": "AAA"})["why"]
+    assert program.ask(**pieces(other))["is_here"] and program.ask(**pieces(other))["is_here"]
+
+
+def test_an_archive_that_grows_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = archives.Archives(tmp_path, [])
+    request = pieces(CODE)
+    arguments = request["name"], 0, request["data"], True
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="leave data and weights out of it"):
+        patch.setattr(archives, "MOST_BYTES", 10)
+        code.put(*arguments)
+    (tmp_path / f"{HASH}.part").unlink()
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="unpacks to more than"):
+        patch.setattr(archives, "MOST_UNPACKED_BYTES", 10)
+        code.put(*arguments)
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="without a filter"):
+        patch.delattr(tarfile, "data_filter")
+        code.put(*arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["LD_PRELOAD", "PYTHONPATH", "PATH", "HOME", "NCCL_NET_PLUGIN", "NCCL_DEBUG_FILE", "NNODES", "BASH_ENV"]
+)
+def test_a_forbidden_environment_name_is_refused(program: Program, name: str) -> None:
+    answer = program.start("never", environment={name: "x"})
+    assert answer["kind"] == "refused" and name in answer["why"]
+    assert not (program.home / "runs/never").exists()
+
+
+def test_what_a_job_lacks_is_said(program: Program) -> None:
+    assert "without head and port" in program.start("never", nodes=2)["why"]
+    assert "send it by `put`" in program.ask(**START | {"code": "0" * 64})["why"]
+    refused = program.start("refused", "refuse")
+    assert "this configuration is refused" in refused["why"] and program.row("refused")["state"] == "failed"
+    assert "exists already" in program.start("mine")["why"]
+    allowed = program.start("allowed", environment={"NCCL_DEBUG": "INFO", "HF_TOKEN": "x"}, ranks_here=2)
+    assert allowed["kind"] == "started"
+    program.wait("allowed", "ended")
+
+
+def test_code_comes_from_allowed_repositories_at_a_commit(tmp_path: Path) -> None:
+    repository = tmp_path / "mine/recipe"
+    (repository / "torchtitan/launch").mkdir(parents=True)
+    (repository / "torchtitan/launch/start.py").write_text("")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
+        subprocess.run(["git", *identity, *words], cwd=repository, check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, check=True, capture_output=True, text=True)
+    commit = head.stdout.strip()
+    code = Program(tmp_path / "home", "--git", f"file://{tmp_path}/mine")
+    address = f"file://{tmp_path}/mine/recipe"
+    for wrong in (f"file://{tmp_path}/mined", f"{address}/../../x", "ext::id", "https://example.org/a"):
+        answer = code.ask(do="has", code={"git": wrong, "commit": commit})
+        assert answer["kind"] == "refused", answer
+    assert "git fetch fails" in code.ask(do="has", code={"git": address, "commit": "0" * 40})["why"]
+    assert code.ask(do="has", code={"git": address, "commit": commit})["is_here"]
+    assert code.ask(do="has", code={"git": address, "commit": commit})["is_here"]
+    assert [path.name for path in (tmp_path / "home/code").iterdir()] == [commit]
+    code.close()
+
+
+def test_a_machine_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    code = archives.Archives(tmp_path, ["https://example.org"])
+    with pytest.raises(Refusal, match="git does not run here"):
+        code.has(archives.Git(git="https://example.org/a", commit="0" * 40))
+    with pytest.raises(Refusal, match="start from a clone"):
+        archives.pack(tmp_path, tmp_path)
+
+
+def test_an_archive_of_a_checkout_holds_what_git_would_and_has_one_hash(tmp_path: Path) -> None:
+    place, first, second = tmp_path / "checkout", tmp_path / "a", tmp_path / "b"
+    for folder in (place, first, second):
+        folder.mkdir()
+    subprocess.run(["git", "init", "-q"], cwd=place, check=True)
+    for name, text in {".gitignore": "ignored\n", "ignored": "", "new": "1", "run.sh": "2"}.items():
+        (place / name).write_text(text)
+    (place / "link").symlink_to("new")
+    subprocess.run(["git", "add", "run.sh", ".gitignore", "link"], cwd=place, check=True)
+    packed = archives.pack(place, first)
+    assert packed.names == [".gitignore", "link", "new", "run.sh"] and packed.untracked == ["new"]
+    os.utime(place / "new", (1, 1))
+    assert archives.pack(place, second).code == packed.code
+    with tarfile.open(packed.file) as tar:
+        assert tar.getmember("link").isreg()
+    (place / "out").symlink_to("/etc/passwd")
+    with pytest.raises(Refusal, match="outside the checkout"):
+        archives.pack(place, first)
+
+
+def test_elsewhere_than_on_linux_a_start_is_refused_and_a_report_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.sys, "platform", "darwin")
+    with pytest.raises(Refusal, match="this node is darwin"):
+        processes.need_linux()
+    assert report.report(1, ROOT, []).addresses is not None

@@ -1,0 +1,222 @@
+"""`launch ssh` over a real sshd: two hosts, one with a key that may only run the node program, one bare.
+
+For root the hosts are network namespaces with addresses of their own, else two ports of loopback.
+"""
+
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.node.machines import ROOT, processes_of
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not (Path(SSHD).exists() and shutil.which("ssh")), reason="openssh-server is not installed"),
+    pytest.mark.skipif(sys.platform != "linux", reason="runs are started on Linux alone"),
+]
+SHORT = "--training.seq_len 32 --training.local_batch_size 2 --training.global_batch_size 4"
+SHORT += " --lr_scheduler.warmup_steps 1 --validation.no_enable --metrics.log_freq 1"
+# A machine from which both hosts are reached by a bridge.
+NETWORK = """
+set -e
+mount -t tmpfs tmpfs /run
+mkdir /run/netns /run/sshd
+ip link add br0 type bridge
+ip address add 10.77.0.100/24 dev br0
+ip link set br0 up
+for i in 1 2; do
+  ip netns add node$i
+  ip link add port$i type veth peer name eth0 netns node$i
+  ip link set port$i master br0 up
+  ip -n node$i address add 10.77.0.$i/24 dev eth0
+  ip -n node$i link set eth0 up
+  ip -n node$i link set lo up
+done
+echo ready
+exec sleep 1000
+"""
+
+
+def network() -> "subprocess.Popen[str] | None":
+    """The process that holds the namespaces, for root where the kernel gives them."""
+    if os.getuid() or not all(shutil.which(program) for program in ("unshare", "nsenter", "ip")):
+        return None
+    pipe = subprocess.PIPE
+    command = ["unshare", "--mount", "--net", "sh", "-c", NETWORK]
+    holder = subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    assert holder.stdout
+    if holder.stdout.readline() == "ready\n":
+        return holder
+    holder.wait()
+    return None
+
+
+class Hosts:
+    """Two sshd. `keyed` knows a key with a forced command, `bare` a key that may do anything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.daemons = folder, {}
+        self.launched: list[subprocess.Popen[str]] = []
+        self.holder = network()
+        self.enter = (
+            ["nsenter", f"--target={self.holder.pid}", "--mount", "--net", f"--wd={ROOT}"] if self.holder else []
+        )
+        for key in ("host", "mine"):
+            subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", folder / key], check=True)
+        public = (folder / "mine.pub").read_text()
+        node = f"cd {ROOT}; exec {sys.executable} -m torchtitan node --home {folder}/keyed"
+        (folder / "authorized.keyed").write_text(f'command="{node}",restrict {public}')
+        (folder / "authorized.bare").write_text(public)
+        config = []
+        for number, name in enumerate(("keyed", "bare"), 1):
+            address, port = (f"10.77.0.{number}", 22) if self.holder else ("127.0.0.1", free_port())
+            lines = [f"ListenAddress {address}:{port}", f"HostKey {folder}/host", f"PidFile {folder}/{name}.pid"]
+            lines += [f"AuthorizedKeysFile {folder}/authorized.{name}", "StrictModes no", "UsePAM no"]
+            lines += ["PasswordAuthentication no", f"SetEnv PYTHON={sys.executable} OMP_NUM_THREADS=1"]
+            (folder / f"sshd.{name}").write_text("\n".join(lines) + "\n")
+            config += [f"Host {name}", f"  HostName {address}", f"  Port {port}", f"  IdentityFile {folder}/mine"]
+            config += [f"  User {getpass.getuser()}", "  IdentitiesOnly yes", "  StrictHostKeyChecking no"]
+            config += [f"  UserKnownHostsFile {folder}/known", "  LogLevel ERROR"]
+            self.serve(name)
+        (folder / "ssh_config").write_text("\n".join(config) + "\n")
+        (folder / "hosts.txt").write_text(f"keyed {'' if self.holder else 'address=127.0.0.1'} gpus=0\nbare gpus=0\n")
+        (folder / "twice.txt").write_text("bare address=127.0.0.1 gpus=0\nbare gpus=0\n")  # they share a disk
+        self.ssh = f"ssh -F {folder}/ssh_config"
+
+    def serve(self, name: str) -> None:
+        log = (self.folder / f"{name}.log").open("ab")
+        there = ["ip", "netns", "exec", f"node{1 + (name == 'bare')}"] if self.holder else []
+        command = [*self.enter, *there, SSHD, "-D", "-e", "-f", str(self.folder / f"sshd.{name}")]
+        self.daemons[name] = subprocess.Popen(command, stderr=log)
+
+    def cut(self, name: str) -> None:
+        """End this host's connections, and let nobody in for a second."""
+        daemon = self.daemons[name]
+        below = subprocess.run(["ps", "-o", "pid=", "--ppid", str(daemon.pid)], capture_output=True, text=True).stdout
+        daemon.kill()
+        daemon.wait()
+        for pid in map(int, below.split()):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(1)
+        self.serve(name)
+
+    def launch(self, *options: str, file: str = "hosts.txt") -> "subprocess.Popen[str]":
+        command = [*self.enter, sys.executable, "-m", "torchtitan", "launch", "ssh", "--hosts", str(self.folder / file)]
+        command += ["--ssh", self.ssh, "--home", str(self.folder / "bare"), "--name", options[0], "--", *SHORT.split()]
+        out = subprocess.PIPE
+        run = subprocess.Popen([*command, *options[1:]], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, text=True)
+        self.launched.append(run)
+        return run
+
+    def processes(self) -> dict[int, str]:
+        return processes_of(self.folder / "keyed") | processes_of(self.folder / "bare")
+
+    def stop(self) -> None:
+        for run in self.launched:
+            run.kill()
+            run.wait()
+        for pid in self.processes():  # of a test that failed
+            os.kill(pid, signal.SIGKILL)
+        for daemon in self.daemons.values():
+            daemon.kill()
+            daemon.wait()
+        if self.holder:
+            self.holder.kill()
+            self.holder.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    machines = Hosts(tmp_path_factory.mktemp("hosts"))
+    for name in ("keyed", "bare"):
+        end = time.monotonic() + 20
+        while "Server listening" not in (machines.folder / f"{name}.log").read_text():
+            if machines.daemons[name].poll() is not None or time.monotonic() > end:
+                pytest.skip(f"sshd does not start here: {(machines.folder / f'{name}.log').read_text()}")
+            time.sleep(0.05)
+    yield machines
+    machines.stop()
+
+
+def test_a_run_on_two_hosts_trains_is_shown_and_lies_where_it_says(hosts: Hosts) -> None:
+    said = hosts.launch("short", "--training.steps", "3", "--checkpoint.no_enable").communicate(timeout=200)[0]
+    assert "[bare] has no node program for this checkout: setting it up" in said, said
+    assert "[keyed] has taken the checkout" in said, said
+    assert re.search(r"^\[keyed\] .*step 3/3", said, re.MULTILINE), said
+    assert "mesh dp_shard 2" in said and "[bare] ended: " in said, said
+    for name in ("keyed", "bare"):
+        assert (hosts.folder / name / "runs/short/node").is_dir()
+    assert (hosts.folder / "keyed/runs/short/metrics.jsonl").read_text().count("\n") == 3
+    assert hosts.processes() == {}
+
+
+def test_a_broken_connection_changes_nothing_and_ctrl_c_leaves_nothing(hosts: Hosts) -> None:
+    run = hosts.launch("long", "--training.steps", "100000", "--checkpoint.no_enable")
+    assert run.stdout
+    lines: list[str] = []
+    while not any(re.search(r"^\[keyed\] .*step +2/", line) for line in lines):
+        assert (line := run.stdout.readline()), lines
+        lines.append(line)
+    hosts.cut("keyed")
+    while len([line for line in lines if " step " in line]) < 25:
+        assert (line := run.stdout.readline()), lines
+        lines.append(line)
+    run.send_signal(signal.SIGINT)
+    lines += run.communicate(timeout=100)[0].splitlines(keepends=True)
+    steps = [int(found[1]) for line in lines if (found := re.search(r"step +(\d+)/", line))]
+    assert steps == list(range(1, len(steps) + 1))  # none lost, none doubled
+    assert run.returncode == 75 and any(line.startswith("[bare] stopped") for line in lines), lines[-20:]
+    assert hosts.processes() == {}
+
+
+def test_a_node_that_fails_ends_the_run(hosts: Hosts) -> None:
+    run = hosts.launch("failing", "--training.steps", "100000", file="twice.txt")
+    assert run.stdout
+    lines: list[str] = []
+    while not any(re.search(r" step +1/", line) for line in lines):
+        assert (line := run.stdout.readline()), lines
+        lines.append(line)
+    rank = next(
+        pid for pid, line in processes_of(hosts.folder / "bare").items() if "train.py" in line and "-m " not in line
+    )
+    os.kill(rank, signal.SIGKILL)
+    said = "".join(lines) + run.communicate(timeout=100)[0]
+    assert run.returncode not in (0, 75) and "[bare] failed" in said, said
+    assert hosts.processes() == {}
+
+
+def test_what_is_refused_on_a_host_is_said_before_anything_runs(hosts: Hosts) -> None:
+    refused = hosts.launch("short", "--training.steps", "3").communicate(timeout=100)[0]
+    assert "run = short exists already" in refused and hosts.processes() == {}
+    refused = hosts.launch("apart", "--training.steps", "3").communicate(timeout=100)[0]
+    assert "which bare does not share; use --home on a disk" in refused and hosts.processes() == {}
+    (hosts.folder / "authorized.bare").rename(hosts.folder / "kept")
+    refused = hosts.launch("other", "--training.steps", "3").communicate(timeout=100)[0]
+    (hosts.folder / "kept").rename(hosts.folder / "authorized.bare")
+    assert "error: bare: " in refused and "Permission denied" in refused and "try: ssh" in refused
+
+
+def test_the_key_with_a_forced_command_runs_nothing_else(hosts: Hosts) -> None:
+    command = [*hosts.enter, *hosts.ssh.split(), "-o", "BatchMode=yes", "keyed", "touch", str(hosts.folder / "touched")]
+    done = subprocess.run(
+        command, input='{"id":1,"do":"port"}\n', capture_output=True, text=True, timeout=60, check=False
+    )
+    assert '"kind":"port"' in done.stdout and not (hosts.folder / "touched").exists()

@@ -1,0 +1,198 @@
+"""Code for runs: archives of a checkout, named by their hash, and commits of allowed repositories.
+
+Both lie below `code/`, complete or absent. An archive holds plain files and folders: no link, no path that leads out.
+"""
+
+import base64
+import binascii
+import gzip
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torchtitan.node.messages import Code, Git
+from torchtitan.refusal import Refusal
+
+MOST_BYTES = 2**30  # of an archive
+MOST_UNPACKED_BYTES = 2**32
+MOST_FILES = 100_000
+_ENTRY = "torchtitan/launch/start.py"  # what every code folder must have
+_GIT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An archive of a checkout: the same files make the same hash."""
+
+    file: Path
+    code: str
+    names: list[str]
+    untracked: list[str]  # those of `names` that git does not know
+
+
+def pack(checkout: Path, into: Path) -> Packed:
+    """Pack what git tracks and what it does not ignore. A link is packed as the file to which it leads."""
+    tracked, untracked = _listed(checkout, "--cached"), _listed(checkout, "--others", "--exclude-standard")
+    names = sorted({name for name in (*tracked, *untracked) if (checkout / name).is_file()})
+    root = checkout.resolve()
+    with tempfile.TemporaryFile() as plain:
+        with tarfile.open(fileobj=plain, mode="w") as tar:
+            for name in names:
+                real = (checkout / name).resolve()
+                if not real.is_relative_to(root):
+                    raise Refusal(f"{name} is a link to {real}, outside the checkout; copy the file, or ignore it")
+                entry = tarfile.TarInfo(name)
+                entry.size = real.stat().st_size
+                entry.mode = 0o755 if real.stat().st_mode & stat.S_IXUSR else 0o644
+                with real.open("rb") as source:
+                    tar.addfile(entry, source)
+        plain.seek(0)
+        part = into / f".packed-{os.getpid()}"
+        with part.open("wb") as out, gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as packed:
+            shutil.copyfileobj(plain, packed)
+    code = _hash(part)
+    file = into / f"{code}.tar.gz"
+    part.replace(file)
+    return Packed(file, code, names, [name for name in untracked if name in set(names)])
+
+
+def _listed(checkout: Path, *which: str) -> list[str]:
+    command = ["git", "-C", str(checkout), "ls-files", "-z", *which]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
+        raise Refusal(f"{checkout} is no checkout that git can list ({said}); start from a clone") from None
+    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+
+
+class Archives:
+    """The code folder of a node."""
+
+    def __init__(self, folder: Path, git: Sequence[str]) -> None:
+        self._folder, self.git = folder, list(git)
+        self._fetches = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def place_of(self, code: Code) -> Path:
+        return self._folder / (code.commit if isinstance(code, Git) else code)
+
+    def has(self, code: Code) -> tuple[bool, int]:
+        """Whether the code is here; if not, how much of its archive is."""
+        if isinstance(code, Git):
+            with self._fetches:
+                self._fetch(code)
+        part = self._folder / f"{self.place_of(code).name}.part"
+        return self.place_of(code).is_dir(), part.stat().st_size if part.is_file() else 0
+
+    def put(self, name: str, position: int, data: str, is_last: bool) -> tuple[bool, int]:
+        if self.place_of(name).is_dir():
+            return True, 0
+        try:
+            piece = base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise Refusal(f"data is no base64 ({error}); send the bytes of the archive") from None
+        part = self._folder / f"{name}.part"
+        with part.open("ab") as out:
+            if out.tell() != position:
+                return False, out.tell()
+            if position + len(piece) > MOST_BYTES:
+                raise Refusal(f"the archive is larger than {MOST_BYTES} bytes; leave data and weights out of it")
+            out.write(piece)
+        if is_last:
+            try:
+                self._unpack(part, name)
+            finally:
+                part.unlink()
+        return is_last, position + len(piece)
+
+    def _unpack(self, part: Path, name: str) -> None:
+        if (found := _hash(part)) != name:
+            raise Refusal(f"the archive's SHA-256 is {found} and not {name}; send it again from position 0")
+        if not hasattr(tarfile, "data_filter"):
+            raise Refusal("this Python unpacks without a filter; use 3.10.12, 3.11.4, 3.12 or later on the node")
+
+        def unpack(to: Path) -> None:
+            try:
+                with tarfile.open(part, "r:gz") as tar:
+                    tar.extractall(to, filter=_Bounds())
+            except (tarfile.TarError, EOFError, gzip.BadGzipFile) as error:
+                raise Refusal(f"the archive cannot be unpacked: {error}; pack it by torchtitan.node.archives") from None
+
+        self._complete(name, unpack)
+
+    def _fetch(self, code: Git) -> None:
+        allowed = any(code.git == one or code.git.startswith(one.rstrip("/") + "/") for one in self.git)
+        if not allowed or ".." in code.git:
+            names = ", ".join(self.git) or "none"
+            raise Refusal(f"git = {code.git} is not allowed on this node; it allows addresses below: {names} (--git)")
+        if self.place_of(code).is_dir():
+            return
+
+        def check_out(to: Path) -> None:
+            steps = (
+                ["init", "--quiet", "--template="],
+                ["fetch", "--quiet", "--depth=1", "--", code.git, code.commit],
+                ["-c", "core.hooksPath=/dev/null", "checkout", "--quiet", "--detach", code.commit],
+            )
+            for step in steps:
+                _git(to, step)
+
+        self._complete(code.commit, check_out)
+
+    def _complete(self, name: str, fill: Callable[[Path], None]) -> None:
+        """The folder gets its name only once it is whole."""
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix=".unpacking-", ignore_cleanup_errors=True) as folder:
+            inside = Path(folder) / "code"
+            inside.mkdir()
+            fill(inside)
+            if not (inside / _ENTRY).is_file():
+                raise Refusal(f"code {name} has no {_ENTRY}; send a checkout of this recipe")
+            if not (self._folder / name).is_dir():
+                inside.rename(self._folder / name)
+
+
+class _Bounds:
+    """A filter for tarfile: it refuses what is no plain file or folder, and stops an archive that grows too large."""
+
+    def __init__(self) -> None:
+        self._files = self._bytes = 0
+
+    def __call__(self, member: tarfile.TarInfo, to: str) -> tarfile.TarInfo | None:
+        path = PurePosixPath(member.name)
+        if not (member.isreg() or member.isdir()) or path.is_absolute() or ".." in path.parts:
+            raise Refusal(f"the archive holds {member.name!a}, no plain file inside it; pack files and folders alone")
+        self._files, self._bytes = self._files + 1, self._bytes + member.size
+        if self._files > MOST_FILES or self._bytes > MOST_UNPACKED_BYTES:
+            raise Refusal(f"it unpacks to more than {MOST_FILES} files or {MOST_UNPACKED_BYTES} bytes; send less")
+        return tarfile.data_filter(member, to)
+
+
+def _git(folder: Path, step: list[str]) -> None:
+    quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1"}
+    command = ["git", "-c", "protocol.ext.allow=never", *step]
+    try:
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": _GIT_SECONDS}
+        done = subprocess.run(command, cwd=folder, env=os.environ | quiet, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Refusal(f"git does not run here: {error}; put an archive instead") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()[-500:]
+        raise Refusal(f"git {step[0]} fails: {said}; check the address, the commit and the node's deploy key")
+
+
+def _hash(file: Path) -> str:
+    found = hashlib.sha256()
+    with file.open("rb") as source:
+        while piece := source.read(2**20):
+            found.update(piece)
+    return found.hexdigest()

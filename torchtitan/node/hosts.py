@@ -1,0 +1,66 @@
+"""The machines that a person names: hosts.txt with one host a line, or nodes.toml with the same fields.
+
+gpu1.example.org address=10.0.0.1 gpus=8        # a host as ssh knows it
+
+[[node]]
+host = "gpu1.example.org"
+address = "10.0.0.1"
+gpus = 8
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from torchtitan.node.messages import HostName, why
+from torchtitan.node.ssh import ssh_command
+from torchtitan.refusal import Refusal
+
+_FIELDS = "host, address= (in the training network) and gpus= (0 trains on the CPU)"
+
+
+class Host(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str
+    address: HostName | None = None
+    gpus: Annotated[int, Field(ge=0, le=1024)] | None = None  # None: as run_llama_train.sh decides there
+
+
+def read_hosts(file: Path) -> list[Host]:
+    """The hosts in the order of the file, which is the order of NODE_RANK."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".toml":
+        try:
+            rows: Any = tomli.loads(text).get("node", [])
+        except tomli.TOMLDecodeError as error:
+            raise Refusal(f"{file} is no TOML: {error}; write [[node]] and host = ... for each machine") from None
+        places = [f"{file}, node {number + 1}" for number in range(len(rows))]
+    else:
+        lines = [(number, line.partition("#")[0].split()) for number, line in enumerate(text.splitlines(), 1)]
+        rows = [_row(file, number, words) for number, words in lines if words]
+        places = [f"{file}:{number}" for number, words in lines if words]
+    hosts = [_host(place, row) for place, row in zip(places, rows, strict=True)]
+    if not hosts:
+        raise Refusal(f"{file} names no host; write one a line")
+    return hosts
+
+
+def _row(file: Path, number: int, words: list[str]) -> Mapping[str, str]:
+    if bad := next((word for word in words[1:] if "=" not in word), None):
+        raise Refusal(f"{file}:{number}: {bad} is no field; a line has {_FIELDS}")
+    return {"host": words[0]} | dict(word.split("=", 1) for word in words[1:])
+
+
+def _host(place: str, row: Any) -> Host:
+    try:
+        host = Host.model_validate(row)
+        ssh_command(host.host, [])
+    except ValidationError as error:
+        raise Refusal(f"{place}: {why(error)}; a machine has {_FIELDS}") from None
+    except Refusal as error:
+        raise Refusal(f"{place}: {error}") from None
+    return host

@@ -1,0 +1,297 @@
+"""What a node program and its clients say to each other: one JSON object a line, of these models and no others.
+
+A request names what to `do`; each answer has the request's `id` and a `kind`. Every length and pattern is bounded, so
+both sides may parse what they do not trust. A `follow` gets `data` until the run has ended and its whole file was sent.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+PROTOCOL = 1
+CHUNK_BYTES = 2**20  # of a file or an archive in one message
+LINE_BYTES = 4 * 2**20  # a longer line is refused unread
+MOST_ROWS = 5000  # files or runs in one answer
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"
+_PLAIN = r"^[^\x00-\x1f\x7f]*$"
+
+Id = Annotated[int, Field(ge=0, le=2**53)]
+Size = Annotated[int, Field(ge=0, le=2**60)]
+Text = Annotated[str, Field(max_length=4096)]
+Label = Annotated[str, Field(max_length=256)]
+RunName = Annotated[str, Field(pattern=_NAME)]
+# The third folder of --watch has number 2: its runs are @2/path/of/the/run, or @2 if the folder itself is one.
+AnyRun = Annotated[str, Field(pattern=_NAME + r"|^@[0-9]{1,3}(/[^\x00-\x1f\x7f]{1,512})?$")]
+FilePath = Annotated[str, Field(min_length=1, max_length=1024, pattern=_PLAIN)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,79}$")]
+Value = Annotated[str, Field(max_length=1024, pattern=_PLAIN)]
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:\[][A-Za-z0-9_.:%\]-]{0,252}$")]
+Base64 = Annotated[str, Field(max_length=CHUNK_BYTES * 4 // 3 + 4, pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
+State = Literal["running", "ended", "stopped", "failed", "lost"]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class Git(Message):
+    """Code from a repository: an address that the node allows, and the commit."""
+
+    git: Annotated[str, Field(max_length=512, pattern=r"^[A-Za-z0-9][\x21-\x7e]*$")]
+    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
+
+
+Code = Sha256 | Git  # an archive that was put, or a commit
+
+
+class Asked(Message):
+    id: Id
+
+
+class Report(Asked):
+    do: Literal["report"] = "report"
+
+
+class Runs(Asked):
+    do: Literal["runs"] = "runs"
+
+
+class Port(Asked):
+    """Asks for a port that is free at this moment, for the nodes to meet at."""
+
+    do: Literal["port"] = "port"
+
+
+class Put(Asked):
+    """A piece of a code archive. With the last one the node checks the hash and unpacks."""
+
+    do: Literal["put"] = "put"
+    name: Sha256
+    position: Size
+    data: Base64
+    is_last: bool = False
+
+
+class Has(Asked):
+    do: Literal["has"] = "has"
+    code: Code
+
+
+class Start(Asked):
+    """This node's part of a run. `rank` is the node's, `ranks_here` is NGPU (None: as run_llama_train.sh decides)."""
+
+    do: Literal["start"] = "start"
+    run: RunName
+    config: Annotated[str, Field(max_length=2**18)]  # TOML
+    code: Code
+    nodes: Annotated[int, Field(ge=1, le=10000)] = 1
+    rank: Annotated[int, Field(ge=0, le=9999)] = 0
+    head: HostName | None = None
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    ranks_here: Annotated[int, Field(ge=1, le=1024)] | None = None
+    environment: Annotated[dict[Variable, Value], Field(max_length=64)] = {}
+    again: bool = False  # goes on in the folder of a run of this name that is over, from its newest checkpoint
+
+
+class Files(Asked):
+    do: Literal["files"] = "files"
+    run: AnyRun
+
+
+class Read(Asked):
+    do: Literal["read"] = "read"
+    run: AnyRun
+    path: FilePath
+    position: Size = 0
+    size: Annotated[int, Field(ge=1, le=CHUNK_BYTES)] = CHUNK_BYTES
+
+
+class Follow(Asked):
+    """Asks for a file from a position on, as it grows. The file may not exist yet."""
+
+    do: Literal["follow"] = "follow"
+    run: AnyRun
+    path: FilePath
+    position: Size = 0
+
+
+class Unfollow(Asked):
+    """Ends the follow that had the id `follow`."""
+
+    do: Literal["unfollow"] = "unfollow"
+    follow: Id
+
+
+class Stop(Asked):
+    """Asks the run to end as Ctrl-C does; what is still there after `seconds` is killed."""
+
+    do: Literal["stop"] = "stop"
+    run: RunName
+    seconds: Annotated[int, Field(ge=0, le=3600)] = 60
+
+
+class Delete(Asked):
+    do: Literal["delete"] = "delete"
+    run: RunName
+
+
+class Device(Message):
+    name: Label
+    kind: Label  # "cuda"
+    memory_bytes: Size
+    used_bytes: Size
+    utilisation: Annotated[float, Field(ge=0, le=1)] | None
+
+
+class RunRow(Message):
+    """A run, or this node's part of one. `log` is what its ranks here printed, a path for `follow`."""
+
+    run: AnyRun
+    folder: Text
+    state: State
+    is_own: bool  # False: below a watched folder; it can be read, and nothing else
+    rank: int | None = None
+    nodes: int | None = None
+    started: float | None = None  # seconds since 1970
+    ended: float | None = None
+    exit_code: int | None = None
+    code: Label | None = None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    description: Label | None = None
+    log: FilePath | None = None
+
+
+class FileRow(Message):
+    path: FilePath
+    size: Size
+    changed: float
+
+
+class Answer(Message):
+    id: Id
+
+
+class ReportAnswer(Answer):
+    kind: Literal["report"] = "report"
+    node: Label  # host name
+    version: Label
+    protocol: int
+    platform: Label
+    python: Label
+    torch: Label | None
+    devices: Annotated[list[Device], Field(max_length=256)]
+    cores: int
+    load: float  # of the last minute
+    memory_bytes: Size
+    used_bytes: Size | None
+    free_bytes: Size  # on the disk of the runs
+    addresses: Annotated[dict[Label, Label], Field(max_length=256)]  # address -> interface
+    git: Annotated[list[Text], Field(max_length=256)]  # what jobs may name
+    home: Text
+
+
+class RunsAnswer(Answer):
+    kind: Literal["runs"] = "runs"
+    runs: Annotated[list[RunRow], Field(max_length=MOST_ROWS)]
+    left_out: Size = 0
+
+
+class PortAnswer(Answer):
+    kind: Literal["port"] = "port"
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+class CodeAnswer(Answer):
+    """To `put` and `has`: whether the code is complete here, else how much of the archive is."""
+
+    kind: Literal["code"] = "code"
+    is_here: bool
+    size: Size
+
+
+class StartedAnswer(Answer):
+    kind: Literal["started"] = "started"
+    folder: Text
+    log: FilePath
+
+
+class FilesAnswer(Answer):
+    kind: Literal["files"] = "files"
+    files: Annotated[list[FileRow], Field(max_length=MOST_ROWS)]
+    left_out: Size = 0
+
+
+class DataAnswer(Answer):
+    """To `read` and `follow`. `is_end`: of a read, nothing follows now; of a follow, nothing will."""
+
+    kind: Literal["data"] = "data"
+    position: Size
+    data: Base64
+    size: Size  # of the whole file
+    is_end: bool
+
+
+class DoneAnswer(Answer):
+    """To `unfollow`, `stop` (no process is left; `state` is how the run ended) and `delete` (what it freed)."""
+
+    kind: Literal["done"] = "done"
+    state: State | None = None
+    freed_bytes: Size | None = None
+
+
+class Refused(Message):
+    id: Id | None  # None: the line was no message
+    kind: Literal["refused"] = "refused"
+    why: Text
+
+
+Request = Report | Runs | Port | Put | Has | Start | Files | Read | Follow | Unfollow | Stop | Delete
+AnyAnswer = (
+    ReportAnswer
+    | RunsAnswer
+    | PortAnswer
+    | CodeAnswer
+    | StartedAnswer
+    | FilesAnswer
+    | DataAnswer
+    | DoneAnswer
+    | Refused
+)
+_REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])
+_ANSWER: TypeAdapter[AnyAnswer] = TypeAdapter(Annotated[AnyAnswer, Field(discriminator="kind")])
+ANSWERS: dict[type[Message], type[Message]] = {  # what a request may get, beside a refusal
+    Report: ReportAnswer,
+    Runs: RunsAnswer,
+    Port: PortAnswer,
+    Put: CodeAnswer,
+    Has: CodeAnswer,
+    Start: StartedAnswer,
+    Files: FilesAnswer,
+    Read: DataAnswer,
+    Follow: DataAnswer,
+    Unfollow: DoneAnswer,
+    Stop: DoneAnswer,
+    Delete: DoneAnswer,
+}
+
+
+def read_request(line: bytes) -> Request:
+    return _REQUEST.validate_json(line)
+
+
+def read_answer(line: bytes) -> AnyAnswer:
+    return _ANSWER.validate_json(line)
+
+
+def write(message: Message) -> bytes:
+    return message.model_dump_json().encode() + b"\n"
+
+
+def why(error: ValidationError) -> str:
+    """The first mistake of a line, without what the line held."""
+    first: Any = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"[:500]

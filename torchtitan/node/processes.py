@@ -1,0 +1,116 @@
+"""The processes of a run, told apart from all others: a keeper by pid, start time, boot and host; what it started by a
+mark in the environment or by its parents, for torchrun gives its ranks sessions of their own. Linux only.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchtitan.refusal import Refusal
+
+MARK = "TORCHTITAN_NODE_RUN"
+
+
+def need_linux() -> None:
+    if sys.platform != "linux":
+        raise Refusal(
+            f"this node is {sys.platform}, where the processes of a run cannot be told apart; "
+            f"start and stop runs on Linux, or here by ./run_llama_train.sh"
+        )
+
+
+def identity(pid: int) -> dict[str, Any]:
+    return {"pid": pid, "start": start_of(pid), **_machine()}
+
+
+def is_here(known: Mapping[str, Any]) -> bool:
+    """Whether it was recorded on this machine. A folder may be shared by several."""
+    return bool(known.get("host") == socket.gethostname())
+
+
+def is_alive(known: Mapping[str, Any]) -> bool:
+    """Whether this very process runs: a pid may have been given to another process, or the machine started anew."""
+    pid = known.get("pid")
+    return isinstance(pid, int) and known == identity(pid) and known["start"] is not None
+
+
+def start_of(pid: int) -> int | None:
+    """When a process started, in ticks since the boot; None if it has ended."""
+    return _stat(pid)[1]
+
+
+def of_run(mark: str, keeper: int | None) -> dict[int, int]:
+    """Each process of the run but its keeper, with its start."""
+    parents: dict[int, int] = {}
+    starts: dict[int, int] = {}
+    found: set[int] = {keeper} if keeper else set()
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and (pid := int(entry)) != os.getpid():
+            parent, start = _stat(pid)
+            if start is not None:
+                parents[pid], starts[pid] = parent, start
+                with contextlib.suppress(OSError):  # another user's, or just ended
+                    if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                        found.add(pid)
+    grown = True
+    while grown:
+        below = {pid for pid, parent in parents.items() if parent in found} - found
+        found, grown = found | below, bool(below)
+    return {pid: starts[pid] for pid in found if pid in starts and pid != keeper}
+
+
+def end_all(mark: str, keeper: int | None, seconds: float = 10) -> list[int]:
+    """Kill what is left of a run, also what is started meanwhile. Returns what cannot be killed."""
+    end = time.monotonic() + seconds
+    while left := of_run(mark, keeper):
+        for pid, start in left.items():
+            if start_of(pid) == start:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > end:
+            return sorted(left)
+        time.sleep(0.05)
+    return []
+
+
+def write_whole(file: Path, values: Mapping[str, Any]) -> None:
+    """Write a record completely or not at all, readable by this user alone."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.{time.monotonic_ns()}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+        json.dump(values, out)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(part, file)
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """A record, or {} where there is none."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _machine() -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {"boot": boot, "host": socket.gethostname()}
+    return {"boot": "", "host": socket.gethostname()}
+
+
+def _stat(pid: int) -> tuple[int, int | None]:
+    """The parent and the start; no start if the process is gone, or only waits to be reaped."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0, None
+    return int(fields[1]), None if fields[0] in ("Z", "X") else int(fields[19])
