@@ -9,10 +9,11 @@
 # driver.
 FROM python:3.11-slim-bookworm
 
-# torch.compile needs g++: Triton and Inductor build small libraries at run time. Debian keeps no old versions to pin.
+# torch.compile needs g++: Triton and Inductor build small libraries at run time. sshd is for scripts/ssh_node.sh. Debian
+# keeps no old versions to pin.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
+    && apt-get install --yes --no-install-recommends g++ openssh-server \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /workspace
