@@ -166,8 +166,12 @@ def test_pipelines_are_simulated_and_drawn(tmp_path: Path, capsys: pytest.Captur
 
     drawing, file = tmp_path / "pipeline.svg", str(ROOT / "train_configs/llama3_70b.toml")
     command = ["plan", file, "--cluster", str(CLUSTERS / "h100_32x8.toml"), "--show", "1", "--drawing", str(drawing)]
-    main([*command, "--", "--parallelism.pipeline_parallel_degree", "4"])
-    assert "as above" in capsys.readouterr().out
+    main([*command, "--each", str(tmp_path / "each"), "--", "--parallelism.pipeline_parallel_degree", "4"])
+    assert sorted(file.name for file in (tmp_path / "each").iterdir()) == ["1.json", "1.svg", "1.toml"]
+    assert (
+        load_run(["--job.config_file", str(tmp_path / "each/1.toml")], 256)[0].parallelism.pipeline_parallel_degree == 4
+    )
+    assert (tmp_path / "each/1.svg").read_text() == drawing.read_text() and "as above" in capsys.readouterr().out
     rects = xml.etree.ElementTree.parse(drawing).getroot().findall("{http://www.w3.org/2000/svg}rect")
     assert len(rects) > 100
     with pytest.raises(SystemExit, match="no listed layout has a pipeline"):

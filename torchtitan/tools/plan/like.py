@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from torchtitan.tools.plan.choice import changed, fixed_keys, is_possible, left_
 from torchtitan.tools.plan.cluster import Cluster, read_cluster
 from torchtitan.tools.plan.look import consists_of, operations
 from torchtitan.tools.plan.search import FILLED, Answer, Choice, Job, Table, moved, search
+
+if TYPE_CHECKING:
+    from torchtitan.tools.plan.pipeline.schedules import ScheduledPass
 
 _BAR = 30
 
@@ -97,6 +100,24 @@ class Like:
             print(f"{path}, {path.with_suffix('.json')}: {name}")
             return
         raise Refusal(none_passes(path, len(self.answer.best)))
+
+    def write_each(self, folder: Path, command: Sequence[str]) -> None:
+        """Every listed layout that `check` accepts, by its number in the list; a pipeline with its drawing."""
+        from torchtitan.tools.plan.look import draw
+        from torchtitan.tools.plan.pipeline.schedules import compare
+
+        for number, place in enumerate(self.answer.best, 1):
+            table, _, choice = _entry(self.answer, place)
+            path = folder / f"{number}.toml"
+            try:
+                write_layout(path, self.config, self.job, self.cluster, self.answer, place, command)
+            except ConfigError as error:
+                print(f"{named(choice)} is passed over: {error}", file=sys.stderr)
+                continue
+            if choice.pp > 1:
+                runs = compare(self.job, self.cluster, choice, table.counts)
+                own = next(run for run in runs if _is_own(run, choice))
+                draw(path.with_suffix(".svg"), f"{self.job.blueprint.name}: {named(choice)}", own.timeline, own.hop)
 
 
 def job_of(config: Config, blueprint: Blueprint, num_devices: int, options: Sequence[str]) -> Job:
@@ -210,7 +231,7 @@ def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None)
     runs = compare(job, cluster, choice, table.counts)
     print(f"one pass of {named(choice)}, simulated over torch's lists:")
     for run in runs:
-        own = run.schedule == choice.schedule and run.stages_per_rank == choice.stages_per_rank
+        own = _is_own(run, choice)
         print(
             f"  {run.timeline.seconds:9.3f} s  {run.idle:6.1%} idle  {run.waiting:6.0f} layers wait at most  "
             f"{run.schedule}, {run.stages_per_rank} a rank{', as above' * own}"
@@ -218,6 +239,10 @@ def _pipelines(job: Job, cluster: Cluster, answer: Answer, drawing: Path | None)
         if own and drawing:
             draw(drawing, f"{job.blueprint.name}: {named(choice)}", run.timeline, run.hop)
             print(f"{drawing}: this pipeline over time")
+
+
+def _is_own(run: "ScheduledPass", choice: Choice) -> bool:
+    return run.schedule == choice.schedule and run.stages_per_rank == choice.stages_per_rank
 
 
 def write_layout(

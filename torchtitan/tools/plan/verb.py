@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drawing", type=Path, metavar="FILE", help="Draw the best pipeline, or on unlike nodes a map (SVG)"
     )
     parser.add_argument("--out", type=Path, metavar="PLAN.toml", help="Write the best layout as a configuration")
+    parser.add_argument(
+        "--each", type=Path, metavar="FOLDER", help="Write every listed layout so, with a drawing of each pipeline"
+    )
     parser.add_argument("--verify", type=int, metavar="K", help="Train the best K and --others on this machine")
     parser.add_argument(
         "--others", type=int, default=5, help="Number of other layouts that --verify draws (default: %(default)s)"
@@ -81,6 +84,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     plan.draw(args.drawing, args.schedules)
     if args.out:
         plan.write(args.out, [args.file, *options])
+    if args.each:
+        plan.write_each(args.each, [args.file, *options])
     if args.verify is not None:
         from torchtitan.tools.plan.like import Like
         from torchtitan.tools.plan.verify import verify

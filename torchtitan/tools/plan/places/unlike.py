@@ -37,7 +37,11 @@ class Unlike:
     """The fastest layouts on nodes or links that differ."""
 
     def __init__(self, args: argparse.Namespace, config: Config, blueprint: Blueprint, options: Sequence[str]) -> None:
-        if unknown := ["verify"] * (args.verify is not None) + ["schedules"] * bool(args.schedules):
+        if (
+            unknown := ["verify"] * (args.verify is not None)
+            + ["schedules"] * bool(args.schedules)
+            + ["each"] * bool(args.each)
+        ):
             raise Refusal(f"--{unknown[0]} is for like nodes, but {args.cluster} has unlike ones; leave it out")
         self.name, network, self.rests_on = read_cluster_network(args.cluster)
         self.config, self.seed = config, args.seed
@@ -67,6 +71,9 @@ class Unlike:
 
     def explained(self) -> str:
         return _explained(self.layouts, self.found[0])
+
+    def write_each(self, folder: Path, command: Sequence[str]) -> None:
+        raise AssertionError("refused at the start")
 
     def swarm(self, syncer: str, options: Sequence[str]) -> list[str]:
         """The regions as sites of a swarm, beside the best single run."""
