@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of each site")
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--lr", type=float, default=1e-3, help="after the warm start, which has 3e-3")
+    parser.add_argument("--site_lr", type=float, help="of the sites, whose batches are smaller (as --lr)")
     parser.add_argument("--codecs", nargs="+", default=["int8", "float32", "int4"])
     parser.add_argument("--methods", nargs="+", default=["diloco"])
     parser.add_argument("--momentum", type=float, default=0.9, help="of the outer step")
@@ -81,18 +82,18 @@ def swarm(args: argparse.Namespace, folder: Path, seed: int, method: str, codec:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    count, lr = str(args.sites), str(args.lr)
+    count, lr = str(args.sites), args.site_lr or args.lr
     section = ["--swarm.every", str(args.every), "--swarm.quorum", count, "--swarm.sites", count, "--swarm.delay", "5"]
     section += ["--swarm.method", method, "--swarm.codec", codec, "--swarm.outer_momentum", str(args.momentum)]
     words = ["-m", "torchtitan", "swarm", "serve", MODEL[1], "--keys", f"{folder}/keys/syncer", "--out"]
     words += [f"{folder}/syncer", "--host", "127.0.0.1", "--port", str(port), "--", *MODEL[2:], *TEXT, *section]
-    serve = launch([*words, *SCHEDULE, lr, "--debug.seed", str(seed + 100)], folder / "syncer.log")
+    serve = launch([*words, *SCHEDULE, str(lr), "--debug.seed", str(seed + 100)], folder / "syncer.log")
     try:
         sites = []
         for name in names:
             own = ["--swarm.syncer", f"https://127.0.0.1:{port}", "--swarm.site", name]
             own += ["--swarm.keys", f"{folder}/keys/{name}"]
-            sites.append(start(folder / name, args.steps, seed + 100, args.lr, [*options, *section, *own]))
+            sites.append(start(folder / name, args.steps, seed + 100, lr, [*options, *section, *own]))
         for site in sites:
             site.wait()
     finally:
