@@ -5,5 +5,8 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["torchtitan*"]), "torchtitan.shipped"],
     package_dir={"torchtitan.shipped": "."},
-    package_data={"torchtitan.shipped": ["requirements.txt", "train_configs/*", "tests/assets/*/*"]},
+    package_data={
+        "torchtitan.shipped": ["requirements.txt", "train_configs/*", "tests/assets/*/*"],
+        "torchtitan.console": ["*.html", "pages/*.css", "pages/*.svg"],
+    },
 )

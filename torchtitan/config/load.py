@@ -104,15 +104,27 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def check_text(text: str, origin: str, world_size: int | None = None) -> Config:
+    """The configuration that the text of a TOML file makes; raises ConfigError with all mistakes. No file is read."""
+    data, refused = _in_todays_keys(_parse_toml(text, origin), quiet=True)
+    return check(data, origin, world_size, refused)
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        data = tomli.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [f"cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
+    return _parse_toml(text, str(path))
+
+
+def _parse_toml(text: str, origin: str) -> dict[str, Any]:
+    try:
+        data = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(str(path), [f"is not TOML: {error}"]) from None
+        raise ConfigError(origin, [f"is not TOML: {error}"]) from None
     if isinstance(job := data.get("job"), dict) and "config_file" in job:
-        raise ConfigError(str(path), ["job.config_file is for the command line; a file cannot name another: remove it"])
+        raise ConfigError(origin, ["job.config_file is for the command line; a file cannot name another: remove it"])
     return data
 
 

@@ -5,6 +5,7 @@ python -m torchtitan runs outputs --compare A B    the keys in which two run fol
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -19,8 +20,8 @@ import tomli
 from torchtitan.config.names import flat
 from torchtitan.refusal import Refusal
 
-_TAIL_BYTES = 2**16
 _MOVED = ("earlier", "load_only")  # folders of a run that hold others' records
+_TAIL_BYTES = 2**16  # the last records of a file, which may be long
 
 
 HELP = "list the runs below a folder, or compare two"
@@ -45,8 +46,13 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    found = (path.parent for path in folder.rglob("config.toml"))
-    return sorted(path for path in found if not set(_MOVED) & set(path.relative_to(folder).parts))
+    """Every run below a folder. Checkpoints are not entered: they hold many files, and no run."""
+    found = []
+    for at, below, files in os.walk(folder):
+        below[:] = [name for name in below if name not in _MOVED and not name.startswith("step-")]
+        if "config.toml" in files:
+            found.append(Path(at))
+    return sorted(found)
 
 
 def row(folder: Path) -> list[str]:
@@ -56,7 +62,7 @@ def row(folder: Path) -> list[str]:
         return [str(folder), "unreadable", "", "", "", "", ""]
     last = last_record(folder / "metrics.jsonl")
     steps, step = config.get("training.steps", 0), last.get("step", 0)
-    changed = max(path.stat().st_mtime for path in folder.iterdir() if path.is_file())
+    changed = max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
     age = time.time() - changed
     since = f"{age / 86400:.0f} d" if age > 86400 else f"{age / 3600:.0f} h" if age > 3600 else f"{age / 60:.0f} min"
     state = "finished" if step >= steps else state_of(folder / ".lock")
@@ -73,10 +79,26 @@ def row(folder: Path) -> list[str]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.toml"
     try:
-        return flat(tomli.loads((folder / "config.toml").read_text(encoding="utf-8")))
+        status = file.stat()
+        return dict(_read_config(file, status.st_mtime_ns, status.st_size))
     except (OSError, ValueError) as error:
-        raise Refusal(f"{folder / 'config.toml'} cannot be read: {error}; name a run folder") from None
+        raise Refusal(f"{file} cannot be read: {error}; name a run folder") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_config(file: Path, *_: int) -> dict[str, Any]:
+    """A list that is shown live asks again and again; time and size tell whether the file is still the same."""
+    return flat(parse_config(file.read_text(encoding="utf-8")))
+
+
+def parse_config(text: str) -> dict[str, Any]:
+    """The tables of a run's config.toml; raises ValueError where it is none."""
+    try:
+        return tomli.loads(text)
+    except RecursionError:
+        raise ValueError("its tables are too deep") from None
 
 
 def last_record(file: Path) -> Mapping[str, Any]:

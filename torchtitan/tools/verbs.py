@@ -32,6 +32,8 @@ VERBS = {
         "probe": "tools.probe.verb",
         "netem": "tools.netem.verb",
         "node": "node.verb",
+        "console": "console.verb",
+        "console token": "console.token",
         "launch": "launch.submit.verb",
         "preflight": "launch.preflight.verb",
     },

@@ -1,0 +1,170 @@
+"""The API of a real console over real run folders, on loopback."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.console.served import HOSTILE, TOML, Served, served, write_run
+from torchtitan.config.load import check_text
+
+SHORT = TOML.replace("steps = 100", "steps = 2").replace("warmup_steps = 10", "warmup_steps = 1")
+SHORT = SHORT.replace("seq_len = 256", "seq_len = 32").replace("local_batch_size = 8", "local_batch_size = 1")
+
+
+@pytest.fixture(scope="module")
+def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("console")
+    write_run(folder / "runs/one")
+    write_run(folder / "runs/deeper/two", steps=10, lr=1e-3)
+    (folder / "secret.txt").write_text("secret")
+    (folder / "runs/one/link.log").symlink_to(folder / "secret.txt")
+    with served(folder / "home", folder / "runs") as running:
+        yield running
+
+
+def id_of(console: Served, name: str) -> str:
+    return next(run["id"] for run in console.client.get("/api/runs").json() if run["name"] == name)
+
+
+def test_runs_below_the_folder_are_listed_with_what_they_recorded(console):
+    runs = {run["name"]: run for run in console.client.get("/api/runs").json()}
+    assert set(runs) >= {"one", "two"}
+    one = runs["one"]
+    assert (one["state"], one["step"], one["steps"], one["is_own"]) == ("stopped", 30, 100, False)
+    assert one["loss"] == pytest.approx(5.0) and one["description"] == "debug model"
+    page = console.client.get(f"/api/runs/{one['id']}").json()
+    assert page["checkpoints"] == ["step-20"] and page["logs"] == ["train.log"]
+    assert page["configuration"]["optimizer.lr"] == "0.003"
+
+
+def test_metrics_go_on_after_a_step_and_a_run_that_went_back_is_read_anew(console):
+    id = id_of(console, "two")
+    first = console.client.get(f"/api/runs/{id}/metrics").json()
+    assert [record["step"] for record in first["records"]] == list(range(1, 11)) and first["next"] == 10
+    assert first["validation"] == [{"step": 10, "validation_loss": 7.5}]
+    assert "memory_gib" not in first["records"][0]
+    assert first["records"][-1]["elapsed"] == pytest.approx(5.0)
+    assert console.client.get(f"/api/runs/{id}/metrics?after=10").json()["records"] == []
+    file = console.runs / "deeper/two/metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:5]) + json.dumps({"step": 6, "loss": 1.0}) + "\n" + "x" * 2000 + "\n")
+    again = console.client.get(f"/api/runs/{id}/metrics?after=4").json()["records"]
+    assert [(record["step"], record["loss"]) for record in again] == [(5, 7.5), (6, 1.0)]
+
+
+def test_a_log_is_read_from_a_position_or_from_its_end_and_searched_and_is_inert(console):
+    log = f"/api/runs/{id_of(console, 'one')}/logs/train.log"
+    piece = console.client.get(log, params={"position": 7}).json()
+    assert piece["text"].startswith("line 1\n") and piece["next"] - piece["position"] <= 2**16 < piece["size"]
+    text, position = "", 0
+    while position < piece["size"]:
+        part = console.client.get(log, params={"position": position}).json()
+        text, position = text + part["text"], part["next"]
+    assert text.splitlines()[:-1] == [f"line {i}" for i in range(20_000)]
+    end = console.client.get(log, params={"position": -len(HOSTILE)}).json()["text"]
+    assert end == "<script>document.title='taken'</script> red  ␈back �bidi �\n"
+    found = console.client.get(log, params={"search": "LINE 1234"}).json()
+    assert [match["line"] for match in found["matches"]][:2] == ["line 1234", "line 12340"]
+    at = found["matches"][0]["position"]
+    assert console.client.get(log, params={"position": at}).json()["text"].startswith("line 1234\n")
+
+
+def test_files_are_listed_and_sent_and_nothing_outside_the_run_is(console):
+    id = id_of(console, "one")
+    files = {row["path"]: row["size"] for row in console.client.get(f"/api/runs/{id}/files").json()["files"]}
+    sent = console.client.get(f"/api/runs/{id}/files/train.log")
+    assert sent.content == (console.runs / "one/train.log").read_bytes() and len(sent.content) == files["train.log"]
+    assert sent.headers["content-disposition"].startswith("attachment")
+    assert sent.headers["content-type"] == "application/octet-stream"
+    assert "link.log" not in files
+    for path in ("link.log", "..%2f..%2fsecret.txt", "%2e%2e/%2e%2e/secret.txt", "%2fetc%2fpasswd", "missing"):
+        for kind in ("files", "logs"):
+            answer = console.client.get(f"/api/runs/{id}/{kind}/{path}")
+            assert "secret" not in answer.text.replace("secret.txt", "") and "root:" not in answer.text
+            assert answer.status_code in (404, 409) or answer.json()["text"] == ""
+    assert console.client.get("/api/runs/..%2f..").status_code == 404
+    assert console.client.get("/api/runs/unknown/files").status_code == 404
+
+
+def test_this_machine_reports_its_devices(console):
+    end = time.monotonic() + 20
+    while not (node := console.client.get("/api/nodes").json()[0])["is_connected"]:
+        assert time.monotonic() < end, node
+        time.sleep(0.1)
+    assert (
+        node["is_here"]
+        and node["report"]["cores"] >= 1
+        and node["report"]["memory_bytes"] > 2**20
+        and node["differs"] == []
+    )
+
+
+def test_a_configuration_is_checked_as_the_recipe_checks_it(console):
+    def mistakes(text: str, **more: bool) -> list[str]:
+        return console.client.post("/api/check", json={"config": text, **more}).json()["mistakes"]
+
+    assert mistakes(TOML) == [] == mistakes(TOML, whole=True)
+    (mistake,) = mistakes(TOML.replace("seq_len = 256\nsteps", "seq_length = 256\nsteps"))
+    assert "seq_len" in mistake
+    assert "is not TOML" in mistakes("[job")[0]
+    assert mistakes("a" + ".a" * 100_000 + " = 1") and mistakes("a = " + "[" * 100_000)
+    (missing,) = [
+        line for line in mistakes(TOML.replace("./tests/assets", "./nowhere"), whole=True) if "nowhere" in line
+    ]
+    assert "tokenizer" in missing
+
+
+def test_the_api_describes_itself_and_refuses_what_is_not_in_it(console):
+    paths = console.client.get("/openapi.json").json()["paths"]
+    assert {"/api/runs", "/api/runs/{id}", "/api/runs/{id}/metrics", "/api/nodes", "/api/runs/{id}/stop"} <= set(paths)
+    assert console.client.get("/api/else").status_code == 404
+    wrong = console.client.request("TRACE", "/api/runs")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, POST")
+    assert console.client.post("/api/runs/a/stop", json={"seconds": True}).status_code == 422
+    id = id_of(console, "one")
+    assert console.client.get(f"/api/runs/{id}/metrics?after=many").status_code == 422
+    assert console.client.post("/api/runs", json={"config": "", "name": "../up"}).status_code == 422
+    assert console.client.post(f"/api/runs/{id}/stop").json()["detail"].startswith("run = one was not started by")
+    assert console.client.post("/api/runs", json={"config": TOML, "name": "a", "nodes": ["b"]}).status_code == 409
+    twice = {"config": TOML, "name": "a", "nodes": ["this machine"] * 2}
+    assert "names one twice" in console.client.post("/api/runs", json=twice).json()["detail"]
+    refused = console.client.post("/api/runs", json={"config": TOML + "[trainin]\nx = 1", "name": "a"})
+    assert refused.status_code == 409 and "trainin" in refused.json()["detail"]
+    assert "has the recipe already" in console.client.post("/api/nodes/this machine/install").json()["detail"]
+
+
+def test_a_run_is_started_outlives_the_console_ends_and_is_deleted(console, tmp_path):
+    started = console.client.post("/api/runs", json={"config": SHORT, "name": "tried"}, timeout=100)
+    assert started.status_code == 201, started.text
+    id, end = started.json()["id"], time.monotonic() + 100
+    with served(console.home, tmp_path) as other:  # it finds the run of the first
+        while (run := other.client.get(f"/api/runs/{id}").json()["run"])["state"] == "running":
+            assert time.monotonic() < end
+            time.sleep(0.5)
+        assert (run["state"], run["exit_code"], run["step"]) == ("ended", 0, 2)
+        assert "step 2/2" in other.client.get(f"/api/runs/{id}/logs/node/0/output.log").json()["text"]
+        assert other.client.post(f"/api/runs/{id}/stop", json={"seconds": 1}).json()["state"] == "ended"
+        assert other.client.post(f"/api/runs/{id}/delete").json()["freed_bytes"] > 0
+        assert other.client.get(f"/api/runs/{id}").status_code == 404
+        done = [(row["who"], row["what"]) for row in other.client.get("/api/audit").json()]
+        assert done[:3] == [("local", "delete"), ("local", "stop"), ("local", "start")]
+
+
+def test_the_console_never_loads_torch(console):
+    maps = Path(f"/proc/{console.process.pid}/maps")
+    if not maps.exists():
+        pytest.skip("this system does not show what a process has loaded")
+    assert "libtorch" not in maps.read_text()
+
+
+def test_the_planner_proposes_layouts_that_can_be_taken_as_they_are(console):
+    wish = {"config": TOML.replace("[training]", "[training]\nglobal_batch_size = 8"), "machines": "cpu_1x2"}
+    (best, *_) = console.client.post("/api/plan", json=wish).json()
+    assert best["seconds"] > 0 and best["layout"].startswith("1 rank") and best["drawing"] == ""
+    assert check_text(best["config"], "a proposal").training.global_batch_size == 8
+    for changed, why in (({"machines": "../x"}, "is no file of clusters/"), ({"nodes": ["elsewhere"]}, "is not known")):
+        refused = console.client.post("/api/plan", json=wish | changed)
+        assert refused.status_code == 409 and why in refused.json()["detail"]

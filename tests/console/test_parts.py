@@ -1,0 +1,129 @@
+"""Text that is made inert, curves that are read on, and what is refused: no process is started."""
+
+import json
+import math
+
+import pytest
+
+from torchtitan.console.curves import Columns, Curves, smooth, thin
+from torchtitan.console.gate import Rules, _host_name
+from torchtitan.console.library import Library, Unknown, keys_of
+from torchtitan.console.limits import Bucket, Denied
+from torchtitan.console.nodes import HERE, Nodes
+from torchtitan.console.people import Forbidden, Person
+from torchtitan.console.text import inert, whole_characters
+from torchtitan.refusal import Refusal
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (b"plain\ttext\n", "plain\ttext\n"),
+        (b"\x1b[1;31mred\x1b[0m", "red"),
+        (b"\x1b]8;;http://evil\x1b\\link\x1b]8;;\x1b\\", "link"),
+        (b"\x1b[2J\x1b[H\x1bcgone", "gone"),
+        (b"\x1bP1$r\x1b\\x", "x"),
+        (b"  1%\r 50%\r100%\n", "  1%\n 50%\n100%\n"),
+        (b"bell\x07 null\x00 delete\x7f", "bell\u2407 null\u2400 delete\ufffd"),
+        ("\u202eevil\u2066".encode(), "\ufffdevil\ufffd"),
+        (b"\x9b31m \xff", "\ufffd31m \ufffd"),
+        (b"\x1b", "\u241b"),
+    ],
+)
+def test_text_of_others_holds_nothing_that_a_terminal_or_a_reader_obeys(given, shown):
+    assert inert(given) == shown
+
+
+def test_a_piece_of_a_log_ends_with_a_whole_character_and_a_whole_escape():
+    text = "né 漢 \N{GRINNING FACE}".encode()
+    for end in range(1, len(text) + 1):
+        assert whole_characters(text[:end]).decode() in text.decode()
+    assert whole_characters(b"abc\x1b[3") == b"abc"
+    assert whole_characters(b"abc\x1b[31m") == b"abc\x1b[31m"
+    assert whole_characters(b"\xff\xff\xff\xff\xff") != b""
+
+
+class File:
+    def __init__(self) -> None:
+        self.data = b""
+
+    def read(self, path: str, position: int, size: int) -> tuple[bytes, int]:
+        if path != "metrics.jsonl":
+            raise FileNotFoundError
+        return self.data[position : position + size], len(self.data)
+
+    def write(self, *records: object) -> None:
+        self.data += b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def test_records_are_read_on_whole_line_by_whole_line_and_what_is_none_is_passed_over():
+    file, columns = File(), Columns("metrics.jsonl")
+    file.write({"step": 1, "loss": 3.0, "step_seconds": 2}, [1], "text", {"step": "2"}, {"step": 10**400}, {"loss": 1})
+    file.data += b'{"step": 2, "lo'
+    columns.read_on(file.read)
+    assert list(columns.steps) == [1]
+    file.data += b'ss": 2.0, "text": "x", "huge": 1e999}\nnot json\n'
+    file.write({"step": 4, "loss": None, "new": 5, "step_seconds": 3})
+    columns.read_on(file.read)
+    assert list(columns.after(1, 10)) == [{"step": 2, "loss": 2.0}, {"step": 4, "new": 5.0, "step_seconds": 3.0}]
+    assert columns.points("loss") == [(1, 3.0), (2, 2.0)]
+
+
+def test_steps_that_are_written_again_replace_the_earlier_ones():
+    file, curves = File(), Curves()
+    file.write(*({"step": i, "loss": 1.0, "tokens_seen": i * 10} for i in range(1, 6)))
+    curves.read_on(file.read)
+    file.write({"step": 3, "loss": 9.0, "tokens_seen": 30})
+    curves.read_on(file.read)
+    assert curves.line("loss", "tokens_seen") == [(10, 1.0), (20, 1.0), (30, 9.0)]
+
+
+def test_thinned_curves_keep_their_spikes_and_smoothed_ones_begin_at_the_first_value():
+    points = [(i, 100.0 if i == 777 else 1.0) for i in range(10_000)]
+    assert len(thin(points, 100)) <= 102 and (777, 100.0) in thin(points, 100) and thin(points[:50], 100) == points[:50]
+    assert smooth([(0, 5.0), (1, 5.0)], 0.9) == [(0, pytest.approx(5.0)), (1, pytest.approx(5.0))]
+    assert math.isclose(smooth([(0, 0.0), (1, 1.0)], 0.5)[1][1], 2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("127.0.0.1:8400", "127.0.0.1"), ("[0::1]:8400", "::1"), ("LOCALHOST", "localhost"), ("a@b", ""), ("a/b", "")],
+)
+def test_a_host_header_is_a_name_and_perhaps_a_port(given, name):
+    assert _host_name(given) == name
+
+
+def test_a_bucket_fills_again_and_is_one_of_each_address():
+    bucket = Bucket(rate=1e-6, burst=2)
+    bucket.take("a", 2), bucket.take("b", 2)
+    with pytest.raises(Denied, match="a asks too often"):
+        bucket.take("a")
+    bucket.rate = 1e9
+    bucket.take("a", 2)
+
+
+def test_a_lower_role_is_refused_and_the_refusal_says_which_is_needed():
+    with pytest.raises(Forbidden, match="ada is viewer, and this needs admin"):
+        Person("ada", "viewer").need("admin")
+    assert Person("ada", "admin").may("operator")
+
+
+def test_unknown_runs_logs_and_nodes_are_refused(tmp_path):
+    nodes = Nodes(tmp_path, None, ["ssh"], "home")
+    library = Library(tmp_path, [], nodes)
+    library.refresh()
+    with pytest.raises(Unknown, match="run = 'x' is not known"):
+        library.find("x")
+    with pytest.raises(Refusal, match=f"node = 'x' is not known; use one of {HERE}"):
+        nodes.find("x")
+
+
+def test_a_cookie_over_tls_belongs_to_this_host_alone():
+    assert (
+        Rules(frozenset(), True, True).cookie == "__Host-console" and Rules(frozenset(), False, True).scheme == "http"
+    )
+
+
+def test_a_configuration_becomes_a_table_of_keys_and_text_that_is_none_becomes_nothing():
+    assert keys_of("[a.b]\nc = 1\nd = '\\u001b[31mx'") == {"a.b.c": "1", "a.b.d": "\\u001b[31mx"}
+    assert keys_of("[") == {} == keys_of("a = " + "[" * 100_000)

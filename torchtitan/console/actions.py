@@ -1,0 +1,230 @@
+"""What a person can do to runs, by the API or by a page. Both come here for the role and the audit log."""
+
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.load import ConfigError, check_text
+from torchtitan.console.answers import CheckText, Done, PlanText, Proposal, Started, StartRun
+from torchtitan.console.database import Audit
+from torchtitan.console.library import Entry, Library
+from torchtitan.console.nodes import HERE, Member, Nodes
+from torchtitan.console.people import People, Person
+from torchtitan.console.proposals import propose
+from torchtitan.launch.addresses import is_local
+from torchtitan.launch.submit.install import bring_up
+from torchtitan.node import messages
+from torchtitan.node.archives import Packed, pack
+from torchtitan.node.ssh import Broken
+from torchtitan.refusal import Refusal
+from torchtitan.root import INSIDE, ROOT
+
+_START_SECONDS, _CHECK_SECONDS = 300, 120
+_MOST_CHECKS = 2  # processes at a time
+DEBUG_MODEL = "debug_model"
+
+
+class Actions:
+    def __init__(self, home: Path, library: Library, nodes: Nodes, people: People, audit: Audit) -> None:
+        self._home, self._library, self._nodes = home / "console", library, nodes
+        self._people, self._audit = people, audit
+        self._checks = threading.Semaphore(_MOST_CHECKS)
+        self._packs = threading.Lock()
+
+    @contextmanager
+    def _done_by(self, person: Person, role: str, what: str, target: str) -> Iterator[None]:
+        """Inside, the person is known to have the role; how it ends is written down."""
+        outcome = "done"
+        try:
+            if not self._people.is_still(person):
+                raise Refusal(f"the token of {person.name} was revoked; log in with another")
+            person.need(role)
+            yield
+        except BaseException as error:
+            outcome = f"{'refused' if isinstance(error, Refusal) else 'failed'}: {error}"
+            raise
+        finally:
+            self._audit.write(person.name, person.address, what, target, outcome)
+
+    def check(self, person: Person, wish: CheckText) -> list[str]:
+        """All mistakes of a configuration. `whole` runs `check` in a process of its own: it may load a model."""
+        person.need("operator")
+        try:
+            check_text(wish.config, "the configuration")
+        except ConfigError as error:
+            return error.mistakes
+        except RecursionError:
+            return ["its tables are too deep; write fewer levels"]
+        return self._check_whole(wish.config) if wish.whole else []
+
+    def _check_whole(self, text: str) -> list[str]:
+        if not self._checks.acquire(timeout=30):
+            raise Refusal("two other configurations are being checked; ask again in a moment")
+        try:
+            with tempfile.TemporaryDirectory(dir=self._home) as folder:
+                file = Path(folder) / "train.toml"
+                file.write_text(text, encoding="utf-8")
+                command = [sys.executable, "-m", "torchtitan", "check", str(file)]
+                limits: dict[str, Any] = {"stdin": subprocess.DEVNULL, "timeout": _CHECK_SECONDS}
+                done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, **limits)
+                said = done.stderr.decode(errors="replace").replace(f"{file}: ", "").strip()
+        except subprocess.TimeoutExpired:
+            return [f"`check` gives no answer within {_CHECK_SECONDS} s; look at this machine"]
+        finally:
+            self._checks.release()
+        return [line.strip() for line in said.splitlines()] or ["`check` fails"] if done.returncode else []
+
+    def plan(self, person: Person, wish: PlanText) -> list[Proposal]:
+        """The planner's best layouts for these nodes."""
+        person.need("operator")
+        members = [self._nodes.find(name) for name in wish.nodes or [HERE]]
+        if not self._checks.acquire(timeout=30):
+            raise Refusal("two other configurations are being checked; ask again in a moment")
+        try:
+            return propose(self._home, wish.config, wish.machines, members)
+        finally:
+            self._checks.release()
+
+    def start(self, person: Person, wish: StartRun) -> Started:
+        """Start a run on its nodes, rank 0 on the first; if one refuses, none goes on."""
+        members = [self._nodes.find(name) for name in wish.nodes or [HERE]]
+        if len(set(wish.nodes)) < len(wish.nodes):
+            raise Refusal(f"nodes = {', '.join(wish.nodes)} names one twice; name each once")
+        with self._done_by(person, "operator", "start", f"{wish.name} on {', '.join(m.name for m in members)}"):
+            checkpoint = check_text(wish.config, wish.name).checkpoint
+            shares = checkpoint.enable and "://" not in checkpoint.folder and len(members) > 1
+            code = self._send_code(members)
+            place: dict[str, Any] = {"run": wish.name, "config": wish.config, "code": code, "nodes": len(members)}
+            if len(members) > 1:
+                place |= {"head": _address(members[0]), "port": members[0].node.ask(messages.Port).port}
+
+            started: list[Member] = []  # also where the answer is lost
+
+            def start(numbered: tuple[int, Member]) -> messages.StartedAnswer:
+                rank, member = numbered
+                environment = {"CUDA_VISIBLE_DEVICES": ""} if member.gpus == 0 else {}
+                ranks = None if member.gpus is None else max(1, member.gpus)
+                job = place | {"rank": rank, "ranks_here": ranks, "environment": environment}
+                try:
+                    answer: messages.StartedAnswer = member.node.ask(messages.Start, _START_SECONDS, **job)
+                except Refusal as error:
+                    if isinstance(error, Broken):
+                        started.append(member)
+                    raise
+                started.append(member)
+                return answer
+
+            head, *others = enumerate(members)
+            try:
+                answer = start(head)
+                for _, member in others if shares else ():
+                    _need_same_disk(member, members[0], wish.name, answer)
+                _all(start, others)
+            except Refusal:
+                for member in started:
+                    with suppress(Refusal):
+                        member.node.ask(messages.Stop, 60, run=wish.name, seconds=0)
+                raise
+        self._library.refresh()
+        return Started(id=self._library.id_of(members[0].name, answer.folder), name=wish.name)
+
+    def start_debug_model(self, person: Person) -> Started:
+        text = shipped()[DEBUG_MODEL]
+        return self.start(person, StartRun(config=text, name=new_name(DEBUG_MODEL)))
+
+    def stop(self, person: Person, id: str, seconds: int = 60) -> Done:
+        """Ask every node of the run to end; returns when none of its processes is left."""
+        entries = self._parts(id)
+        with self._done_by(person, "operator", "stop", entries[0].page.name):
+            wish: dict[str, Any] = {"run": entries[0].row.run, "seconds": seconds}
+            answers = _all(lambda entry: entry.member.node.ask(messages.Stop, seconds + 60, **wish), entries)
+        self._library.refresh()
+        return Done(state=answers[0].state)
+
+    def delete(self, person: Person, id: str) -> Done:
+        entries = self._parts(id)
+        with self._done_by(person, "admin", "delete", entries[0].page.name):
+            freed = [entry.member.node.ask(messages.Delete, 300, run=entry.row.run).freed_bytes for entry in entries]
+        self._library.refresh()
+        return Done(freed_bytes=sum(freed))
+
+    def install(self, person: Person, name: str) -> None:
+        """Copy the checkout to a bare host and make its environment; this takes minutes."""
+        member = self._nodes.find(name)
+        with self._done_by(person, "admin", "install", name):
+            if member.is_here:
+                raise Refusal(f"node = {name} has the recipe already; name a host of the file of nodes")
+            with self._packed() as packed:
+                bring_up(name, packed, self._nodes.remote_home, self._nodes.ssh, lambda line: None)
+
+    def _parts(self, id: str) -> list[Entry]:
+        """The run on each of its nodes; refused where this console may only read it."""
+        entry = self._library.find(id)
+        if not entry.page.is_own:
+            why = "was not started by a node program, so it can only be read; use the place where it was started"
+            raise Refusal(f"run = {entry.page.name} {why}")
+        return self._library.parts_of(entry)
+
+    def _send_code(self, members: Sequence[Member]) -> str:
+        """The checkout of this console, on every node; its hash."""
+        with self._packed() as packed:
+            _all(lambda member: member.node.put(packed.file, packed.code), members)
+            return packed.code
+
+    @contextmanager
+    def _packed(self) -> Iterator[Packed]:
+        if INSIDE.is_dir():
+            raise Refusal("the console sends a checkout, and an installed package is none; start it from a clone")
+        with self._packs, tempfile.TemporaryDirectory(dir=self._home) as folder:
+            yield pack(ROOT, Path(folder))
+
+
+def _need_same_disk(member: Member, head: Member, run: str, started: messages.StartedAnswer) -> None:
+    """The ranks of all nodes write one checkpoint."""
+    with suppress(Refusal):
+        if any(row.path == started.log for row in member.node.ask(messages.Files, run=run).files):
+            return
+    raise Refusal(
+        f"checkpoints go to {started.folder} of {head.name}, which {member.name} does not share; use a --home on a "
+        f"disk that all share, set checkpoint.folder = 's3://...', or checkpoint.enable = false"
+    )
+
+
+def _all(do: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
+    """Do it for all at once; the first refusal, after all have ended."""
+    with ThreadPoolExecutor(max(1, min(32, len(things)))) as pool:
+        futures = [pool.submit(do, thing) for thing in things]
+    errors = [error for future in futures if (error := future.exception())]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]
+
+
+def _address(head: Member) -> str:
+    """Where the nodes of a run meet."""
+    if head.address:
+        return head.address
+    own = [address for address in (head.report.addresses if head.report else {}) if not is_local(address)]
+    plain = [address for address in own if ":" not in address] or own
+    if len(plain) != 1:
+        known = ", ".join(plain) or "of loopback alone"
+        raise Refusal(f"{head.name} has the addresses {known}; add address = ... to it in the file of nodes")
+    return plain[0]
+
+
+def shipped() -> dict[str, str]:
+    """The configurations that come with the recipe: name -> text."""
+    files = sorted((ROOT / "train_configs").glob("*.toml"))
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
+
+
+def new_name(stem: str) -> str:
+    return f"{re.sub('[^A-Za-z0-9]+', '-', stem)[:40].strip('-') or 'run'}-{time.strftime('%m%d-%H%M%S')}"

@@ -1,0 +1,147 @@
+"""What the API says and takes: typed, bounded, and shown in /openapi.json."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from torchtitan.node.messages import FileRow, ReportAnswer, RunName, RunRow, State
+
+Role = Literal["viewer", "operator", "admin"]
+Toml = Annotated[str, Field(max_length=2**18)]
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(RunRow):
+    """A run, or a node's part of one. If it is its node's own, it can be stopped and deleted."""
+
+    id: str  # names the run in addresses; it stays the same as long as the folder does
+    name: str
+    node: str
+
+
+class RunPage(Answer):
+    run: Run
+    configuration: dict[str, str]  # key -> value as TOML writes it
+    logs: list[str]
+    checkpoints: list[str]
+
+
+class Metrics(Answer):
+    """Records in the order of their steps: `next` is the `after` that goes on from here."""
+
+    records: list[dict[str, float]]
+    validation: list[dict[str, float]]
+    next: int
+
+
+class Files(Answer):
+    files: list[FileRow]
+    left_out: int
+
+
+class LogMatch(Answer):
+    position: int
+    line: str
+
+
+class LogPiece(Answer):
+    """Text without what a terminal would obey. `next` is the position that goes on from here."""
+
+    position: int
+    next: int
+    size: int
+    text: str
+    matches: list[LogMatch] = []
+
+
+class NodePage(Answer):
+    """What a node reported last, if it ever did."""
+
+    name: str
+    is_here: bool
+    is_connected: bool
+    is_bare: bool  # it answers, and has no node program yet
+    trouble: str
+    last_seen: float | None
+    differs: list[str]  # versions that are not the console's
+    utilisation: list[float]  # the devices' mean (without any, load over cores), over the last hour
+    report: ReportAnswer | None
+
+
+def _whole(given: object) -> object:
+    """JSON has no integers: 60.0 is one."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+class Wish(Answer):
+    """What a request holds: nothing is taken for what it is not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StartRun(Wish):
+    """A configuration as TOML text. The code is the console's checkout; without `nodes`, this machine trains."""
+
+    config: Toml
+    name: RunName
+    nodes: Annotated[list[str], Field(max_length=256)] = []
+
+
+class Started(Answer):
+    id: str
+    name: str
+
+
+class CheckText(Wish):
+    config: Toml
+    whole: bool = False  # also the model and what the machine lacks, by a process of its own
+
+
+class PlanText(Wish):
+    """`machines` is a file of clusters/, such as h100_1x8; `nodes` are those of which the run would use all devices."""
+
+    config: Toml
+    machines: Annotated[str, Field(max_length=80)]
+    nodes: Annotated[list[str], Field(max_length=256)] = []
+
+
+class Proposal(Answer):
+    """A layout with its prediction. `drawing` is an SVG of its pipeline over time; empty without one."""
+
+    layout: str
+    seconds: float
+    memory_gib: float
+    rests_on: str
+    config: str
+    drawing: str
+
+
+class Checked(Answer):
+    mistakes: list[str]
+
+
+class Stop(Wish):
+    seconds: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=3600)] = 60
+
+
+class Done(Answer):
+    state: State | None = None
+    freed_bytes: int | None = None
+
+
+class Session(Answer):
+    name: str
+    role: Role
+    csrf: str  # what X-CSRF-Token must hold where a cookie logs in
+
+
+class AuditRow(Answer):
+    time: float
+    who: str
+    address: str
+    what: str
+    target: str
+    outcome: str

@@ -1,0 +1,184 @@
+"""The API: /api/..., described by /openapi.json. The gate has said who asks; `Actions` says what they may."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+from starlette.routing import Match
+
+from torchtitan.console import answers
+from torchtitan.console.actions import Actions
+from torchtitan.console.database import Audit
+from torchtitan.console.library import Library, Unknown
+from torchtitan.console.limits import Denied
+from torchtitan.console.nodes import Nodes
+from torchtitan.console.people import Forbidden, Person
+from torchtitan.node.messages import CHUNK_BYTES
+from torchtitan.node.ssh import Broken
+from torchtitan.refusal import Refusal
+from torchtitan.root import VERSION
+
+_MOST_RECORDS = 5000
+_METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"]
+
+
+_BYTES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
+
+
+class Refusing(answers.Answer):
+    detail: str
+
+
+def person_of(request: Request) -> Person:
+    person: Person = request.state.person
+    return person
+
+
+Who = Annotated[Person, Depends(person_of)]
+Id = Annotated[str, Path(max_length=100)]
+Position = Annotated[int, Query(ge=-(2**40), le=2**53, description="bytes; a negative one counts from the end")]
+_CODES = (400, 401, 403, 404, 409, 413, 421, 429, 502)
+_MAY_REFUSE: dict[int | str, dict[str, object]] = {code: {"model": Refusing} for code in _CODES}
+
+
+def build_app() -> FastAPI:
+    app = FastAPI(title="torchtitan-recipe console", version=VERSION, docs_url=None, redoc_url=None)
+
+    @app.exception_handler(OSError)
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, error: Exception) -> Response:
+        kinds = {Unknown: 404, Forbidden: 403, Broken: 502}
+        status = next((code for kind, code in kinds.items() if isinstance(error, kind)), 409)
+        why = f"it cannot be read now: {error.strerror or 'it is gone'}" if isinstance(error, OSError) else str(error)
+        return JSONResponse({"detail": why}, error.status if isinstance(error, Denied) else status)
+
+    return app
+
+
+def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit) -> APIRouter:
+    api = APIRouter(prefix="/api", responses=_MAY_REFUSE)
+    _add_reading(api, library, nodes)
+    _add_files(api, library)
+    _add_actions(api, actions, audit)
+
+    served = [route for route in api.routes if isinstance(route, APIRoute)]
+
+    @api.api_route("/{rest:path}", methods=_METHODS, include_in_schema=False)
+    def nothing(rest: str, request: Request) -> Response:
+        """What would else get a page of NiceGUI's."""
+        here = [route for route in served if route.matches(request.scope)[0] is Match.PARTIAL]
+        if methods := sorted({method for route in here for method in route.methods or ()}):
+            raise HTTPException(405, f"use {' or '.join(methods)} here", {"Allow": ", ".join(methods)})
+        raise Unknown(f"/api/{rest[:80]} is not served; /openapi.json lists what is")
+
+    return api
+
+
+def _add_reading(api: APIRouter, library: Library, nodes: Nodes) -> None:
+    @api.get("/session")
+    def session(who: Who) -> answers.Session:
+        """Who asks, and the CSRF token that a browser's unsafe requests show."""
+        return answers.Session(name=who.name, role=who.role, csrf=who.csrf)  # type: ignore[arg-type]
+
+    @api.get("/nodes")
+    def list_nodes() -> list[answers.NodePage]:
+        """This machine and those of the file of nodes, as they reported last."""
+        return nodes.pages()
+
+    @api.get("/runs")
+    def list_runs() -> list[answers.Run]:
+        """Every run, the newest first."""
+        return library.runs()
+
+    @api.get("/runs/{id}")
+    def one_run(id: Id) -> answers.RunPage:
+        """A run with its configuration, and the names of its logs and checkpoints."""
+        return library.page(id)
+
+    @api.get("/runs/{id}/metrics")
+    def metrics(id: Id, after: Annotated[int, Query(ge=-1, le=2**53)] = -1) -> answers.Metrics:
+        """Records of the steps after one, at most 5,000."""
+        curves = library.curves(id)
+        records = list(curves.training.after(after, _MOST_RECORDS))
+        last = int(records[-1]["step"]) if records else after
+        validation = [one for one in curves.validation.after(after, _MOST_RECORDS) if records and one["step"] <= last]
+        return answers.Metrics(records=records, validation=validation, next=last)
+
+
+def _add_files(api: APIRouter, library: Library) -> None:
+    @api.get("/runs/{id}/files")
+    def files(id: Id) -> answers.Files:
+        rows, left_out = library.find(id).place.files()
+        return answers.Files(files=list(rows), left_out=left_out)
+
+    @api.get("/runs/{id}/files/{path:path}", response_class=StreamingResponse, responses=_BYTES)
+    async def download(id: Id, path: Annotated[str, Path(max_length=1024)]) -> StreamingResponse:
+        """The bytes of a file."""
+        first, size = await run_in_threadpool(library.read, id, path, 0, CHUNK_BYTES)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            piece, position = first, 0
+            while piece and position < size:
+                piece = piece[: size - position]  # a file that grows meanwhile is sent as it was
+                yield piece
+                position += len(piece)
+                if position < size:
+                    piece, _ = await run_in_threadpool(library.read, id, path, position, CHUNK_BYTES)
+
+        name = quote(path.rpartition("/")[2] or "file")
+        headers = {"content-disposition": f"attachment; filename*=UTF-8''{name}", "content-length": str(size)}
+        return StreamingResponse(pieces(), media_type="application/octet-stream", headers=headers)
+
+    @api.get("/runs/{id}/logs/{name:path}")
+    def log(
+        id: Id,
+        name: Annotated[str, Path(max_length=1024)],
+        position: Position = 0,
+        search: Annotated[str, Query(max_length=200)] = "",
+    ) -> answers.LogPiece:
+        """At most 64 KiB of a log from a position on; with `search`, the lines that hold this text."""
+        return library.log(id, name, position, search)
+
+
+def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
+    @api.post("/check")
+    def check(who: Who, wish: answers.CheckText) -> answers.Checked:
+        """The mistakes of a configuration."""
+        return answers.Checked(mistakes=actions.check(who, wish))
+
+    @api.post("/plan")
+    def plan(who: Who, wish: answers.PlanText) -> list[answers.Proposal]:
+        """The planner's best layouts for a configuration on these nodes, the fastest first. It takes seconds."""
+        return actions.plan(who, wish)
+
+    @api.post("/runs", status_code=201)
+    def start(who: Who, wish: answers.StartRun) -> answers.Started:
+        """Start a run; it goes on when the console ends."""
+        return actions.start(who, wish)
+
+    @api.post("/runs/{id}/stop")
+    def stop(who: Who, id: Id, wish: answers.Stop | None = None) -> answers.Done:
+        """End a run as Ctrl-C does, then harder; answers when no process of it is left."""
+        return actions.stop(who, id, (wish or answers.Stop()).seconds)
+
+    @api.post("/runs/{id}/delete")
+    def delete(who: Who, id: Id) -> answers.Done:
+        """Delete the folder of a run that is over, for good."""
+        return actions.delete(who, id)
+
+    @api.post("/nodes/{name}/install")
+    def install(who: Who, name: Id) -> answers.Done:
+        """Copy the console's checkout to a bare host, and make its environment. For admins; it takes minutes."""
+        actions.install(who, name)
+        return answers.Done()
+
+    @api.get("/audit")
+    def newest(who: Who, number: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[answers.AuditRow]:
+        """Who did what, the newest first. For admins."""
+        who.need("admin")
+        names = answers.AuditRow.model_fields
+        return [answers.AuditRow(**{name: getattr(row, name) for name in names}) for row in audit.newest(number)]

@@ -1,0 +1,134 @@
+"""The records of a run as columns of numbers, read on from where the last look ended, and thinned for a chart."""
+
+import json
+import math
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+Read = Callable[[str, int, int], tuple[bytes, int]]  # path, position, bytes -> bytes, size of the file
+_PIECE = 2**19
+_END = 128
+_MOST_RECORDS = 200_000
+_MOST_KEYS = 64
+AXES = {"step": "step", "tokens_seen": "tokens", "elapsed": "seconds of training"}
+
+
+@dataclass
+class Columns:
+    """One file of records. A column has a number for each step; NaN where the record had none."""
+
+    path: str
+    steps: array = field(default_factory=lambda: array("q"))
+    values: dict[str, array] = field(default_factory=dict)
+    _position: int = 0
+    _rest: bytes = b""
+    _end: bytes = b""  # the last bytes that were read
+
+    def read_on(self, read: Read) -> None:
+        """A file that does not go on from these bytes was written anew, as a resumed run does: it is read anew."""
+        while True:
+            try:
+                piece, size = read(self.path, self._position - len(self._end), _PIECE)
+            except FileNotFoundError:
+                return
+            if not piece.startswith(self._end):
+                self.__init__(self.path)  # type: ignore[misc]
+                continue
+            piece, self._end = piece[len(self._end) :], piece[-_END:]
+            self._position += len(piece)
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            for line in lines:
+                self._take(line)
+            if not piece or self._position >= size or len(self.steps) >= _MOST_RECORDS:
+                return
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            numbers = {name: float(value) for name, value in record.items() if type(value) in (int, float)}
+        except (ValueError, AttributeError, OverflowError, RecursionError):
+            return
+        if type(record.get("step")) is not int or abs(record["step"]) > 2**53:
+            return
+        if self.steps and record["step"] <= self.steps[-1]:
+            self._cut(record["step"])
+        if "step_seconds" in numbers:
+            last, before = (self.steps[-1], self.values["elapsed"][-1]) if self.steps else (record["step"] - 1, 0.0)
+            numbers["elapsed"] = before + numbers["step_seconds"] * (record["step"] - last)
+        for name in list(numbers)[:_MOST_KEYS]:
+            if name not in self.values and len(self.values) < _MOST_KEYS:
+                self.values[name] = array("d", [math.nan] * len(self.steps))
+        self.steps.append(record["step"])
+        for name, column in self.values.items():
+            column.append(numbers.get(name, math.nan))
+
+    def _cut(self, step: int) -> None:
+        """A run that went back to an earlier checkpoint writes these steps again."""
+        keep = next(i for i, known in enumerate(self.steps) if known >= step)
+        del self.steps[keep:]
+        for column in self.values.values():
+            del column[keep:]
+
+    def after(self, step: int, most: int) -> Iterator[dict[str, float]]:
+        start = next((i for i, known in enumerate(self.steps) if known > step), len(self.steps))
+        for i in range(start, min(start + most, len(self.steps))):
+            found = {name: column[i] for name, column in self.values.items() if math.isfinite(column[i])}
+            yield {"step": self.steps[i], **found}
+
+    def points(self, name: str, axis: str = "step") -> list[tuple[float, float]]:
+        ys = self.values.get(name, ())
+        xs: Sequence[float] = self.steps if axis == "step" else self.values.get(axis, ())
+        return [(x, y) for x, y in zip(xs, ys, strict=False) if math.isfinite(x) and math.isfinite(y)]
+
+
+@dataclass
+class Curves:
+    """All that a run records."""
+
+    training: Columns = field(default_factory=lambda: Columns("metrics.jsonl"))
+    validation: Columns = field(default_factory=lambda: Columns("validation.jsonl"))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read_on(self, read: Read) -> "Curves":
+        with self._lock:
+            self.training.read_on(read)
+            self.validation.read_on(read)
+        return self
+
+    def line(self, name: str, axis: str) -> list[tuple[float, float]]:
+        """Points of a curve; validation is placed where training was at its steps."""
+        if name in self.training.values:
+            return self.training.points(name, axis)
+        points = self.validation.points(name)
+        if axis == "step":
+            return points
+        places = dict(zip(self.training.steps, self.training.values.get(axis, ()), strict=False))
+        return [(places[step], y) for step, y in points if step in places]
+
+    def names(self) -> list[str]:
+        own = ("step", "elapsed")
+        return [name for name in (*self.training.values, *self.validation.values) if name not in own]
+
+
+def smooth(points: Sequence[tuple[float, float]], weight: float) -> list[tuple[float, float]]:
+    """An exponential mean whose first values are not drawn to 0."""
+    mean, total, out = 0.0, 0.0, []
+    for x, y in points:
+        mean, total = weight * mean + (1 - weight) * y, weight * total + (1 - weight)
+        out.append((x, mean / total))
+    return out
+
+
+def thin(points: Sequence[tuple[float, float]], most: int = 1000) -> list[tuple[float, float]]:
+    """At most about `most` points: of each stretch its lowest and its highest, so that no spike is lost."""
+    if len(points) <= most:
+        return list(points)
+    stretch = math.ceil(len(points) / (most / 2))
+    out = []
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+        out += sorted(ends)
+    return out

@@ -1,0 +1,257 @@
+"""Every run that the console shows, of this machine and of others: its records, logs and files.
+
+A run is named by an id that the library gave it, so no path that a request holds is ever opened unless the run has it.
+"""
+
+import ast
+import base64
+import hashlib
+import math
+import re
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan.config.names import flat
+from torchtitan.console.answers import LogMatch, LogPiece, Run, RunPage
+from torchtitan.console.curves import Curves
+from torchtitan.console.nodes import HERE, Member, Nodes
+from torchtitan.console.text import inert, whole_characters
+from torchtitan.node import messages
+from torchtitan.node.folders import Folders, inside, read_at
+from torchtitan.node.messages import CHUNK_BYTES, FileRow, RunRow
+from torchtitan.refusal import Refusal
+from torchtitan.tools.runs import parse_config
+
+_SECONDS = 2  # between two looks at the folders
+_LOG_BYTES, _SEARCH_BYTES, _MOST_MATCHES, _LINE = 2**16, 2**23, 200, 2000
+_SAMPLE = re.compile(r"sample after step ([0-9]+): (.*)")
+_MOST_CURVES = 32  # runs whose records are kept in memory
+_LOG = re.compile(r"(.*/)?([^/]*\.(log|out|err)|std(out|err)[^/]*)")
+_CHECKPOINT = re.compile(r"(.*/)?(step-[0-9]+)/manifest\.json")
+
+
+class Unknown(Refusal):
+    """There is no such run, or no such file of it."""
+
+
+class Place(Protocol):
+    """Where the files of a run are."""
+
+    def files(self) -> tuple[Sequence[FileRow], int]: ...
+    def read(self, path: str, position: int, size: int) -> tuple[bytes, int]: ...
+
+
+@dataclass(frozen=True)
+class Local:
+    folders: Folders
+    run: str
+
+    def files(self) -> tuple[Sequence[FileRow], int]:
+        return self.folders.files(self.run)
+
+    def read(self, path: str, position: int, size: int) -> tuple[bytes, int]:
+        return read_at(inside(self.folders.of(self.run), path), position, size)
+
+
+@dataclass(frozen=True)
+class Remote:
+    member: Member
+    run: str
+
+    def files(self) -> tuple[Sequence[FileRow], int]:
+        answer = self.member.node.ask(messages.Files, 20, run=self.run)
+        return answer.files, answer.left_out
+
+    def read(self, path: str, position: int, size: int) -> tuple[bytes, int]:
+        wanted = {"run": self.run, "path": path, "position": position, "size": min(size, CHUNK_BYTES)}
+        try:
+            answer = self.member.node.ask(messages.Read, 20, **wanted)
+        except Refusal as error:
+            raise FileNotFoundError(str(error)) from None
+        return base64.b64decode(answer.data), answer.size
+
+
+@dataclass(frozen=True)
+class Entry:
+    page: Run
+    row: RunRow
+    place: Place
+    member: Member
+
+
+class Library:
+    def __init__(self, home: Path, shown: Sequence[Path], nodes: Nodes) -> None:
+        self._folders = Folders(home / "runs", shown)
+        self._nodes = nodes
+        self._entries: dict[str, Entry] = {}
+        self._curves: dict[str, Curves] = {}
+        self._lock = threading.Lock()
+        self.version = 0  # counts the changes of the list
+
+    def start(self) -> None:
+        self.refresh()
+        threading.Thread(target=self._watch, daemon=True, name="runs").start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_SECONDS)
+            with suppress(OSError, ValueError):  # a folder went, or was written, while it was looked at
+                self.refresh()
+
+    def refresh(self) -> None:
+        here = self._nodes.members[HERE]
+        found: dict[str, Entry] = {}
+        for row in self._folders.rows():
+            entry = Entry(_page(here, row), row, Local(self._folders, row.run), here)
+            found.setdefault(entry.page.id, entry)
+        for member in self._nodes.members.values():
+            for row in member.runs:
+                entry = Entry(_page(member, row), row, Remote(member, row.run), member)
+                found.setdefault(entry.page.id, entry)
+        if found != self._entries:
+            self._entries, self.version = found, self.version + 1
+
+    def runs(self) -> list[Run]:
+        return [entry.page for entry in self._entries.values()]
+
+    def find(self, id: str) -> Entry:
+        if (entry := self._entries.get(id)) is None:
+            raise Unknown(f"run = {id[:80]!a} is not known; /api/runs lists those that are")
+        return entry
+
+    def parts_of(self, entry: Entry) -> list[Entry]:
+        """A run of several nodes has a row on each; all have its name."""
+        others = [one for one in self._entries.values() if one.row.is_own and one.row.run == entry.row.run]
+        return [one for one in others if one.page.nodes == entry.page.nodes] if (entry.page.nodes or 1) > 1 else [entry]
+
+    def id_of(self, node: str, folder: str) -> str:
+        found = (one.page.id for one in self._entries.values() if one.row.folder == folder and one.page.node == node)
+        return next(found, "")
+
+    def configuration(self, id: str) -> str:
+        """The TOML text of the run, or of the job that is to become it."""
+        entry = self.find(id)
+        for path in ("config.toml", f"node/{entry.row.rank or 0}/job.toml"):
+            with suppress(OSError, Refusal):
+                return entry.place.read(path, 0, 2**18)[0].decode("utf-8", errors="replace")
+        return ""
+
+    def page(self, id: str) -> RunPage:
+        entry = self.find(id)
+        files, _ = entry.place.files()
+        logs = sorted({row.path for row in files if _LOG.fullmatch(row.path)} | ({entry.row.log or ""} - {""}))
+        saved = [found[2] for row in files if (found := _CHECKPOINT.fullmatch(row.path))]
+        saved.sort(key=lambda name: int(name[5:]))
+        return RunPage(run=entry.page, configuration=keys_of(self.configuration(id)), logs=logs, checkpoints=saved)
+
+    def curves(self, id: str) -> Curves:
+        entry = self.find(id)
+        with self._lock:
+            curves = self._curves.pop(id, None) or Curves()
+            self._curves[id] = curves  # the newest is last
+            while len(self._curves) > _MOST_CURVES:
+                del self._curves[next(iter(self._curves))]
+        return curves.read_on(entry.place.read)
+
+    def log(self, id: str, path: str, position: int, search: str = "") -> LogPiece:
+        """A piece of a log from a position on (a negative one counts from the end), or the lines that hold a text."""
+        entry = self.find(id)
+        if path != entry.row.log and not _LOG.fullmatch(path):
+            raise Unknown(f"log = {path[:80]!a} is none of this run; /api/runs/{id} lists those that are")
+        try:
+            if position < 0:
+                _, size = entry.place.read(path, 0, 1)
+                position = max(0, size + position)
+            if search:
+                return _search(entry.place, path, position, search)
+            data, size = entry.place.read(path, position, _LOG_BYTES)
+        except FileNotFoundError:
+            return LogPiece(position=0, next=0, size=0, text="")
+        data = whole_characters(data) or data
+        return LogPiece(position=position, next=position + len(data), size=size, text=inert(data))
+
+    def samples(self, id: str) -> list[tuple[int, str]]:
+        """Texts that the run wrote with its weights at some steps, from its log, the newest first."""
+        log = self.find(id).row.log
+        lines = self.log(id, log, 0, "sample after step").matches if log else []
+        found = [_SAMPLE.search(match.line) for match in lines]
+        return [(int(one[1]), _unquoted(one[2])) for one in reversed(found) if one]
+
+    def read(self, id: str, path: str, position: int, size: int) -> tuple[bytes, int]:
+        try:
+            return self.find(id).place.read(path, position, size)
+        except FileNotFoundError:
+            raise Unknown(f"file = {path[:80]!a} is not in this run; /files lists those that are") from None
+
+
+def _search(place: Place, path: str, position: int, text: str) -> LogPiece:
+    """Lines with this text, letters of either case; a search stops after some megabytes, and goes on from `next`."""
+    start, needle, rest = position, text.lower().encode(), b""
+    matches: list[LogMatch] = []
+    end = position + _SEARCH_BYTES
+    while True:
+        data, size = place.read(path, position, 2**18)
+        position += len(data)
+        is_last = not data or position >= size
+        *lines, tail = (rest + data).split(b"\n")
+        at = position - len(data) - len(rest)
+        for line in [*lines, tail] if is_last else lines:
+            if needle in line.lower() and len(matches) < _MOST_MATCHES:
+                matches.append(LogMatch(position=at, line=inert(line[:_LINE])))
+            at += len(line) + 1
+        rest = tail[-(2**16) :]
+        if is_last or position >= end or len(matches) >= _MOST_MATCHES:
+            after = at if len(matches) >= _MOST_MATCHES else position
+            return LogPiece(position=start, next=min(after, size), size=size, text="", matches=matches)
+
+
+def _unquoted(text: str) -> str:
+    """The log shows a sample as Python writes a string, on one line."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return _word(value)
+
+
+def keys_of(toml: str) -> dict[str, str]:
+    """Each key with its value in words, for a table; nothing of a text that is no TOML."""
+    try:
+        return {name: _word(value) for name, value in flat(parse_config(toml)).items()}
+    except ValueError:
+        return {}
+
+
+def _word(value: Any) -> str:
+    return inert((value if isinstance(value, str) else repr(value)).encode("utf-8", errors="replace"))
+
+
+def _page(member: Member, row: RunRow) -> Run:
+    path = Path(row.folder)
+    name = row.run if row.is_own else path.name
+    key = hashlib.sha256(f"{member.name}\0{row.folder}\0{row.rank}".encode()).hexdigest()[:12]
+    shown = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60].strip(".-") or "run"
+    words = {name: _word(getattr(row, name) or "") for name in ("folder", "description")}
+    numbers = {name: _finite(getattr(row, name)) for name in ("loss", "tokens_per_second")}
+    return Run(id=f"{shown}-{key}", name=_word(name), node=member.name, **row.model_dump() | words | numbers)
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has no NaN."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def age(moment: float | None) -> str:
+    """`3 min`, as a table shows it."""
+    if moment is None:
+        return ""
+    seconds = max(0.0, time.time() - moment)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,112 @@
+"""The nodes of a console: this machine, and those of nodes.toml. A thread for each asks for its report and its runs."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan.console.answers import NodePage
+from torchtitan.console.text import inert
+from torchtitan.launch.submit.install import NOT_FOUND
+from torchtitan.node import messages
+from torchtitan.node.hosts import read_hosts
+from torchtitan.node.ssh import Broken, Node, local_command, ssh_command
+from torchtitan.refusal import Refusal
+from torchtitan.root import ROOT, VERSION
+
+HERE = "this machine"
+_SECONDS = 5  # between two reports
+_HOUR = 3600 // _SECONDS
+# The installed command, else the checkout that was set up there last. A key with a forced command runs that instead.
+_PROGRAM = """
+if command -v torchtitan-recipe >/dev/null; then exec torchtitan-recipe node; fi
+cd; cd "$1" 2>/dev/null && home=$(pwd -P) && last=$(ls -t code/*.python 2>/dev/null | head -n 1) &&
+python=$(readlink "$last") && cd "${last%.python}" || exit 127
+exec "$python" -m torchtitan node --home "$home"
+"""
+
+
+class Member:
+    """A node, and what it said last."""
+
+    def __init__(self, name: str, node: Node, is_here: bool, address: str | None = None, gpus: int | None = None):
+        self.name, self.node, self.is_here, self.address, self.gpus = name, node, is_here, address, gpus
+        self.report: messages.ReportAnswer | None = None
+        self.runs: Sequence[messages.RunRow] = ()
+        self.last_seen: float | None = None
+        self.trouble = "it has not answered yet"
+        self._utilisation: deque[float] = deque(maxlen=_HOUR)
+        self._is_over = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, daemon=True, name=f"watch {self.name}").start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self.node.close()
+
+    def _watch(self) -> None:
+        with suppress(Broken):  # the node goes on trying
+            self.node.connect()
+        while not self._is_over.is_set():
+            try:
+                self.report = self.node.ask(messages.Report, 30)
+                if not self.is_here:
+                    self.runs = self.node.ask(messages.Runs, 30).runs
+                self.last_seen, self.trouble = time.time(), ""
+                self._utilisation.append(_utilisation(self.report))
+            except Refusal as error:
+                self.trouble = inert(str(error).encode())
+            self._is_over.wait(_SECONDS)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether the host answers, and has no node program."""
+        return not self.is_here and bool(self.trouble) and self.node.exit_code == NOT_FOUND
+
+    def page(self, own: messages.ReportAnswer | None) -> NodePage:
+        versions: list[tuple[str, str | None, str | None]] = []
+        if (report := self.report) and own:
+            versions = [("recipe", report.version, VERSION), ("torch", report.torch, own.torch)]
+            versions += [("Python", report.python, own.python)]
+        differs = [f"{what} {its or 'none'}, here {ours or 'none'}" for what, its, ours in versions if its != ours]
+        names = ("name", "is_here", "is_bare", "trouble", "last_seen", "report")
+        known: dict[str, Any] = {name: getattr(self, name) for name in names}
+        busy = list(self._utilisation)
+        return NodePage(**known, is_connected=not self.trouble, differs=differs, utilisation=busy)
+
+
+class Nodes:
+    def __init__(self, home: Path, file: Path | None, ssh: Sequence[str], remote_home: str) -> None:
+        self.ssh, self.remote_home = ssh, remote_home
+        here = Node(HERE, local_command(str(home)), cwd=ROOT)
+        self.members = {HERE: Member(HERE, here, is_here=True)}
+        for host in read_hosts(file) if file else ():
+            node = Node(host.host, ssh_command(host.host, ["sh", "-c", _PROGRAM, "sh", remote_home], ssh))
+            self.members[host.host] = Member(host.host, node, False, host.address, host.gpus)
+
+    def start(self) -> None:
+        for member in self.members.values():
+            member.start()
+
+    def close(self) -> None:
+        for member in self.members.values():
+            member.close()
+
+    def find(self, name: str) -> Member:
+        if name not in self.members:
+            raise Refusal(f"node = {name[:80]!a} is not known; use one of {', '.join(self.members)}")
+        return self.members[name]
+
+    def pages(self) -> list[NodePage]:
+        own = self.members[HERE].report
+        return [member.page(own) for member in self.members.values()]
+
+
+def _utilisation(report: messages.ReportAnswer) -> float:
+    shares = [device.utilisation for device in report.devices if device.utilisation is not None]
+    share = sum(shares) / len(shares) if shares else report.load / max(1, report.cores)
+    return round(min(1.0, share), 3)

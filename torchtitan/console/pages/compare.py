@@ -1,0 +1,72 @@
+"""Runs beside each other: their curves in one chart, and the keys in which their configurations differ."""
+
+from nicegui import ui
+
+from torchtitan.console.library import Library, keys_of
+from torchtitan.console.pages.charts import Points, add_controls, chart, draw
+from torchtitan.console.pages.frame import Parts, framed, heading, look, table
+
+_MOST = 8
+_SECONDS = 2
+
+
+def add(parts: Parts) -> None:
+    @ui.page("/compare", dark=None)
+    def compare(runs: str = "") -> None:
+        known = {run.id: f"{run.name} ({run.node})" for run in parts.library.runs()}
+        chosen = [id for id in dict.fromkeys(runs.split(",")) if id in known][:_MOST]
+        with framed("Compare"):
+            with ui.element("div").classes("line"):
+                heading("Compare")
+                ui.element("div").classes("grow")
+                which = ui.select(known, value=chosen, multiple=True, label="Runs").props("dense outlined use-chips")
+                which.style("min-width: 260px; max-width: 620px")
+                name = (
+                    ui.select(["loss"], value="loss", label="Curve").props("dense outlined").style("min-width: 160px")
+                )
+                controls = add_controls()
+            picture = chart("loss", large=True)
+            heading("Keys that differ", 2)
+            holder = ui.element("div")
+
+        async def curves() -> None:
+            found = await look(_lines, parts.library, list(which.value)[:_MOST], name.value, controls.values()[0])
+            if found is None:
+                return
+            names, lines = found
+            if names and name.options != names:
+                name.set_options(names, value=name.value if name.value in names else names[0])
+            labels = {known[id]: points for id, points in lines.items()}
+            draw(picture, str(name.value), labels, controls.values())
+
+        async def keys() -> None:
+            ids = list(which.value)[:_MOST]
+            rows = await look(differences, parts.library, ids) or []
+            holder.clear()
+            with holder:
+                columns = [("key", "Key"), *((id, known[id]) for id in ids)]
+                table(columns, "key", pagination={"rowsPerPage": 0}).rows = rows
+
+        async def changed() -> None:
+            await curves()
+            await keys()
+
+        which.on_value_change(changed)
+        name.on_value_change(curves)
+        controls.on_change(curves)
+        ui.timer(0.1, changed, once=True)
+        ui.timer(_SECONDS * 5, curves)
+
+
+def _lines(library: Library, ids: list[str], name: str, axis: str) -> tuple[list[str], dict[str, Points]]:
+    all_curves = {id: library.curves(id) for id in ids}
+    names = list(dict.fromkeys(name for curves in all_curves.values() for name in curves.names()))
+    return names, {id: curves.line(name, axis) for id, curves in all_curves.items()}
+
+
+def differences(library: Library, ids: list[str]) -> list[dict[str, str]]:
+    """A row for each key that is not the same in all."""
+    keys = {id: keys_of(library.configuration(id)) for id in ids}
+    names = sorted({name for values in keys.values() for name in values})
+    rows = [{"key": name, **{id: values.get(name, "absent") for id, values in keys.items()}} for name in names]
+    return [row for row in rows if len({row[id] for id in ids}) > 1]

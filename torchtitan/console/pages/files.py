@@ -1,0 +1,136 @@
+"""The files of a run. A log is shown from its end, live; older parts on request; never the whole file at once.
+
+Every piece is the text of an element, so nothing in it is code or HTML.
+"""
+
+from urllib.parse import quote
+
+from nicegui import ui
+
+from torchtitan.console.answers import FileRow, LogPiece, RunPage
+from torchtitan.console.library import age
+from torchtitan.console.pages.frame import LINK, Parts, do, look, size, table
+
+_SECONDS = 1
+_TAIL = 2**15  # bytes that are shown first
+_MOST_PIECES = 200
+_COLUMNS = [("path", "File"), ("size", "Size"), ("changed", "Changed")]
+
+
+class _LogView:
+    def __init__(self, parts: Parts, id: str) -> None:
+        self._library, self._id = parts.library, id
+        self._start = self._next = 0  # what is shown, in bytes of the file
+        self._rest = ""  # a line that has not ended yet
+        with ui.element("div").classes("line").style("margin-bottom: 10px"):
+            self.names = ui.select([], label="Log").props("dense outlined").style("min-width: 220px")
+            self.needle = ui.input(placeholder="Search").props('dense outlined clearable aria-label="Search the log"')
+            self.follow = ui.checkbox("Follow", value=True).props("dense")
+            ui.button("Earlier", on_click=self.earlier).props("flat dense")
+            ui.button("Start of file", on_click=lambda: self.open_at(0)).props("flat dense")
+            ui.button("End", on_click=lambda: self.open_at(-_TAIL)).props("flat dense")
+            self.place = ui.label().classes("dim small number")
+            self.download = ui.link("Download", "").props("download").classes("small")
+        self.matches = ui.element("div").classes("mono")
+        self.log = ui.scroll_area().classes("log mono").props('tabindex=0 aria-label="Log"')
+        self._shown: list[ui.label] = []
+        self.names.on_value_change(lambda: self.open_at(-_TAIL))
+        self.needle.on("keydown.enter", self.search)
+        self.needle.on("clear", self.matches.clear)
+        ui.timer(_SECONDS, self.tick)
+
+    async def tick(self) -> None:
+        page = await look(self._library.page, self._id) if not self.names.value else None
+        if page is not None and page.logs:
+            self.names.set_options(page.logs, value=page.logs[0])  # this opens it
+        elif self.names.value and self.follow.value:
+            self.add(await look(self._library.log, self._id, str(self.names.value), self._next))
+
+    async def open_at(self, position: int) -> None:
+        if not self.names.value:
+            return
+        piece = await look(self._library.log, self._id, str(self.names.value), position)
+        if piece is None:
+            return
+        self.log.clear()
+        self._shown.clear()
+        self._start, self._next, self._rest = piece.position, piece.position, ""
+        self.download.props(f'href="{_href(self._id, str(self.names.value))}"')
+        self.follow.value = position < 0
+        self.add(piece)
+        self.log.scroll_to(percent=1.0 if self.follow.value else 0.0)
+
+    async def earlier(self) -> None:
+        await self.open_at(max(0, self._start - _TAIL))
+
+    def add(self, piece: LogPiece | None) -> None:
+        """Whole lines go into the view; a piece that does not go on from here is late."""
+        if piece is None or piece.position != self._next:
+            return
+        self._next = piece.next
+        lines, end, self._rest = (self._rest + piece.text).rpartition("\n")
+        if end:
+            with self.log:
+                self._shown.append(ui.label(lines))
+            if len(self._shown) > _MOST_PIECES:
+                self._shown.pop(0).delete()
+            if self.follow.value:
+                self.log.scroll_to(percent=1.0)
+        self.place.text = f"bytes {self._start:,} to {self._next:,} of {piece.size:,}"
+
+    async def search(self) -> None:
+        self.matches.clear()
+        if not self.needle.value or not self.names.value:
+            return
+        found = await do(self._library.log, self._id, str(self.names.value), 0, str(self.needle.value)[:200])
+        if found is None:
+            return
+        with self.matches:
+            more = "" if found.next >= found.size else f", looked at the first {found.next:,} bytes"
+            ui.label(f"{len(found.matches)} lines{more}").classes("dim small")
+            for match in found.matches[:50]:
+                ui.button(match.line[:160], on_click=lambda at=match.position: self.open_at(at)).props(
+                    "flat dense no-caps align=left size=sm"
+                ).classes("w-full mono")
+
+
+def add_log(parts: Parts, id: str) -> None:
+    _LogView(parts, id)
+
+
+def add_files(parts: Parts, id: str) -> None:
+    saved = ui.element("div")
+    with ui.element("div").classes("line").style("margin: 10px 0"):
+        wanted = ui.input(placeholder="Filter files").props('dense outlined clearable aria-label="Filter files"')
+        ui.button("Look again", on_click=lambda: show()).props("flat dense")
+    shown = table(_COLUMNS, "path", ("size", "changed"), pagination={"rowsPerPage": 50})
+    shown.add_slot("body-cell-path", LINK.replace("<a ", "<a download "))
+    shown.bind_filter_from(wanted, "value")
+
+    async def show() -> None:
+        page, found = await look(parts.library.page, id), await look(parts.library.find(id).place.files)
+        if page is None or found is None:
+            return
+        shown.rows = [_row(id, row) for row in found[0]]
+        saved.clear()
+        with saved:
+            _add_checkpoints(page)
+
+    ui.timer(0.2, show, once=True)
+
+
+def _add_checkpoints(page: RunPage) -> None:
+    if not page.checkpoints:
+        ui.label("No checkpoint is saved yet.").classes("dim")
+        return
+    ui.label(f"Checkpoints: {', '.join(page.checkpoints)}")
+    where = "" if page.run.node == "this machine" else f"on {page.run.node}: "
+    ui.label(f"{where}python -m torchtitan generate --checkpoint {page.run.folder}").classes("mono dim")
+
+
+def _href(id: str, path: str) -> str:
+    return f"/api/runs/{quote(id)}/files/{quote(path)}"
+
+
+def _row(id: str, row: FileRow) -> dict[str, str]:
+    return {"path": row.path, "href": _href(id, row.path), "size": size(row.size), "changed": f"{age(row.changed)} ago"}

@@ -1,0 +1,126 @@
+"""What every page has: the bar above, who is logged in, and how a refusal is shown."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from nicegui import Client, run, ui
+
+from torchtitan.console.actions import Actions
+from torchtitan.console.library import Library
+from torchtitan.console.nodes import Nodes
+from torchtitan.console.people import Person
+from torchtitan.refusal import Refusal
+
+ICON = Path(__file__).parent / "icon.svg"
+CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+_PAGES = {"Runs": "/", "Nodes": "/nodes", "New run": "/new", "Compare": "/compare"}
+_SMALL = "flat round dense size=sm color=grey"
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a page is given."""
+
+    library: Library
+    nodes: Nodes
+    actions: Actions
+
+
+def person_of(client: Client) -> Person:
+    """Who asked for this page; the gate lets nobody else use its socket."""
+    person: Person = client.request.scope["state"]["person"]
+    return person
+
+
+def owner_of(client_id: str) -> Person | None:
+    client = Client.instances.get(client_id)
+    return person_of(client) if client and "person" in client.request.scope.get("state", {}) else None
+
+
+@contextmanager
+def framed(title: str) -> Iterator[Person]:
+    """Inside, elements come into the page."""
+    person = person_of(ui.context.client)
+    ui.page_title(f"{title} - console")
+    ui.add_head_html(f"<style>{CSS}</style>")
+    ui.colors(primary="#2f6f9f", negative="#b3372f", positive="#2e7d4f")
+    dark = ui.dark_mode(None)
+    with ui.element("header").classes("bar"):
+        ui.link("Skip to content", "#content").classes("skip")
+        ui.label("torchtitan-recipe").classes("title wide")
+        with ui.element("nav").classes("line").props('aria-label="Pages"'):
+            for name, path in _PAGES.items():
+                link = ui.link(name, path)
+                if name == title:
+                    link.classes("here").props('aria-current="page"')
+        with ui.element("div").classes("right"):
+            ui.label(f"{person.name} ({person.role})").classes("small wide")
+            turn = ui.button(icon="contrast", on_click=lambda: dark.set_value(not dark.value))
+            turn.props(f'{_SMALL} aria-label="Dark or light"')
+            if person.token:
+                with ui.element("form").props('method="post" action="/logout"'):
+                    ui.button("Log out").props("flat dense size=sm color=grey type=submit")
+    with ui.element("div").classes("main").props('id="content"'):
+        yield person
+
+
+def heading(text: str, level: int = 1) -> None:
+    with ui.element(f"h{level}"):
+        ui.label(text)
+
+
+async def do(action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """What the action gives, done in a thread; a refusal is shown and gives None."""
+    try:
+        return await run.io_bound(action, *args, **kwargs)
+    except (Refusal, OSError) as error:
+        ui.notify(str(error), type="negative", multi_line=True, close_button="Close", timeout=0)
+        return None
+
+
+async def look(action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """The same for a timer: what cannot be read now is read later."""
+    try:
+        return await run.io_bound(action, *args, **kwargs)
+    except (Refusal, OSError):
+        return None
+
+
+async def confirmed(question: str, word: str) -> bool:
+    with ui.dialog() as dialog, ui.card():
+        ui.label(question)
+        with ui.row():
+            ui.button(word, on_click=lambda: dialog.submit(True)).props("color=negative unelevated")
+            ui.button("Cancel", on_click=lambda: dialog.submit(False)).props("flat autofocus")
+    answer = await dialog
+    dialog.delete()
+    return bool(answer)
+
+
+def table(columns: list[tuple[str, str]], key: str, numbers: tuple[str, ...] = (), **more: Any) -> ui.table:
+    """A dense table; a column is its name in the rows and its title."""
+    shown = [
+        {"name": name, "label": title, "field": name, "sortable": True, "align": "left"} for name, title in columns
+    ]
+    for column in shown:
+        column["align"] = "right" if column["name"] in numbers else "left"
+    made = ui.table(rows=[], columns=shown, row_key=key, **more)
+    return made.props("dense flat wrap-cells").classes("w-full")
+
+
+LINK = """<q-td :props="props"><a :href="props.row.href">{{ props.value }}</a></q-td>"""
+STATE = """<q-td :props="props"><span :class="'state ' + props.value">{{ props.value }}</span></q-td>"""
+
+
+def size(number: float) -> str:
+    """`1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"

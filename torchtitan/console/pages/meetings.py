@@ -1,0 +1,70 @@
+"""What a site of a swarm recorded of its meetings: who took part, what it cost, how far the sites were apart."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from nicegui import ui
+
+from torchtitan.console.pages.frame import Parts, heading, look, table
+from torchtitan.console.text import inert
+
+_FILE, _BYTES, _MOST = "swarm.jsonl", 2**19, 500
+_SECONDS = 5
+_MEETINGS = [("step", "Step"), ("fragment", "Fragment"), ("version", "Meeting"), ("sites", "Sites"), ("up", "MB up")]
+_MEETINGS += [("down", "MB down"), ("seconds", "Seconds"), ("waited", "Waited, s"), ("apart", "Apart, %")]
+_SITES = [("site", "Site"), ("counted", "Counted in"), ("left_out", "Left out of"), ("last", "Last at step")]
+
+
+def read_meetings(read: Callable[[str, int, int], tuple[bytes, int]]) -> list[dict[str, Any]]:
+    """The newest records first; lines that are none are passed over."""
+    try:
+        _, size = read(_FILE, 0, 1)
+        lines = read(_FILE, max(0, size - _BYTES), _BYTES)[0].splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in reversed(lines[-_MOST:]):
+        try:
+            found.append(_row(json.loads(line)))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+    return found
+
+
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    named = {name: [inert(str(site)[:80].encode()) for site in record[name]] for name in ("counted", "rejected")}
+    numbers = {name: int(record[name]) for name in ("step", "fragment", "version")}
+    numbers |= {"key": f"{numbers['fragment']}.{numbers['version']}.{numbers['step']}"}  # type: ignore[dict-item]
+    measured = {"up": record["bytes_up"] / 1e6, "down": record["bytes_down"] / 1e6, "seconds": record["seconds"]}
+    measured |= {"waited": record["waited_seconds"], "apart": 100 * record["apart"]}
+    return named | numbers | {"sites": ", ".join(named["counted"])} | {n: round(v, 2) for n, v in measured.items()}
+
+
+def sites_of(meetings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each site that the meetings name."""
+    names = sorted({site for meeting in meetings for site in (*meeting["counted"], *meeting["rejected"])})
+    rows = []
+    for name in names:
+        own = [meeting for meeting in meetings if name in meeting["counted"]]
+        left_out = sum(name in meeting["rejected"] for meeting in meetings)
+        last = max((meeting["step"] for meeting in own), default=None)
+        rows.append({"site": name, "counted": len(own), "left_out": left_out, "last": last})
+    return rows
+
+
+def add_meetings(parts: Parts, id: str, tab: ui.tab) -> None:
+    """The tab is there once there are meetings."""
+    tab.visible = False
+    heading("Sites", 2)
+    sites = table(_SITES, "site", numbers=("counted", "left_out", "last"))
+    heading("Meetings", 2)
+    numbers = tuple(name for name, _ in _MEETINGS if name != "sites")
+    meetings = table(_MEETINGS, "key", numbers=numbers, pagination={"rowsPerPage": 50})
+
+    async def show() -> None:
+        found = await look(lambda: read_meetings(parts.library.find(id).place.read))
+        if found and found != meetings.rows:
+            meetings.rows, sites.rows, tab.visible = found, sites_of(found), True
+
+    ui.timer(_SECONDS, show)

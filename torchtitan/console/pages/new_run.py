@@ -1,0 +1,165 @@
+"""A new run: a configuration in an editor that is checked as one types, the nodes, a review, and the start."""
+
+import difflib
+from base64 import b64encode
+
+from nicegui import ui
+
+from torchtitan.console.actions import DEBUG_MODEL, new_name, shipped
+from torchtitan.console.answers import CheckText, PlanText, Proposal, StartRun
+from torchtitan.console.nodes import HERE
+from torchtitan.console.pages.frame import Parts, do, framed, heading
+from torchtitan.console.people import Person
+from torchtitan.console.proposals import data_sheets
+from torchtitan.refusal import Refusal
+
+_SECONDS = 0.4  # between what one types and the check
+
+
+def add(parts: Parts) -> None:
+    @ui.page("/new", dark=None)
+    def new_run(source: str = "") -> None:
+        with framed("New run") as person:
+            heading("New run")
+            if person.may("operator"):
+                _Design(parts, person, source)
+            else:
+                ui.label(f"{person.name} is {person.role}; an operator can start runs.").classes("dim")
+
+
+class _Design:
+    """The form. `origin` is the text from which the configuration started."""
+
+    def __init__(self, parts: Parts, person: Person, source: str) -> None:
+        self._parts, self._person = parts, person
+        self._texts = shipped()
+        name, self.origin = self._first(source)
+        self._checked = ""
+        with ui.element("div").classes("line"):
+            known = [*self._texts, *([name] if name not in self._texts else [])]
+            start = ui.select(known, value=name, label="Start from").props("dense outlined").style("min-width: 220px")
+            self.name = ui.input("Name of the run", value=new_name(name)).props("dense outlined maxlength=80")
+            nodes = list(parts.nodes.members)
+            self.nodes = ui.select(nodes, value=[HERE], multiple=True, label="Nodes, rank 0 first")
+            self.nodes.props("dense outlined use-chips").style("min-width: 220px")
+            ui.element("div").classes("grow")
+            ui.button("Plan", on_click=self.plan).props("outline dense padding='xs md'")
+            self.review_button = ui.button("Review", on_click=self.review).props("unelevated dense padding='xs md'")
+        with ui.element("div").classes("split"):
+            self.editor = ui.codemirror(self.origin, language="TOML", theme="basicLight", line_wrapping=True)
+            self.editor.props('aria-label="Configuration"')
+            with ui.element("div"):
+                ui.label("Mistakes").style("font-weight: 600")
+                self.mistakes = ui.label("").classes("mono").style("white-space: pre-wrap; overflow-wrap: anywhere")
+        start.on_value_change(lambda event: self.take(event.value))
+        ui.timer(_SECONDS, self.check)
+
+    def _first(self, source: str) -> tuple[str, str]:
+        if source:
+            try:
+                return self._parts.library.find(source).page.name, self._parts.library.configuration(source)
+            except Refusal as error:
+                ui.notify(str(error), type="negative")
+        return DEBUG_MODEL, self._texts[DEBUG_MODEL]
+
+    def take(self, name: str) -> None:
+        if name in self._texts:
+            self.origin = self.editor.value = self._texts[name]
+            self.name.value = new_name(name)
+
+    async def check(self) -> None:
+        text = str(self.editor.value)
+        if text == self._checked:
+            return
+        self._checked = text
+        found = await do(self._parts.actions.check, self._person, CheckText(config=text[: 2**18]))
+        self._say(found)
+
+    def _say(self, mistakes: list[str] | None) -> None:
+        if mistakes is not None:
+            self.mistakes.text = "\n\n".join(mistakes) or "none"
+            self.mistakes.classes(replace=f"mono {'bad' if mistakes else 'good'}")
+
+    async def plan(self) -> None:
+        """Layouts that the planner proposes on the chosen nodes; one of them may replace the configuration."""
+        with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 900px); max-width: 92vw"):
+            with ui.element("div").classes("line"):
+                ui.label(f"Layouts on {', '.join(self.nodes.value)}").style("font-weight: 600")
+                sheet = (
+                    ui.select(data_sheets(), value="h100_1x8", label="Machines like")
+                    .props("dense outlined")
+                    .style("min-width: 160px")
+                )
+                search = ui.button("Search").props("unelevated dense padding='xs md'")
+            holder = ui.element("div").classes("w-full")
+            ui.button("Back", on_click=dialog.close).props("flat")
+
+        async def found() -> None:
+            search.disable()
+            wish = PlanText(config=str(self.editor.value)[: 2**18], machines=str(sheet.value), nodes=self.nodes.value)
+            proposals = await do(self._parts.actions.plan, self._person, wish)
+            search.enable()
+            holder.clear()
+            with holder:
+                for number, proposal in enumerate(proposals or [], 1):
+                    self._show(number, proposal, dialog)
+
+        search.on_click(found)
+        await dialog
+        dialog.delete()
+
+    def _show(self, number: int, proposal: Proposal, dialog: ui.dialog) -> None:
+        def take() -> None:
+            self.editor.value = proposal.config
+            dialog.close()
+
+        with ui.element("div").classes("line"):
+            ui.label(f"{number}. {proposal.layout}").classes("grow")
+            ui.label(f"{proposal.seconds:.3f} s a step, {proposal.memory_gib:.1f} GiB").classes("dim")
+            ui.button("Take", on_click=take).props("outline dense padding='xs md'")
+        if number == 1:
+            ui.label(f"rests on {proposal.rests_on}").classes("small")
+        if proposal.drawing:
+            with ui.expansion("the pipeline over time"):
+                picture = b64encode(proposal.drawing.encode()).decode()
+                ui.image(f"data:image/svg+xml;base64,{picture}").props('fit=contain alt="stages over time"')
+
+    async def review(self) -> None:
+        """The difference to where it started, what this machine lacks, and what will be done."""
+        text = str(self.editor.value)
+        self.review_button.disable()
+        mistakes = await do(self._parts.actions.check, self._person, CheckText(config=text[: 2**18], whole=True))
+        self.review_button.enable()
+        self._say(mistakes)
+        if mistakes is None:
+            return
+        before, now = self.origin.splitlines(), text.splitlines()
+        diff = "\n".join(difflib.unified_diff(before, now, "before", "now", lineterm=""))
+        with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 720px); max-width: 92vw"):
+            ui.label(f"Review of {self.name.value}").style("font-weight: 600")
+            ui.label(f"Nodes: {', '.join(self.nodes.value)}. The run goes on when the console ends.").classes("dim")
+            ui.label(diff or "The configuration is as it was.").classes("diff mono w-full")
+            if mistakes:
+                ui.label("`check` on this machine says:\n" + "\n".join(mistakes)).classes("trouble mono")
+            with ui.row():
+                go = ui.button("Start", on_click=lambda: dialog.submit(True)).props("unelevated")
+                go.set_enabled(not mistakes or self.nodes.value != [HERE])
+                ui.button("Back", on_click=lambda: dialog.submit(False)).props("flat autofocus")
+        if await dialog:
+            await self.start(text)
+        dialog.delete()
+
+    async def start(self, text: str) -> None:
+        self.review_button.disable()
+        ui.notify("Sending the code and starting")
+        started = await do(self._start, text, str(self.name.value), list(self.nodes.value))
+        self.review_button.enable()
+        if started is not None:
+            ui.navigate.to(f"/run/{started}")
+
+    def _start(self, text: str, name: str, nodes: list[str]) -> str:
+        try:
+            wish = StartRun(config=text, name=name, nodes=nodes)
+        except ValueError:
+            raise Refusal(f"name = {name[:80]!r} does not serve; use letters, digits, . _ and -") from None
+        return self._parts.actions.start(self._person, wish).id

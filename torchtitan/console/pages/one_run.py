@@ -1,0 +1,187 @@
+"""One run: live curves, the log of each rank, files and checkpoints, its configuration."""
+
+from typing import Any
+
+from nicegui import ui
+
+from torchtitan.console.answers import Run
+from torchtitan.console.curves import Curves
+from torchtitan.console.library import Unknown, age, keys_of
+from torchtitan.console.pages.charts import Points, add_controls, chart, draw
+from torchtitan.console.pages.files import add_files, add_log
+from torchtitan.console.pages.frame import Parts, confirmed, do, framed, heading, look, size, table
+from torchtitan.console.pages.meetings import add_meetings
+from torchtitan.console.people import Person
+
+_SECONDS = 1
+_CHARTS = {  # title -> the curves in it
+    "Loss": ("loss", "validation_loss"),
+    "Tokens per second": ("tokens_per_second",),
+    "Gradient norm": ("grad_norm",),
+    "Learning rate": ("lr",),
+    "Seconds per step": ("step_seconds", "data_seconds"),
+    "Memory, GiB": ("memory_gib",),
+}
+
+
+def add(parts: Parts) -> None:
+    views = {"Curves": _add_curves, "Log": add_log, "Samples": _add_samples, "Files": add_files}
+    views["Configuration"] = _add_configuration
+
+    @ui.page("/run/{id}", dark=None)
+    def one_run(id: str) -> None:
+        try:
+            run = parts.library.find(id).page
+        except Unknown:
+            with framed("Run"):
+                ui.label("There is no such run any more.").classes("trouble")
+                ui.link("All runs", "/")
+            return
+        with framed(run.name) as person:
+            _add_head(parts, person, run)
+            with ui.tabs().props("dense align=left no-caps inline-label narrow-indicator") as tabs:
+                for name in views:
+                    ui.tab(name)
+                meetings = ui.tab("Meetings")
+            with ui.tab_panels(tabs, value="Curves").props("keep-alive").classes("w-full"):
+                for name, add_view in views.items():
+                    with ui.tab_panel(name):
+                        add_view(parts, id)
+                with ui.tab_panel(meetings):
+                    add_meetings(parts, id, meetings)
+
+
+def _add_head(parts: Parts, person: Person, run: Run) -> None:
+    with ui.element("div").classes("line"):
+        heading(run.name)
+        state = ui.label().classes("state")
+        ui.element("div").classes("grow")
+        if person.may("operator"):
+            clone = ui.button("Clone", on_click=lambda: ui.navigate.to(f"/new?source={run.id}"))
+            clone.props("outline dense padding='xs md'")
+        stop = ui.button("Stop").props("outline dense color=negative padding='xs md'")
+        delete = ui.button("Delete").props("outline dense color=negative padding='xs md'")
+    facts = ui.element("div").classes("facts number")
+    ui.label(run.folder).classes("dim small mono").style("overflow-wrap: anywhere")
+    shown: list[Any] = [None]
+
+    def show() -> None:
+        try:
+            now = parts.library.find(run.id).page
+        except Unknown:
+            state.text = "deleted"
+            return
+        is_live = now.state == "running"
+        stop.visible = is_live and now.is_own and person.may("operator")
+        delete.visible = not is_live and now.is_own and person.may("admin")
+        if shown[0] == now:
+            return
+        shown[0] = now
+        state.text = now.state
+        state.classes(replace=f"state {now.state}")
+        facts.clear()
+        with facts:
+            for name, value in _facts(now):
+                with ui.element("div"):
+                    ui.label(name)
+                    ui.label(value)
+
+    async def end() -> None:
+        if await confirmed(f"Stop {run.name}? It saves first if it is set up to, and can be resumed.", "Stop"):
+            ui.notify("Asking the run to end")
+            await do(parts.actions.stop, person, run.id)
+
+    async def remove() -> None:
+        question = f"Delete {run.name} with its checkpoints? This cannot be undone."
+        if await confirmed(question, "Delete"):
+            done = await do(parts.actions.delete, person, run.id)
+            if done is not None:
+                ui.notify(f"{size(done.freed_bytes or 0)} are free again")
+                ui.navigate.to("/")
+
+    stop.on_click(end)
+    delete.on_click(remove)
+    show()
+    ui.timer(_SECONDS, show)
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    exit_code = "" if run.exit_code is None else str(run.exit_code)
+    found = [
+        ("Step", f"{run.step or 0:,} of {run.steps:,}" if run.steps else "none yet"),
+        ("Loss", f"{run.loss:.4f}" if run.loss is not None else ""),
+        ("Tokens per second", f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else ""),
+        ("Started", f"{age(run.started)} ago" if run.started else ""),
+        ("Ended", f"{age(run.ended)} ago" if run.ended else ""),
+        ("Exit code", exit_code),
+        ("Node", run.node + (f", {run.rank} of {run.nodes}" if run.nodes and run.nodes > 1 else "")),
+        ("Description", run.description),
+    ]
+    return [(name, value) for name, value in found if value]
+
+
+def _add_curves(parts: Parts, id: str) -> None:
+    with ui.element("div").classes("line").style("margin-bottom: 10px"):
+        controls = add_controls()
+    nothing = ui.label("No step is recorded yet.").classes("dim")
+    with ui.element("div").classes("charts"):
+        pictures = {title: chart(title) for title in _CHARTS}
+    seen: list[Any] = [None]
+
+    async def show() -> None:
+        curves = await look(parts.library.curves, id)
+        if curves is None:
+            return
+        length = (len(curves.training.steps), len(curves.validation.steps))
+        now = (*length, curves.training.steps[-1:], controls.values())
+        if now == seen[0]:
+            return
+        seen[0] = now
+        nothing.visible = not length[0]
+        for title, names in _CHARTS.items():
+            lines = _lines(curves, names, controls.values()[0])
+            pictures[title].visible = bool(lines)
+            if lines:
+                draw(pictures[title], title, lines, controls.values())
+
+    controls.on_change(show)
+    ui.timer(_SECONDS, show)
+
+
+def _lines(curves: Curves, names: tuple[str, ...], axis: str) -> dict[str, Points]:
+    lines = {name.replace("_", " "): curves.line(name, axis) for name in names}
+    return {name: points for name, points in lines.items() if points}
+
+
+def _add_samples(parts: Parts, id: str) -> None:
+    """Texts at steps; a run writes them where metrics.sample_freq asks for them."""
+    holder = ui.element("div").classes("facts-list")
+    shown: list[Any] = [None]
+
+    async def show() -> None:
+        samples = await look(parts.library.samples, id)
+        if samples is None or samples == shown[0]:
+            return
+        shown[0] = samples
+        holder.clear()
+        with holder:
+            if not samples:
+                ui.label("No sample is in the log; metrics.sample_freq and sample_prompt ask for some.").classes("dim")
+            for step, text in samples[:50]:
+                ui.label(f"Step {step:,}").classes("dim small")
+                ui.label(text).classes("sample mono")
+
+    ui.timer(_SECONDS * 5, show)
+
+
+def _add_configuration(parts: Parts, id: str) -> None:
+    with ui.element("div").classes("line"):
+        wanted = ui.input(placeholder="Filter keys").props('dense outlined clearable aria-label="Filter keys"')
+    shown = table([("key", "Key"), ("value", "Value")], "key", pagination={"rowsPerPage": 0})
+    shown.bind_filter_from(wanted, "value").style("margin-top: 10px")
+
+    async def show() -> None:
+        text = await look(parts.library.configuration, id)
+        shown.rows = [{"key": key, "value": value} for key, value in keys_of(text or "").items()]
+
+    ui.timer(0.1, show, once=True)
