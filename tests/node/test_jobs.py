@@ -31,13 +31,13 @@ def home(tmp_path: Path) -> Path:
 
 def follow(program: Program, run: str, into: bytearray, until: int | None = None) -> None:
     """Take bytes in order until the end of the log, or until so many."""
-    asked = program.send(do="follow", run=run, path="node/0/output.log", position=len(into))
     while True:
-        answer = program.read()
-        assert answer["id"] == asked and answer["kind"] == "data" and answer["position"] == len(into), answer
+        answer = program.ask(do="follow", run=run, path="node/0/output.log", position=len(into))
+        assert answer["kind"] == "follow" and answer["position"] == len(into), answer
         into += base64.b64decode(answer["data"])
         if answer["is_end"] or (until is not None and len(into) >= until):
             return
+        time.sleep(0.02)
 
 
 def test_a_run_survives_its_program_and_no_line_is_lost_or_doubled(home: Path) -> None:
@@ -106,10 +106,9 @@ def test_a_reused_pid_is_not_taken_for_a_run(home: Path, changed: str) -> None:
     (part / "job.json").write_text(json.dumps(json.loads((part / "job.json").read_text()) | {"host": "another"}))
     (part / "end.json").unlink()
     assert program.ask(do="runs")["runs"] == []  # its own machine shows it
-    asked = program.send(do="follow", run="old", path="node/0/output.log")
-    assert not program.read()["is_end"]  # it may grow on the shared disk
-    program.send(do="unfollow", follow=asked)
-    assert program.read()["kind"] == "done"
+    end = (part / "output.log").stat().st_size
+    followed = program.ask(do="follow", run="old", path="node/0/output.log", position=end)
+    assert followed["data"] == "" and not followed["is_end"]  # it may grow on the shared disk
     assert "still runs" in program.ask(do="delete", run="old")["why"]
     assert "ran on another machine" in program.start("old", again=True)["why"]
     program.close()
@@ -119,14 +118,14 @@ def test_a_run_that_is_over_goes_on_in_its_folder_when_asked(home: Path) -> None
     program = Program(home)
     program.start("twice", "lines = 2")
     program.wait("twice", "ended")
-    assert program.start("twice", "lines = 1", again=True)["kind"] == "started"
+    assert program.start("twice", "lines = 1", again=True)["kind"] == "start"
     program.wait("twice", "ended")
     log = bytearray()
     follow(program, "twice", log)
     assert log.decode().split("\n") == ["line 0", "line 1", "line 0", ""]
     (home / "runs/twice/node/0/output.log").write_text("")
-    program.send(do="follow", run="twice", path="node/0/output.log", position=5)
-    assert "follow it from 0" in program.read()["why"]
+    followed = program.ask(do="follow", run="twice", path="node/0/output.log", position=5)
+    assert "follow it from 0" in followed["why"]
     (home / "runs/link").symlink_to(home / "runs/twice")
     assert "is a link" in program.start("link", again=True)["why"]
     program.close()
@@ -139,7 +138,7 @@ def test_a_stop_during_the_start_is_kept(home: Path) -> None:
         time.sleep(0.001)
     stop = program.send(do="stop", run="early", seconds=5)
     answers = {answer["id"]: answer for answer in (program.read(), program.read())}
-    assert answers[asked]["kind"] == "started" and answers[stop]["state"] == "stopped"
+    assert answers[asked]["kind"] == "start" and answers[stop]["state"] == "stopped"
     assert processes_of(home) == {}
     program.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.node import processes
-from torchtitan.node.messages import MOST_ROWS, FileRow, RunRow, Start
+from torchtitan.node.messages import MOST_ROWS, FileRow, RunRow, Start, State
 from torchtitan.refusal import Refusal
 from torchtitan.tools import runs
 
@@ -127,7 +127,7 @@ def read_at(file: Path, position: int, size: int) -> tuple[bytes, int]:
         os.close(descriptor)
 
 
-def state_of(part: Path) -> Any:
+def state_of(part: Path) -> State:
     """How a part of a run ended; running; or lost, if its keeper is gone and wrote nothing."""
     if end := processes.read_record(part / "end.json"):
         return end["state"]

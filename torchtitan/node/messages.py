@@ -1,14 +1,14 @@
 """What a node program and its clients say to each other: one JSON object a line, of these models and no others.
 
-A request names what to `do`; each answer has the request's `id` and a `kind`. Every length and pattern is bounded, so
-both sides may parse what they do not trust. A `follow` gets `data` until the run has ended and its whole file was sent.
+A request names what to `do`. It gets one answer, with its `id` and a `kind`: what was asked for, or `refused`. Every
+length and pattern is bounded, so both sides may parse what they do not trust.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-PROTOCOL = 1
+PROTOCOL = 2
 CHUNK_BYTES = 2**20  # of a file or an archive in one message
 LINE_BYTES = 4 * 2**20  # a longer line is refused unread
 MOST_ROWS = 5000  # files or runs in one answer
@@ -27,7 +27,8 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,79}$")]
 Value = Annotated[str, Field(max_length=1024, pattern=_PLAIN)]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:\[][A-Za-z0-9_.:%\]-]{0,252}$")]
-Base64 = Annotated[str, Field(max_length=CHUNK_BYTES * 4 // 3 + 4, pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
+_BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+Base64 = Annotated[str, Field(max_length=CHUNK_BYTES * 4 // 3 + 4, pattern=_BASE64)]
 State = Literal["running", "ended", "stopped", "failed", "lost"]
 
 
@@ -64,7 +65,7 @@ class Port(Asked):
 
 
 class Put(Asked):
-    """A piece of a code archive. With the last one the node checks the hash and unpacks."""
+    """A piece of a code archive, in order from position 0. With the last one the node checks the hash and unpacks."""
 
     do: Literal["put"] = "put"
     name: Sha256
@@ -99,28 +100,21 @@ class Files(Asked):
     run: AnyRun
 
 
-class Read(Asked):
-    do: Literal["read"] = "read"
+class Piece(Asked):
     run: AnyRun
     path: FilePath
     position: Size = 0
     size: Annotated[int, Field(ge=1, le=CHUNK_BYTES)] = CHUNK_BYTES
 
 
-class Follow(Asked):
-    """Asks for a file from a position on, as it grows. The file may not exist yet."""
+class Read(Piece):
+    do: Literal["read"] = "read"
+
+
+class Follow(Piece):
+    """Asks what a file has gained, as it grows. The file may not exist yet."""
 
     do: Literal["follow"] = "follow"
-    run: AnyRun
-    path: FilePath
-    position: Size = 0
-
-
-class Unfollow(Asked):
-    """Ends the follow that had the id `follow`."""
-
-    do: Literal["unfollow"] = "unfollow"
-    follow: Id
 
 
 class Stop(Asked):
@@ -172,6 +166,8 @@ class FileRow(Message):
 
 
 class Answer(Message):
+    """Its `kind` is what the request wanted to `do`."""
+
     id: Id
 
 
@@ -206,15 +202,14 @@ class PortAnswer(Answer):
 
 
 class CodeAnswer(Answer):
-    """To `put` and `has`: whether the code is complete here, else how much of the archive is."""
+    """Whether the code is complete here."""
 
-    kind: Literal["code"] = "code"
+    kind: Literal["put", "has"]
     is_here: bool
-    size: Size
 
 
 class StartedAnswer(Answer):
-    kind: Literal["started"] = "started"
+    kind: Literal["start"] = "start"
     folder: Text
     log: FilePath
 
@@ -226,21 +221,25 @@ class FilesAnswer(Answer):
 
 
 class DataAnswer(Answer):
-    """To `read` and `follow`. `is_end`: of a read, nothing follows now; of a follow, nothing will."""
+    """`is_end`: of a read, nothing follows now; of a follow, nothing will, for the run is over."""
 
-    kind: Literal["data"] = "data"
+    kind: Literal["read", "follow"]
     position: Size
     data: Base64
     size: Size  # of the whole file
     is_end: bool
 
 
-class DoneAnswer(Answer):
-    """To `unfollow`, `stop` (no process is left; `state` is how the run ended) and `delete` (what it freed)."""
+class StoppedAnswer(Answer):
+    """No process of the run is left here; `state` is how it ended."""
 
-    kind: Literal["done"] = "done"
-    state: State | None = None
-    freed_bytes: Size | None = None
+    kind: Literal["stop"] = "stop"
+    state: State
+
+
+class DeletedAnswer(Answer):
+    kind: Literal["delete"] = "delete"
+    freed_bytes: Size
 
 
 class Refused(Message):
@@ -249,7 +248,7 @@ class Refused(Message):
     why: Text
 
 
-Request = Report | Runs | Port | Put | Has | Start | Files | Read | Follow | Unfollow | Stop | Delete
+Request = Report | Runs | Port | Put | Has | Start | Files | Read | Follow | Stop | Delete
 AnyAnswer = (
     ReportAnswer
     | RunsAnswer
@@ -258,25 +257,12 @@ AnyAnswer = (
     | StartedAnswer
     | FilesAnswer
     | DataAnswer
-    | DoneAnswer
+    | StoppedAnswer
+    | DeletedAnswer
     | Refused
 )
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])
 _ANSWER: TypeAdapter[AnyAnswer] = TypeAdapter(Annotated[AnyAnswer, Field(discriminator="kind")])
-ANSWERS: dict[type[Message], type[Message]] = {  # what a request may get, beside a refusal
-    Report: ReportAnswer,
-    Runs: RunsAnswer,
-    Port: PortAnswer,
-    Put: CodeAnswer,
-    Has: CodeAnswer,
-    Start: StartedAnswer,
-    Files: FilesAnswer,
-    Read: DataAnswer,
-    Follow: DataAnswer,
-    Unfollow: DoneAnswer,
-    Stop: DoneAnswer,
-    Delete: DoneAnswer,
-}
 
 
 def read_request(line: bytes) -> Request:
