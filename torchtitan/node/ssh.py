@@ -29,6 +29,7 @@ _OPTIONS += ["-oClearAllForwardings=yes"]
 _SEND_SECONDS = 60  # a node that takes no byte for so long is given up
 _MOST_STRAYS = 100  # lines of a connection that answer nothing, such as a greeting
 _WAITS = (0.5, 1, 2, 5, 10, 20, 30)  # seconds between attempts to connect
+_SECONDS_TO_CLOSE = 5
 _FOLLOW_SECONDS = 0.2  # between questions whether a followed file has grown
 _ERROR_BYTES = 4000
 
@@ -135,10 +136,10 @@ class Node:
             if self._line:
                 self._line.close()  # on which the node program ends
         if self._thread.is_alive():
-            self._thread.join(5)
+            self._thread.join(_SECONDS_TO_CLOSE)
             if self._process:
                 self._process.kill()
-            self._thread.join(5)
+            self._thread.join(_SECONDS_TO_CLOSE)
 
     def _expect(self, request: messages.Request) -> "Future[Any]":
         answer: Future[Any] = Future()
