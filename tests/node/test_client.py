@@ -85,7 +85,7 @@ def test_bytes_that_were_not_asked_for_are_not_taken() -> None:
     node = liar("""
 at = asked["position"]
 for data in ("=A==", "QUI=" if at < 4 else "", "QQ=="):
-    say(id=id, kind="follow", position=at, data=data, size=4, is_end=at == 4)
+    say(id=id, kind="follow", data=data, size=4, is_end=at == 4)
 """)
     heard = Heard()
     node.follow("run", "log", heard)

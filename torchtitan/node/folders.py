@@ -137,6 +137,11 @@ def state_of(part: Path) -> State:
     return "running" if processes.is_alive(keeper) else "lost"
 
 
+def log_of(part: Path) -> str:
+    """The path of its log in the run's folder."""
+    return f"{_PARTS}/{part.name}/output.log"
+
+
 def _is_ours(part: Path) -> bool:
     """Whether this machine runs it. Of other machines' parts on a shared disk only the end is known."""
     return processes.is_here(processes.read_record(part / "job.json"))
@@ -167,7 +172,7 @@ def _own_row(folder: Path, part: Path) -> RunRow:
         state=state_of(part),
         is_own=True,
         code=os.path.basename(job["code"]),
-        log=str(part.relative_to(folder) / "output.log"),
+        log=log_of(part),
         **{name: job[name] for name in ("rank", "nodes", "started")},
         **{name: end.get(name) for name in ("ended", "exit_code")},
         **_records(folder),

@@ -224,7 +224,6 @@ class DataAnswer(Answer):
     """`is_end`: of a read, nothing follows now; of a follow, nothing will, for the run is over."""
 
     kind: Literal["read", "follow"]
-    position: Size
     data: Base64
     size: Size  # of the whole file
     is_end: bool

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from torchtitan.node import messages
 from torchtitan.node.archives import Archives
-from torchtitan.node.folders import Folders, inside, read_at
+from torchtitan.node.folders import Folders, inside, log_of, read_at
 from torchtitan.node.jobs import Jobs
 from torchtitan.node.messages import LINE_BYTES, MOST_ROWS, Message, Refused, ValidationError
 from torchtitan.node.report import report
@@ -92,10 +92,7 @@ class Program:
 
     def _start(self, request: messages.Start) -> Message:
         part = self._jobs.start(request)
-        folder = part.parent.parent
-        return messages.StartedAnswer(
-            id=request.id, folder=str(folder), log=str(part.relative_to(folder) / "output.log")
-        )
+        return messages.StartedAnswer(id=request.id, folder=str(part.parents[1]), log=log_of(part))
 
     def _stop(self, request: messages.Stop) -> Message:
         return messages.StoppedAnswer(id=request.id, state=self._jobs.stop(request.run, request.seconds))
@@ -127,9 +124,7 @@ class Program:
 def _data(request: messages.Read | messages.Follow, piece: bytes, size: int, is_over: bool) -> Message:
     is_end = is_over and request.position + len(piece) >= size
     data = base64.b64encode(piece).decode()
-    return messages.DataAnswer(
-        id=request.id, kind=request.do, position=request.position, data=data, size=size, is_end=is_end
-    )
+    return messages.DataAnswer(id=request.id, kind=request.do, data=data, size=size, is_end=is_end)
 
 
 def own_output() -> BinaryIO:
