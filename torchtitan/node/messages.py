@@ -1,6 +1,6 @@
 """What a node program and its clients say to each other: one JSON object a line, of these models and no others.
 
-A request names what to `do`. It gets one answer, with its `id` and a `kind`: what was asked for, or `refused`. Every
+A request names what to `do`. It gets one answer with its `id`, whose `kind` is the same word, or `refused`. Every
 length and pattern is bounded, so both sides may parse what they do not trust.
 """
 
@@ -46,25 +46,27 @@ class Git(Message):
 Code = Sha256 | Git  # an archive that was put, or a commit
 
 
-class Asked(Message):
+class WithId(Message):
+    """A request, or its answer."""
+
     id: Id
 
 
-class Report(Asked):
+class Report(WithId):
     do: Literal["report"] = "report"
 
 
-class Runs(Asked):
+class Runs(WithId):
     do: Literal["runs"] = "runs"
 
 
-class Port(Asked):
+class Port(WithId):
     """Asks for a port that is free at this moment, for the nodes to meet at."""
 
     do: Literal["port"] = "port"
 
 
-class Put(Asked):
+class Put(WithId):
     """A piece of a code archive, in order from position 0. With the last one the node checks the hash and unpacks."""
 
     do: Literal["put"] = "put"
@@ -74,12 +76,12 @@ class Put(Asked):
     is_last: bool = False
 
 
-class Has(Asked):
+class Has(WithId):
     do: Literal["has"] = "has"
     code: Code
 
 
-class Start(Asked):
+class Start(WithId):
     """This node's part of a run. `rank` is the node's, `ranks_here` is NGPU (None: as run_llama_train.sh decides)."""
 
     do: Literal["start"] = "start"
@@ -95,12 +97,12 @@ class Start(Asked):
     again: bool = False  # goes on in the folder of a run of this name that is over, from its newest checkpoint
 
 
-class Files(Asked):
+class Files(WithId):
     do: Literal["files"] = "files"
     run: AnyRun
 
 
-class Piece(Asked):
+class Piece(WithId):
     run: AnyRun
     path: FilePath
     position: Size = 0
@@ -117,7 +119,7 @@ class Follow(Piece):
     do: Literal["follow"] = "follow"
 
 
-class Stop(Asked):
+class Stop(WithId):
     """Asks the run to end as Ctrl-C does; what is still there after `seconds` is killed."""
 
     do: Literal["stop"] = "stop"
@@ -125,7 +127,7 @@ class Stop(Asked):
     seconds: Annotated[int, Field(ge=0, le=3600)] = 60
 
 
-class Delete(Asked):
+class Delete(WithId):
     do: Literal["delete"] = "delete"
     run: RunName
 
@@ -165,13 +167,7 @@ class FileRow(Message):
     changed: float
 
 
-class Answer(Message):
-    """Its `kind` is what the request wanted to `do`."""
-
-    id: Id
-
-
-class ReportAnswer(Answer):
+class ReportAnswer(WithId):
     kind: Literal["report"] = "report"
     node: Label  # host name
     version: Label
@@ -190,37 +186,37 @@ class ReportAnswer(Answer):
     home: Text
 
 
-class RunsAnswer(Answer):
+class RunsAnswer(WithId):
     kind: Literal["runs"] = "runs"
     runs: Annotated[list[RunRow], Field(max_length=MOST_ROWS)]
     left_out: Size = 0
 
 
-class PortAnswer(Answer):
+class PortAnswer(WithId):
     kind: Literal["port"] = "port"
     port: Annotated[int, Field(ge=1, le=65535)]
 
 
-class CodeAnswer(Answer):
+class CodeAnswer(WithId):
     """Whether the code is complete here."""
 
     kind: Literal["put", "has"]
     is_here: bool
 
 
-class StartedAnswer(Answer):
+class StartedAnswer(WithId):
     kind: Literal["start"] = "start"
     folder: Text
     log: FilePath
 
 
-class FilesAnswer(Answer):
+class FilesAnswer(WithId):
     kind: Literal["files"] = "files"
     files: Annotated[list[FileRow], Field(max_length=MOST_ROWS)]
     left_out: Size = 0
 
 
-class DataAnswer(Answer):
+class DataAnswer(WithId):
     """`is_end`: of a read, nothing follows now; of a follow, nothing will, for the run is over."""
 
     kind: Literal["read", "follow"]
@@ -229,14 +225,14 @@ class DataAnswer(Answer):
     is_end: bool
 
 
-class StoppedAnswer(Answer):
+class StoppedAnswer(WithId):
     """No process of the run is left here; `state` is how it ended."""
 
     kind: Literal["stop"] = "stop"
     state: State
 
 
-class DeletedAnswer(Answer):
+class DeletedAnswer(WithId):
     kind: Literal["delete"] = "delete"
     freed_bytes: Size
 

@@ -19,18 +19,17 @@ from torchtitan.node.messages import LINE_BYTES, MOST_ROWS, Message, Refused, Va
 from torchtitan.node.report import report
 from torchtitan.refusal import Refusal
 
-_MOST_WAITING, _THREADS = 64, 8
-_SLOW = (messages.Report, messages.Put, messages.Has, messages.Start, messages.Stop, messages.Delete)
+_MOST_AT_ONCE = 32  # requests; nothing more is read meanwhile
 
 
 class Program:
     def __init__(self, home: Path, folders: Folders, archives: Archives, jobs: Jobs, out: BinaryIO) -> None:
         self._home, self._folders, self._archives, self._jobs = home, folders, archives, jobs
         self._out, self._writes = out, threading.Lock()
-        self._waiting = threading.Semaphore(_MOST_WAITING)
+        self._free = threading.Semaphore(_MOST_AT_ONCE)
 
     def serve(self, lines: BinaryIO) -> None:
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
             while line := lines.readline(LINE_BYTES + 1):
                 if len(line) > LINE_BYTES:
                     while line and not line.endswith(b"\n"):
@@ -45,11 +44,8 @@ class Program:
         except ValidationError as error:
             self._say(Refused(id=None, why=f"{messages.why(error)}; see torchtitan/node/messages.py"))
             return
-        if isinstance(request, _SLOW):
-            self._waiting.acquire()  # nothing more is read while too many wait
-            pool.submit(self._answer, request).add_done_callback(lambda _: self._waiting.release())
-        else:
-            self._answer(request)
+        self._free.acquire()
+        pool.submit(self._answer, request).add_done_callback(lambda _: self._free.release())
 
     def _answer(self, request: messages.Request) -> None:
         try:
