@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 # Its configuration says what it does: it prints lines, starts a process in a session of its own, or refuses.
 JOB = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 text = open(os.environ["CONFIG_FILE"]).read()
 if os.environ.get("PRINT_ONLY"):
     sys.exit("this configuration is refused" if "refuse" in text else 0)
@@ -28,6 +28,11 @@ if "session" in text:
     subprocess.Popen(deaf, start_new_session=True, env={})
     orphan = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
     subprocess.run([sys.executable, "-c", orphan, *deaf], env={})
+if "node 1 fails" in text and os.environ["NODE_RANK"] == "1":
+    sys.exit(3)
+if "deaf" in text:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("deaf now", flush=True)
 count = int(text.partition("lines = ")[2].split()[0])
 for number in range(count):
     while "pause" in text and number == count // 2 and not os.path.exists(os.environ["CONFIG_FILE"] + ".go"):

@@ -1,5 +1,6 @@
 """The node program against a client that wants more than it may have."""
 
+import hashlib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     (watched / "secret").write_text("no run")
     running = Program(home, "--watch", str(watched), "--git", "https://example.org/mine", "--env", "HF_TOKEN")
     assert running.ask(**pieces(CODE))["is_here"]
-    assert running.start("mine")["kind"] == "started"
+    assert running.start("mine")["kind"] == "start"
     running.wait("mine", "ended")
     yield running
     running.close()
@@ -78,6 +79,7 @@ START = {"do": "start", "run": "other", "config": "", "code": HASH}
                 {"do": "delete", "run": "@0/theirs"},
                 {"do": "stop", "run": "@0/theirs"},
                 {"do": "put", "name": HASH, "position": 0, "data": "%%%"},
+                {"do": "put", "name": HASH, "position": 0, "data": "AAA"},
                 {"do": "put", "name": HASH, "position": 0, "data": "A" * (2 * CHUNK_BYTES)},
                 {"do": "read", "run": "mine", "path": "a\0b"},
             ]
@@ -135,9 +137,8 @@ def test_a_watched_run_is_read_and_nothing_else(program: Program) -> None:
     row = program.row("@0/theirs")
     assert (row["state"], row["step"], row["steps"], row["is_own"]) == ("ended", 7, 7, False)
     assert program.ask(do="read", run="@0/theirs", path="config.toml")["is_end"]
-    program.send(do="follow", run="@0/theirs", path="metrics.jsonl")
-    assert not (first := program.read())["is_end"] and first["size"] == 25
-    assert program.read()["is_end"]
+    followed = program.ask(do="follow", run="@0/theirs", path="metrics.jsonl")
+    assert followed["is_end"] and followed["size"] == 25
 
 
 def bad_member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> bytes:
@@ -169,10 +170,11 @@ def test_a_harmful_archive_leaves_nothing(program: Program, data: bytes, why: st
 def test_an_archive_has_to_have_its_hash_and_its_bytes_in_order(program: Program) -> None:
     other = archive(RECIPE | {"a": "b"})
     assert "SHA-256" in program.ask(**pieces(other, "0" * 64))["why"]
-    late = pieces(other) | {"position": 5}
-    assert program.ask(**late) | {"id": 0} == {"id": 0, "kind": "code", "is_here": False, "size": 0}
-    assert "no base64" in program.ask(**pieces(other) | {"data": "AAA"})["why"]
-    assert program.ask(**pieces(other))["is_here"] and program.ask(**pieces(other))["is_here"]
+    assert "send it from position 0" in program.ask(**pieces(other) | {"position": 5})["why"]
+    name = hashlib.sha256(other).hexdigest()
+    assert not program.ask(**pieces(other[:30], name) | {"is_last": False})["is_here"]
+    assert program.ask(**pieces(other[30:], name) | {"position": 30})["is_here"]
+    assert program.ask(**pieces(other))["is_here"]
 
 
 def test_an_archive_that_grows_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +184,6 @@ def test_an_archive_that_grows_too_large_is_refused(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch, pytest.raises(Refusal, match="leave data and weights out of it"):
         patch.setattr(archives, "MOST_BYTES", 10)
         code.put(*arguments)
-    (tmp_path / f"{HASH}.part").unlink()
     with monkeypatch.context() as patch, pytest.raises(Refusal, match="unpacks to more than"):
         patch.setattr(archives, "MOST_UNPACKED_BYTES", 10)
         code.put(*arguments)
@@ -208,7 +209,7 @@ def test_what_a_job_lacks_is_said(program: Program) -> None:
     assert "this configuration is refused" in refused["why"] and program.row("refused")["state"] == "failed"
     assert "exists already" in program.start("mine")["why"]
     allowed = program.start("allowed", environment={"NCCL_DEBUG": "INFO", "HF_TOKEN": "x"}, ranks_here=2)
-    assert allowed["kind"] == "started"
+    assert allowed["kind"] == "start"
     program.wait("allowed", "ended")
 
 

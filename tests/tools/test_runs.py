@@ -43,6 +43,12 @@ def test_each_run_has_a_row_with_its_state(tmp_path: Path, capsys: pytest.Captur
         run(argparse.Namespace(folder=str(tmp_path / "a/one/none"), compare=None), [])
 
 
+def test_a_record_that_is_no_number_is_a_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path / "a", '{"step": "many", "loss": [], "tokens_per_second": 1%s}' % ("0" * 400))
+    run(argparse.Namespace(folder=str(tmp_path), compare=None), [])
+    assert capsys.readouterr().out.splitlines()[1].split()[:5] == [str(tmp_path / "a"), "stopped", "-/10", "-", "-"]
+
+
 def test_two_runs_are_compared_by_their_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = make(tmp_path / "a"), make(tmp_path / "b", optimizer__lr=0.5)
     run(argparse.Namespace(folder="", compare=[str(a), str(b)]), [])

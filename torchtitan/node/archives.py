@@ -4,20 +4,19 @@ Both lie below `code/`, complete or absent. An archive holds plain files and fol
 """
 
 import base64
-import binascii
 import gzip
 import hashlib
 import os
-import shutil
 import stat
 import subprocess
 import tarfile
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from torchtitan.node.messages import Code, Git
 from torchtitan.refusal import Refusal
@@ -42,10 +41,13 @@ class Packed:
 def pack(checkout: Path, into: Path) -> Packed:
     """Pack what git tracks and what it does not ignore. A link is packed as the file to which it leads."""
     tracked, untracked = _listed(checkout, "--cached"), _listed(checkout, "--others", "--exclude-standard")
-    names = sorted({name for name in (*tracked, *untracked) if (checkout / name).is_file()})
-    root = checkout.resolve()
-    with tempfile.TemporaryFile() as plain:
-        with tarfile.open(fileobj=plain, mode="w") as tar:
+    names = sorted({*tracked, *untracked})
+    root, file = checkout.resolve(), into / "checkout.tar.gz"
+    with file.open("w+b") as out:
+        with (
+            gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as packed,
+            tarfile.open(fileobj=packed, mode="w") as tar,
+        ):
             for name in names:
                 real = (checkout / name).resolve()
                 if not real.is_relative_to(root):
@@ -55,14 +57,7 @@ def pack(checkout: Path, into: Path) -> Packed:
                 entry.mode = 0o755 if real.stat().st_mode & stat.S_IXUSR else 0o644
                 with real.open("rb") as source:
                     tar.addfile(entry, source)
-        plain.seek(0)
-        part = into / f".packed-{os.getpid()}"
-        with part.open("wb") as out, gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as packed:
-            shutil.copyfileobj(plain, packed)
-    code = _hash(part)
-    file = into / f"{code}.tar.gz"
-    part.replace(file)
-    return Packed(file, code, names, [name for name in untracked if name in set(names)])
+        return Packed(file, _hash(out), names, untracked)
 
 
 def _listed(checkout: Path, *which: str) -> list[str]:
@@ -72,7 +67,8 @@ def _listed(checkout: Path, *which: str) -> list[str]:
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
         raise Refusal(f"{checkout} is no checkout that git can list ({said}); start from a clone") from None
-    return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    names = (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
+    return [name for name in names if (checkout / name).is_file()]
 
 
 class Archives:
@@ -80,55 +76,52 @@ class Archives:
 
     def __init__(self, folder: Path, git: Sequence[str]) -> None:
         self._folder, self.git = folder, list(git)
-        self._fetches = threading.Lock()
+        self._lock = threading.Lock()
+        self._part: IO[bytes] | None = None  # of the archive that is being sent
+        self._part_of = ""
         folder.mkdir(parents=True, exist_ok=True)
 
     def place_of(self, code: Code) -> Path:
         return self._folder / (code.commit if isinstance(code, Git) else code)
 
-    def has(self, code: Code) -> tuple[bool, int]:
-        """Whether the code is here; if not, how much of its archive is."""
+    def has(self, code: Code) -> bool:
+        """Whether the code is here; a commit is fetched first."""
         if isinstance(code, Git):
-            with self._fetches:
+            with self._lock:
                 self._fetch(code)
-        part = self._folder / f"{self.place_of(code).name}.part"
-        return self.place_of(code).is_dir(), part.stat().st_size if part.is_file() else 0
+        return self.place_of(code).is_dir()
 
-    def put(self, name: str, position: int, data: str, is_last: bool) -> tuple[bool, int]:
-        if self.place_of(name).is_dir():
-            return True, 0
-        try:
-            piece = base64.b64decode(data, validate=True)
-        except binascii.Error as error:
-            raise Refusal(f"data is no base64 ({error}); send the bytes of the archive") from None
-        part = self._folder / f"{name}.part"
-        with part.open("ab") as out:
-            if out.tell() != position:
-                return False, out.tell()
+    def put(self, name: str, position: int, data: str, is_last: bool) -> bool:
+        """Take the next piece of an archive. Whether the code is here now."""
+        piece = base64.b64decode(data)
+        with self._lock:
+            if self.place_of(name).is_dir():
+                return True
+            if position == 0:  # without a name on the disk, so it goes with this program
+                self._part_of, self._part = name, tempfile.TemporaryFile(dir=self._folder)
+            if self._part is None or (self._part_of, self._part.tell()) != (name, position):
+                raise Refusal(f"position = {position} does not go on with this archive; send it from position 0")
             if position + len(piece) > MOST_BYTES:
                 raise Refusal(f"the archive is larger than {MOST_BYTES} bytes; leave data and weights out of it")
-            out.write(piece)
-        if is_last:
-            try:
-                self._unpack(part, name)
-            finally:
-                part.unlink()
-        return is_last, position + len(piece)
+            self._part.write(piece)
+            if is_last:
+                with self._part as whole:
+                    self._part = None
+                    self._unpack(whole, name)
+        return is_last
 
-    def _unpack(self, part: Path, name: str) -> None:
-        if (found := _hash(part)) != name:
+    def _unpack(self, archive: IO[bytes], name: str) -> None:
+        if (found := _hash(archive)) != name:
             raise Refusal(f"the archive's SHA-256 is {found} and not {name}; send it again from position 0")
         if not hasattr(tarfile, "data_filter"):
             raise Refusal("this Python unpacks without a filter; use 3.10.12, 3.11.4, 3.12 or later on the node")
-
-        def unpack(to: Path) -> None:
+        archive.seek(0)
+        with self._complete(name) as to:
             try:
-                with tarfile.open(part, "r:gz") as tar:
+                with tarfile.open(fileobj=archive, mode="r:gz") as tar:
                     tar.extractall(to, filter=_Bounds())
             except (tarfile.TarError, EOFError, gzip.BadGzipFile) as error:
                 raise Refusal(f"the archive cannot be unpacked: {error}; pack it by torchtitan.node.archives") from None
-
-        self._complete(name, unpack)
 
     def _fetch(self, code: Git) -> None:
         allowed = any(code.git == one or code.git.startswith(one.rstrip("/") + "/") for one in self.git)
@@ -137,24 +130,18 @@ class Archives:
             raise Refusal(f"git = {code.git} is not allowed on this node; it allows addresses below: {names} (--git)")
         if self.place_of(code).is_dir():
             return
+        with self._complete(code.commit) as to:
+            _git(to, "init", "--quiet", "--template=")
+            _git(to, "fetch", "--quiet", "--depth=1", "--", code.git, code.commit)
+            _git(to, "-c", "core.hooksPath=/dev/null", "checkout", "--quiet", "--detach", code.commit)
 
-        def check_out(to: Path) -> None:
-            steps = (
-                ["init", "--quiet", "--template="],
-                ["fetch", "--quiet", "--depth=1", "--", code.git, code.commit],
-                ["-c", "core.hooksPath=/dev/null", "checkout", "--quiet", "--detach", code.commit],
-            )
-            for step in steps:
-                _git(to, step)
-
-        self._complete(code.commit, check_out)
-
-    def _complete(self, name: str, fill: Callable[[Path], None]) -> None:
-        """The folder gets its name only once it is whole."""
+    @contextmanager
+    def _complete(self, name: str) -> Iterator[Path]:
+        """A folder to fill, which gets its name only once it is whole."""
         with tempfile.TemporaryDirectory(dir=self._folder, prefix=".unpacking-", ignore_cleanup_errors=True) as folder:
             inside = Path(folder) / "code"
             inside.mkdir()
-            fill(inside)
+            yield inside
             if not (inside / _ENTRY).is_file():
                 raise Refusal(f"code {name} has no {_ENTRY}; send a checkout of this recipe")
             if not (self._folder / name).is_dir():
@@ -177,9 +164,9 @@ class _Bounds:
         return tarfile.data_filter(member, to)
 
 
-def _git(folder: Path, step: list[str]) -> None:
+def _git(folder: Path, *words: str) -> None:
     quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1"}
-    command = ["git", "-c", "protocol.ext.allow=never", *step]
+    command = ["git", "-c", "protocol.ext.allow=never", *words]
     try:
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": _GIT_SECONDS}
         done = subprocess.run(command, cwd=folder, env=os.environ | quiet, **options)
@@ -187,12 +174,12 @@ def _git(folder: Path, step: list[str]) -> None:
         raise Refusal(f"git does not run here: {error}; put an archive instead") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[-500:]
-        raise Refusal(f"git {step[0]} fails: {said}; check the address, the commit and the node's deploy key")
+        raise Refusal(f"git {words[0]} fails: {said}; check the address, the commit and the node's deploy key")
 
 
-def _hash(file: Path) -> str:
+def _hash(file: IO[bytes]) -> str:
     found = hashlib.sha256()
-    with file.open("rb") as source:
-        while piece := source.read(2**20):
-            found.update(piece)
+    file.seek(0)
+    while piece := file.read(2**20):
+        found.update(piece)
     return found.hexdigest()

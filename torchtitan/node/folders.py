@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.node import processes
-from torchtitan.node.messages import MOST_ROWS, FileRow, RunRow, Start
+from torchtitan.node.messages import MOST_ROWS, FileRow, RunRow, Start, State
 from torchtitan.refusal import Refusal
 from torchtitan.tools import runs
 
 _PARTS = "node"
 _BROKEN = (ValueError, KeyError, TypeError, OSError)  # a run's code may write anything into its own records
-_OVER = ("finished", "stopped")  # of tools/runs.py
-_IN_WORDS: Mapping[str, Any] = {"finished": "ended", "stopped": "stopped"}
+_OVER: Mapping[str, State] = {"finished": "ended", "stopped": "stopped"}  # tools/runs.py's words, and ours
 
 
 class Folders:
@@ -46,8 +45,7 @@ class Folders:
 
     def parts(self, run: str) -> list[Path]:
         """Where this machine keeps its part, or parts, of an own run."""
-        found = _parts(self.of(run))
-        return [part for part in found if processes.is_here(processes.read_record(part / "job.json"))]
+        return [part for part in _parts(self.of(run)) if _is_ours(part)]
 
     def prepare(self, start: Start) -> Path:
         """A new part of a run; nobody else gets the same."""
@@ -56,7 +54,7 @@ class Folders:
         if folder.is_symlink():
             raise Refusal(f"run = {start.run} is a link; choose another name")
         if start.again and part.is_dir():
-            if state_of(part) == "running" or not processes.is_here(processes.read_record(part / "job.json")):
+            if state_of(part) == "running" or not _is_ours(part):
                 raise Refusal(f"run = {start.run} still runs, or ran on another machine; stop it, or start it there")
             for name in ("keeper.json", "stop.json", "end.json"):
                 (part / name).unlink(missing_ok=True)
@@ -74,13 +72,16 @@ class Folders:
         """Whether nothing will be written any more, as far as this machine knows."""
         if run.startswith("@"):
             return runs.row(self.of(run))[1] in _OVER
-        return all(not _may_run(part) for part in _parts(self.of(run)))
+        return all(
+            state_of(part) != "running" if _is_ours(part) else (part / "end.json").exists()
+            for part in _parts(self.of(run))
+        )
 
     def delete(self, run: str) -> int:
         """Delete an own run that is over everywhere; the bytes that this freed."""
-        folder = self.of(run)
-        if any(_may_run(part) for part in _parts(folder)):
+        if not self.over(run):
             raise Refusal(f"run = {run} still runs; stop it first")
+        folder = self.of(run)
         freed = sum(row.size for row in _walk(folder))
         gone = folder.with_name(f".deleted-{secrets.token_hex(8)}")  # no half-deleted run is ever listed
         folder.rename(gone)
@@ -95,10 +96,9 @@ class Folders:
         """Every run, the newest first."""
         found: list[RunRow] = []
         for folder in self.own.iterdir():
-            for part in _parts(folder) if not folder.name.startswith(".") else ():
-                if processes.is_here(processes.read_record(part / "job.json")):
-                    with suppress(*_BROKEN):
-                        found.append(_own_row(folder, part))
+            for part in filter(_is_ours, _parts(folder)):
+                with suppress(*_BROKEN):
+                    found.append(_own_row(folder, part))
         for number, top in enumerate(self._watched):
             for folder in runs.find_runs(top) if top.is_dir() else ():
                 name = f"@{number}" if folder == top else f"@{number}/{folder.relative_to(top)}"
@@ -127,7 +127,7 @@ def read_at(file: Path, position: int, size: int) -> tuple[bytes, int]:
         os.close(descriptor)
 
 
-def state_of(part: Path) -> Any:
+def state_of(part: Path) -> State:
     """How a part of a run ended; running; or lost, if its keeper is gone and wrote nothing."""
     if end := processes.read_record(part / "end.json"):
         return end["state"]
@@ -137,15 +137,19 @@ def state_of(part: Path) -> Any:
     return "running" if processes.is_alive(keeper) else "lost"
 
 
-def _may_run(part: Path) -> bool:
-    """Whether a part runs. Where it is another machine's, only its end is known."""
-    here = processes.is_here(processes.read_record(part / "job.json"))
-    return state_of(part) == "running" if here else not (part / "end.json").exists()
+def log_of(part: Path) -> str:
+    """The path of its log in the run's folder."""
+    return f"{_PARTS}/{part.name}/output.log"
+
+
+def _is_ours(part: Path) -> bool:
+    """Whether this machine runs it. Of other machines' parts on a shared disk only the end is known."""
+    return processes.is_here(processes.read_record(part / "job.json"))
 
 
 def _parts(folder: Path) -> list[Path]:
     parts = folder / _PARTS
-    if folder.is_symlink() or not parts.is_dir():
+    if folder.name.startswith(".") or folder.is_symlink() or not parts.is_dir():
         return []
     return [part for part in parts.iterdir() if part.name.isdecimal() and (part / "job.json").is_file()]
 
@@ -167,19 +171,16 @@ def _own_row(folder: Path, part: Path) -> RunRow:
         folder=str(folder),
         state=state_of(part),
         is_own=True,
-        rank=job["rank"],
-        nodes=job["nodes"],
-        started=job["started"],
-        ended=end.get("ended"),
-        exit_code=end.get("exit_code"),
         code=os.path.basename(job["code"]),
-        log=str(part.relative_to(folder) / "output.log"),
+        log=log_of(part),
+        **{name: job[name] for name in ("rank", "nodes", "started")},
+        **{name: end.get(name) for name in ("ended", "exit_code")},
         **_records(folder),
     )
 
 
 def _watched_row(folder: Path, name: str) -> RunRow:
-    state = _IN_WORDS.get(runs.row(folder)[1], "running")
+    state = _OVER.get(runs.row(folder)[1], "running")
     started = (folder / "config.toml").stat().st_mtime
     return RunRow(run=name, folder=str(folder), state=state, is_own=False, started=started, **_records(folder))
 

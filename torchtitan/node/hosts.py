@@ -8,7 +8,7 @@ address = "10.0.0.1"
 gpus = 8
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,26 +33,27 @@ class Host(BaseModel):
 def read_hosts(file: Path) -> list[Host]:
     """The hosts in the order of the file, which is the order of NODE_RANK."""
     text = file.read_text(encoding="utf-8")
-    if file.suffix == ".toml":
-        try:
-            rows: Any = tomli.loads(text).get("node", [])
-        except tomli.TOMLDecodeError as error:
-            raise Refusal(f"{file} is no TOML: {error}; write [[node]] and host = ... for each machine") from None
-        places = [f"{file}, node {number + 1}" for number in range(len(rows))]
-    else:
-        lines = [(number, line.partition("#")[0].split()) for number, line in enumerate(text.splitlines(), 1)]
-        rows = [_row(file, number, words) for number, words in lines if words]
-        places = [f"{file}:{number}" for number, words in lines if words]
-    hosts = [_host(place, row) for place, row in zip(places, rows, strict=True)]
-    if not hosts:
-        raise Refusal(f"{file} names no host; write one a line")
-    return hosts
+    rows = _tables(file, text) if file.suffix == ".toml" else _lines(file, text)
+    if hosts := [_host(place, row) for place, row in rows]:
+        return hosts
+    raise Refusal(f"{file} names no host; write one a line")
 
 
-def _row(file: Path, number: int, words: list[str]) -> Mapping[str, str]:
-    if bad := next((word for word in words[1:] if "=" not in word), None):
-        raise Refusal(f"{file}:{number}: {bad} is no field; a line has {_FIELDS}")
-    return {"host": words[0]} | dict(word.split("=", 1) for word in words[1:])
+def _tables(file: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        tables = tomli.loads(text).get("node", [])
+    except tomli.TOMLDecodeError as error:
+        raise Refusal(f"{file} is no TOML: {error}; write [[node]] and host = ... for each machine") from None
+    for number, table in enumerate(tables, 1):
+        yield f"{file}, node {number}", table
+
+
+def _lines(file: Path, text: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if words := line.partition("#")[0].split():
+            if bad := next((word for word in words[1:] if "=" not in word), None):
+                raise Refusal(f"{file}:{number}: {bad} is no field; a line has {_FIELDS}")
+            yield f"{file}:{number}", {"host": words[0]} | dict(word.split("=", 1) for word in words[1:])
 
 
 def _host(place: str, row: Any) -> Host:

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.node import processes
 from torchtitan.node.archives import Archives
 from torchtitan.node.folders import Folders, state_of
-from torchtitan.node.messages import Start
+from torchtitan.node.messages import Start, State
 from torchtitan.refusal import Refusal
 from torchtitan.root import PACKAGE
 
@@ -87,7 +87,7 @@ class Jobs:
             environment |= {"MASTER_ADDR": job.head, "MASTER_PORT": str(job.port)}
         return environment
 
-    def stop(self, run: str, seconds: int) -> str:
+    def stop(self, run: str, seconds: int) -> State:
         """Ask this node's part to end, and return only when no process of it is left; how it ended."""
         processes.need_linux()
         parts = self._folders.parts(run)
@@ -97,7 +97,7 @@ class Jobs:
         return [_wait(part, time.monotonic() + seconds + _SECONDS_MORE) for part in parts][-1] if parts else "lost"
 
 
-def _wait(part: Path, end: float) -> str:
+def _wait(part: Path, end: float) -> State:
     while (state := state_of(part)) == "running":
         if time.monotonic() > end:
             raise Refusal(f"{part.parent.parent.name} does not end: its keeper hangs; look at this machine")

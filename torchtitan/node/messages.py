@@ -1,14 +1,14 @@
 """What a node program and its clients say to each other: one JSON object a line, of these models and no others.
 
-A request names what to `do`; each answer has the request's `id` and a `kind`. Every length and pattern is bounded, so
-both sides may parse what they do not trust. A `follow` gets `data` until the run has ended and its whole file was sent.
+A request names what to `do`. It gets one answer with its `id`, whose `kind` is the same word, or `refused`. Every
+length and pattern is bounded, so both sides may parse what they do not trust.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-PROTOCOL = 1
+PROTOCOL = 2
 CHUNK_BYTES = 2**20  # of a file or an archive in one message
 LINE_BYTES = 4 * 2**20  # a longer line is refused unread
 MOST_ROWS = 5000  # files or runs in one answer
@@ -27,7 +27,8 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,79}$")]
 Value = Annotated[str, Field(max_length=1024, pattern=_PLAIN)]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:\[][A-Za-z0-9_.:%\]-]{0,252}$")]
-Base64 = Annotated[str, Field(max_length=CHUNK_BYTES * 4 // 3 + 4, pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
+_BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+Base64 = Annotated[str, Field(max_length=CHUNK_BYTES * 4 // 3 + 4, pattern=_BASE64)]
 State = Literal["running", "ended", "stopped", "failed", "lost"]
 
 
@@ -45,26 +46,28 @@ class Git(Message):
 Code = Sha256 | Git  # an archive that was put, or a commit
 
 
-class Asked(Message):
+class WithId(Message):
+    """A request, or its answer."""
+
     id: Id
 
 
-class Report(Asked):
+class Report(WithId):
     do: Literal["report"] = "report"
 
 
-class Runs(Asked):
+class Runs(WithId):
     do: Literal["runs"] = "runs"
 
 
-class Port(Asked):
+class Port(WithId):
     """Asks for a port that is free at this moment, for the nodes to meet at."""
 
     do: Literal["port"] = "port"
 
 
-class Put(Asked):
-    """A piece of a code archive. With the last one the node checks the hash and unpacks."""
+class Put(WithId):
+    """A piece of a code archive, in order from position 0. With the last one the node checks the hash and unpacks."""
 
     do: Literal["put"] = "put"
     name: Sha256
@@ -73,12 +76,12 @@ class Put(Asked):
     is_last: bool = False
 
 
-class Has(Asked):
+class Has(WithId):
     do: Literal["has"] = "has"
     code: Code
 
 
-class Start(Asked):
+class Start(WithId):
     """This node's part of a run. `rank` is the node's, `ranks_here` is NGPU (None: as run_llama_train.sh decides)."""
 
     do: Literal["start"] = "start"
@@ -94,36 +97,29 @@ class Start(Asked):
     again: bool = False  # goes on in the folder of a run of this name that is over, from its newest checkpoint
 
 
-class Files(Asked):
+class Files(WithId):
     do: Literal["files"] = "files"
     run: AnyRun
 
 
-class Read(Asked):
-    do: Literal["read"] = "read"
+class Piece(WithId):
     run: AnyRun
     path: FilePath
     position: Size = 0
     size: Annotated[int, Field(ge=1, le=CHUNK_BYTES)] = CHUNK_BYTES
 
 
-class Follow(Asked):
-    """Asks for a file from a position on, as it grows. The file may not exist yet."""
+class Read(Piece):
+    do: Literal["read"] = "read"
+
+
+class Follow(Piece):
+    """Asks what a file has gained, as it grows. The file may not exist yet."""
 
     do: Literal["follow"] = "follow"
-    run: AnyRun
-    path: FilePath
-    position: Size = 0
 
 
-class Unfollow(Asked):
-    """Ends the follow that had the id `follow`."""
-
-    do: Literal["unfollow"] = "unfollow"
-    follow: Id
-
-
-class Stop(Asked):
+class Stop(WithId):
     """Asks the run to end as Ctrl-C does; what is still there after `seconds` is killed."""
 
     do: Literal["stop"] = "stop"
@@ -131,7 +127,7 @@ class Stop(Asked):
     seconds: Annotated[int, Field(ge=0, le=3600)] = 60
 
 
-class Delete(Asked):
+class Delete(WithId):
     do: Literal["delete"] = "delete"
     run: RunName
 
@@ -171,11 +167,7 @@ class FileRow(Message):
     changed: float
 
 
-class Answer(Message):
-    id: Id
-
-
-class ReportAnswer(Answer):
+class ReportAnswer(WithId):
     kind: Literal["report"] = "report"
     node: Label  # host name
     version: Label
@@ -194,53 +186,55 @@ class ReportAnswer(Answer):
     home: Text
 
 
-class RunsAnswer(Answer):
+class RunsAnswer(WithId):
     kind: Literal["runs"] = "runs"
     runs: Annotated[list[RunRow], Field(max_length=MOST_ROWS)]
     left_out: Size = 0
 
 
-class PortAnswer(Answer):
+class PortAnswer(WithId):
     kind: Literal["port"] = "port"
     port: Annotated[int, Field(ge=1, le=65535)]
 
 
-class CodeAnswer(Answer):
-    """To `put` and `has`: whether the code is complete here, else how much of the archive is."""
+class CodeAnswer(WithId):
+    """Whether the code is complete here."""
 
-    kind: Literal["code"] = "code"
+    kind: Literal["put", "has"]
     is_here: bool
-    size: Size
 
 
-class StartedAnswer(Answer):
-    kind: Literal["started"] = "started"
+class StartedAnswer(WithId):
+    kind: Literal["start"] = "start"
     folder: Text
     log: FilePath
 
 
-class FilesAnswer(Answer):
+class FilesAnswer(WithId):
     kind: Literal["files"] = "files"
     files: Annotated[list[FileRow], Field(max_length=MOST_ROWS)]
     left_out: Size = 0
 
 
-class DataAnswer(Answer):
-    """To `read` and `follow`. `is_end`: of a read, nothing follows now; of a follow, nothing will."""
+class DataAnswer(WithId):
+    """`is_end`: of a read, nothing follows now; of a follow, nothing will, for the run is over."""
 
-    kind: Literal["data"] = "data"
-    position: Size
+    kind: Literal["read", "follow"]
     data: Base64
     size: Size  # of the whole file
     is_end: bool
 
 
-class DoneAnswer(Answer):
-    """To `unfollow`, `stop` (no process is left; `state` is how the run ended) and `delete` (what it freed)."""
+class StoppedAnswer(WithId):
+    """No process of the run is left here; `state` is how it ended."""
 
-    kind: Literal["done"] = "done"
-    state: State | None = None
-    freed_bytes: Size | None = None
+    kind: Literal["stop"] = "stop"
+    state: State
+
+
+class DeletedAnswer(WithId):
+    kind: Literal["delete"] = "delete"
+    freed_bytes: Size
 
 
 class Refused(Message):
@@ -249,7 +243,7 @@ class Refused(Message):
     why: Text
 
 
-Request = Report | Runs | Port | Put | Has | Start | Files | Read | Follow | Unfollow | Stop | Delete
+Request = Report | Runs | Port | Put | Has | Start | Files | Read | Follow | Stop | Delete
 AnyAnswer = (
     ReportAnswer
     | RunsAnswer
@@ -258,25 +252,12 @@ AnyAnswer = (
     | StartedAnswer
     | FilesAnswer
     | DataAnswer
-    | DoneAnswer
+    | StoppedAnswer
+    | DeletedAnswer
     | Refused
 )
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])
 _ANSWER: TypeAdapter[AnyAnswer] = TypeAdapter(Annotated[AnyAnswer, Field(discriminator="kind")])
-ANSWERS: dict[type[Message], type[Message]] = {  # what a request may get, beside a refusal
-    Report: ReportAnswer,
-    Runs: RunsAnswer,
-    Port: PortAnswer,
-    Put: CodeAnswer,
-    Has: CodeAnswer,
-    Start: StartedAnswer,
-    Files: FilesAnswer,
-    Read: DataAnswer,
-    Follow: DataAnswer,
-    Unfollow: DoneAnswer,
-    Stop: DoneAnswer,
-    Delete: DoneAnswer,
-}
 
 
 def read_request(line: bytes) -> Request:

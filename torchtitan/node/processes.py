@@ -27,7 +27,9 @@ def need_linux() -> None:
 
 
 def identity(pid: int) -> dict[str, Any]:
-    return {"pid": pid, "start": start_of(pid), **_machine()}
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    known = {"boot": boot.read_text().strip() if boot.exists() else "", "host": socket.gethostname()}
+    return {"pid": pid, "start": start_of(pid)} | known
 
 
 def is_here(known: Mapping[str, Any]) -> bool:
@@ -48,22 +50,17 @@ def start_of(pid: int) -> int | None:
 
 def of_run(mark: str, keeper: int | None) -> dict[int, int]:
     """Each process of the run but its keeper, with its start."""
-    parents: dict[int, int] = {}
-    starts: dict[int, int] = {}
+    pids = {int(entry) for entry in os.listdir("/proc") if entry.isdecimal()} - {os.getpid()}
+    stats = {pid: _stat(pid) for pid in pids}
     found: set[int] = {keeper} if keeper else set()
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal() and (pid := int(entry)) != os.getpid():
-            parent, start = _stat(pid)
-            if start is not None:
-                parents[pid], starts[pid] = parent, start
-                with contextlib.suppress(OSError):  # another user's, or just ended
-                    if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                        found.add(pid)
-    grown = True
-    while grown:
-        below = {pid for pid, parent in parents.items() if parent in found} - found
-        found, grown = found | below, bool(below)
-    return {pid: starts[pid] for pid in found if pid in starts and pid != keeper}
+    for pid in pids:
+        with contextlib.suppress(OSError):  # another user's, or just ended
+            if f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    while below := {pid for pid, (parent, _) in stats.items() if parent in found} - found:
+        found |= below
+    known = {pid: stats[pid][1] for pid in found & pids - {keeper}}
+    return {pid: start for pid, start in known.items() if start is not None}
 
 
 def end_all(mark: str, keeper: int | None, seconds: float = 10) -> list[int]:
@@ -98,13 +95,6 @@ def read_record(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _machine() -> dict[str, str]:
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return {"boot": boot, "host": socket.gethostname()}
-    return {"boot": "", "host": socket.gethostname()}
 
 
 def _stat(pid: int) -> tuple[int, int | None]:

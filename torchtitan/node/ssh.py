@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.node import messages
-from torchtitan.node.messages import ANSWERS, CHUNK_BYTES, LINE_BYTES, AnyAnswer, Message, ReportAnswer
+from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES, AnyAnswer, Message, ReportAnswer, ValidationError
 from torchtitan.refusal import Refusal
 
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.+-]*@)?[A-Za-z0-9_:\[][A-Za-z0-9_.:%\]-]*")
@@ -29,6 +29,8 @@ _OPTIONS += ["-oClearAllForwardings=yes"]
 _SEND_SECONDS = 60  # a node that takes no byte for so long is given up
 _MOST_STRAYS = 100  # lines of a connection that answer nothing, such as a greeting
 _WAITS = (0.5, 1, 2, 5, 10, 20, 30)  # seconds between attempts to connect
+_SECONDS_TO_CLOSE = 5
+_FOLLOW_SECONDS = 0.2  # between questions whether a followed file has grown
 _ERROR_BYTES = 4000
 
 Sink = Callable[[int, bytes, bool], None]  # position, bytes, whether they are the last
@@ -51,7 +53,7 @@ def local_command(home: str | None = None) -> list[str]:
 
 
 class Node:
-    """One node. Its methods may be called from any thread; sinks are called from one thread, and must be quick."""
+    """One node. Its methods may be called from any thread; each sink is called from a thread of its own."""
 
     def __init__(self, name: str, command: Sequence[str], cwd: Path | None = None) -> None:
         self.name, self._command, self._cwd = name, list(command), cwd
@@ -60,13 +62,12 @@ class Node:
         self.exit_code: int | None = None  # of the last connection
         self._ids = itertools.count(1)
         self._changes = threading.Condition()
-        self._asked: dict[int, tuple[messages.Request, Future[Any]]] = {}
-        self._follows: dict[int, tuple[messages.Follow, Sink]] = {}
+        self._asked: dict[int | None, tuple[messages.Request, Future[Any]]] = {}  # over this connection
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._is_up = self._is_closed = False
         self._failures = 0
-        self._sends = threading.Lock()
+        self._sends, self._puts = threading.Lock(), threading.Lock()
         self._thread = threading.Thread(target=self._stay_connected, daemon=True, name=f"node {name}")
 
     def connect(self, timeout: float = 60) -> ReportAnswer:
@@ -82,79 +83,80 @@ class Node:
         """The answer; raises Refusal with the node's reason, and Broken where there is none."""
         made = request(id=next(self._ids), **fields)
         with self._changes:
-            if not self._changes.wait_for(lambda: self._is_up or self._is_closed, timeout) or self._is_closed:
+            self._changes.wait_for(lambda: self._is_up or self._is_closed, timeout)
+            if not self._is_up or self._is_closed:
                 raise Broken(f"{self.name} is not connected: {self.trouble or 'it was closed'}")
-        answer: Future[Any] = Future()
-        with self._changes:
-            self._asked[made.id] = made, answer
+            answer = self._expect(made)
         try:
             self._send(made)
             return answer.result(timeout)
-        except (NoAnswer, OSError):
+        except NoAnswer:
             raise Broken(f"{self.name} gives no answer to {made.do} within {timeout:.0f} s") from None
         finally:
             with self._changes:
                 self._asked.pop(made.id, None)
 
-    def follow(self, run: str, path: str, sink: Sink, position: int = 0) -> int:
+    def follow(self, run: str, path: str, sink: Sink, position: int = 0) -> None:
         """Give the sink every byte of a file from a position on, each once, over any number of connections."""
-        request = messages.Follow(id=next(self._ids), run=run, path=path, position=position)
-        with self._changes:
-            self._follows[request.id] = request, sink
-            is_up = self._is_up
-        if is_up:
-            self._send(request)
-        return request.id
+        threading.Thread(target=self._follow, args=(run, path, sink, position), daemon=True).start()
 
-    def unfollow(self, follow: int) -> None:
-        with self._changes:
-            self._follows.pop(follow, None)
-            is_up = self._is_up
-        if is_up:
-            self._send(messages.Unfollow(id=next(self._ids), follow=follow))
+    def _follow(self, run: str, path: str, sink: Sink, position: int) -> None:
+        is_end = False
+        while not (is_end or self._is_closed):
+            try:
+                answer = self.ask(messages.Follow, run=run, path=path, position=position)
+                piece, is_end = base64.b64decode(answer.data), answer.is_end
+            except Broken:  # ask again for the same bytes
+                piece = b""
+            except Refusal:  # such as of a run that was deleted
+                piece, is_end = b"", True
+            if piece or is_end:
+                sink(position, piece, is_end)
+                position += len(piece)
+            else:
+                self._pause(_FOLLOW_SECONDS)
 
     def put(self, file: Path, code: str, timeout: float = 120) -> bool:
-        """Send an archive unless the node has it, from where an earlier attempt broke off. Whether bytes were sent."""
-        state = self.ask(messages.Has, timeout, code=code)
-        was_here, size, restarts = state.is_here, file.stat().st_size, 0
-        with file.open("rb") as source:
-            while not state.is_here:
-                position = state.size if state.size < size else 0
-                source.seek(position)
-                piece = source.read(CHUNK_BYTES)
-                is_last = position + len(piece) >= size
-                data = base64.b64encode(piece).decode()
-                fields = {"name": code, "position": position, "data": data, "is_last": is_last}
-                before, state = state, self.ask(messages.Put, timeout, **fields)
-                restarts += state.size <= before.size
-                if restarts > 3 and not state.is_here:
-                    raise Refusal(f"{self.name} does not take the archive: it stays at {state.size} bytes; look there")
-        return not was_here
+        """Send an archive unless the node has it. Whether bytes were sent."""
+        if self.ask(messages.Has, timeout, code=code).is_here:
+            return False
+        size, position = file.stat().st_size, 0
+        with self._puts, file.open("rb") as source:  # a node takes one archive at a time
+            while piece := source.read(CHUNK_BYTES):
+                fields = {"position": position, "data": base64.b64encode(piece).decode()}
+                position += len(piece)
+                if self.ask(messages.Put, timeout, name=code, is_last=position >= size, **fields).is_here:
+                    return True
+        raise Refusal(f"{self.name} has taken all of the archive, and does not have it; look there")
 
     def close(self) -> None:
         with self._changes:
             self._is_closed = True
             self._changes.notify_all()
-            process, line = self._process, self._line
-        if line:
-            line.close()
-        if process:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(10)
-
-    def _send(self, message: Message) -> None:
-        try:
-            with self._sends:
-                if self._line is None:
-                    raise BrokenPipeError
-                self._line.sendall(messages.write(message))
-        except OSError:  # the reading thread sees the end, too
+            if self._line:
+                self._line.close()  # on which the node program ends
+        if self._thread.is_alive():
+            self._thread.join(_SECONDS_TO_CLOSE)
             if self._process:
                 self._process.kill()
+            self._thread.join(_SECONDS_TO_CLOSE)
+
+    def _expect(self, request: messages.Request) -> "Future[Any]":
+        answer: Future[Any] = Future()
+        self._asked[request.id] = request, answer
+        return answer
+
+    def _send(self, message: Message) -> None:
+        assert self._line and self._process
+        try:
+            with self._sends:
+                self._line.sendall(messages.write(message))
+        except OSError:  # half a line may have gone: the reading thread sees the end, and connects again
+            self._process.kill()
+
+    def _pause(self, seconds: float) -> None:
+        with self._changes:
+            self._changes.wait_for(lambda: self._is_closed, seconds)
 
     def _stay_connected(self) -> None:
         while not self._is_closed:
@@ -164,15 +166,12 @@ class Node:
                 self.trouble = f"{self._command[0]} does not start: {error}"
             with self._changes:
                 self._is_up = False
-                broken = [answer for _, answer in self._asked.values()]
+                broken, self._asked = self._asked, {}
                 self._failures += 1
                 self._changes.notify_all()
-            for answer in broken:
-                if not answer.done():
-                    answer.set_exception(Broken(f"{self.name}: the connection broke: {self.trouble}"))
-            with self._changes:
-                wait = _WAITS[min(self._failures, len(_WAITS)) - 1]
-                self._changes.wait_for(lambda: self._is_closed, wait)
+            for _, answer in broken.values():
+                answer.set_exception(Broken(f"{self.name}: the connection broke: {self.trouble}"))
+            self._pause(_WAITS[min(self._failures, len(_WAITS)) - 1])
 
     def _converse(self) -> None:
         """One connection, from its start to its end."""
@@ -183,99 +182,60 @@ class Node:
             process = subprocess.Popen(
                 self._command, cwd=self._cwd, stdin=theirs.fileno(), stdout=pipe, stderr=pipe, start_new_session=True
             )
-        with self._changes:
-            self._process, self._line = process, ours
         said = bytearray()
         errors = threading.Thread(target=_drain, args=(process.stderr, said), daemon=True)
         errors.start()
         hello = messages.Report(id=next(self._ids))
-        answer: Future[Any] = Future()
-        answer.add_done_callback(self._welcome)
-        with self._changes:
-            self._asked[hello.id] = hello, answer
-        self._send(hello)
-        trouble = self._read(process)
-        with self._changes:
-            self._is_up, self._line = False, None
-            self._asked.pop(hello.id, None)
-        ours.close()
-        if trouble:
-            process.kill()
+        with ours:
+            with self._changes:
+                self._process, self._line = process, ours
+                answer = self._expect(hello)
+            self._send(hello)
+            trouble = ""
+            try:
+                self._read(process, answer)
+            except Refusal as error:
+                trouble = str(error)
+                process.kill()
         self.exit_code = process.wait()
         errors.join(1)
         self.trouble = trouble or bytes(said).decode(errors="replace").strip() or f"it ended with {self.exit_code}"
 
-    def _welcome(self, answer: "Future[Any]") -> None:
-        """The node has answered the first question: ask for the rest of what was followed."""
-        if answer.exception() is not None:
-            return
-        if (theirs := answer.result().protocol) != messages.PROTOCOL:
-            self.trouble = (
-                f"it speaks protocol {theirs}, and this is {messages.PROTOCOL}; install the same version there"
-            )
-            with self._changes:
-                self._failures += 1
-                self._changes.notify_all()
-            return
-        with self._changes:
-            self.report, self._is_up, self._failures = answer.result(), True, 0
-            follows = [request for request, _ in self._follows.values()]
-            self._changes.notify_all()
-        for request in follows:
-            self._send(request)
-
-    def _read(self, process: "subprocess.Popen[bytes]") -> str:
-        """Take lines until the end; why the connection has to be given up, or ""."""
+    def _read(self, process: "subprocess.Popen[bytes]", hello: "Future[Any]") -> None:
+        """Take lines until the end; raises Refusal where the connection has to be given up."""
         strays = 0
         assert process.stdout
         while line := process.stdout.readline(LINE_BYTES + 1):
             if len(line) > LINE_BYTES:
-                return f"a line of more than {LINE_BYTES} bytes came"
+                raise Refusal(f"a line of more than {LINE_BYTES} bytes came")
             try:
                 strays += not self._take(messages.read_answer(line))
-            except ValueError:  # no message, or a sink's or base64's
+            except ValidationError:
                 strays += 1
             if strays > _MOST_STRAYS:
-                return f"more than {_MOST_STRAYS} lines came that answer nothing; is it a node program?"
-        return ""
+                raise Refusal(f"more than {_MOST_STRAYS} lines came that answer nothing; is it a node program?")
+            if hello.done() and not self._is_up:
+                self._welcome(hello.result())
+
+    def _welcome(self, report: ReportAnswer) -> None:
+        if (theirs := report.protocol) != (ours := messages.PROTOCOL):
+            raise Refusal(f"it speaks protocol {theirs}, and this is {ours}; install the same version there")
+        with self._changes:
+            self.report, self._is_up, self._failures = report, True, 0
+            self._changes.notify_all()
 
     def _take(self, answer: AnyAnswer) -> bool:
         """Whether the answer was asked for."""
-        if answer.id is None:
-            return False
         with self._changes:
-            followed, asked = self._follows.get(answer.id), self._asked.get(answer.id)
-        if followed:
-            return self._take_data(answer, *followed)
-        if asked is None or asked[1].done():
+            request, future = self._asked.pop(answer.id, (None, None))
+        if request is None or future is None:
             return False
-        request, future = asked
         if isinstance(answer, messages.Refused):
             future.set_exception(Refusal(f"{self.name}: {printable(answer.why)}"))
-        elif not isinstance(answer, ANSWERS[type(request)]):
+        elif answer.kind != request.do:
             future.set_exception(Refusal(f"{self.name} answers {request.do} with {answer.kind}; is it a node program?"))
         else:
             future.set_result(answer)
-        return True
-
-    def _take_data(self, answer: AnyAnswer, request: messages.Follow, sink: Sink) -> bool:
-        """Only what continues the bytes so far is taken."""
-        if isinstance(answer, messages.DataAnswer) and answer.position == request.position:
-            piece = base64.b64decode(answer.data, validate=True)
-            is_end = answer.is_end
-        elif isinstance(answer, messages.Refused):
-            piece, is_end = b"", True
-        else:
-            return False
-        with self._changes:
-            if request.id not in self._follows:
-                return True
-            after = request.model_copy(update={"position": request.position + len(piece)})
-            if is_end:
-                del self._follows[request.id]
-            else:
-                self._follows[request.id] = after, sink
-        sink(request.position, piece, is_end)
         return True
 
 

@@ -65,17 +65,26 @@ def row(folder: Path) -> list[str]:
     changed = max((path.stat().st_mtime for path in folder.iterdir() if path.is_file()), default=0.0)
     age = time.time() - changed
     since = f"{age / 86400:.0f} d" if age > 86400 else f"{age / 3600:.0f} h" if age > 3600 else f"{age / 60:.0f} min"
-    state = "finished" if step >= steps else state_of(folder / ".lock")
-    loss, speed = last.get("loss"), last.get("tokens_per_second")
+    is_over = isinstance(step, (int, float)) and isinstance(steps, (int, float)) and step >= steps
     return [
         str(folder),
-        state,
-        f"{step}/{steps}",
-        f"{loss:.4f}" if loss is not None else "",
-        f"{speed:,.0f}" if speed is not None else "",
+        "finished" if is_over else state_of(folder / ".lock"),
+        f"{_shown(step, 'd')}/{_shown(steps, 'd')}",
+        _shown(last.get("loss"), ".4f"),
+        _shown(last.get("tokens_per_second"), ",.0f"),
         since,
         str(config.get("job.description", "")),
     ]
+
+
+def _shown(value: Any, form: str) -> str:
+    """A number in this form; a dash where a run has written something else."""
+    if value is None:
+        return ""
+    try:
+        return format(value, form)
+    except (TypeError, ValueError, OverflowError):
+        return "-"
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -65,26 +65,19 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     # A model beside the file lies in the same place of the checkout there; each node's own code checks all again.
     config = to_toml(checked).replace(f'"{ROOT}/', '"')
     shares = checked.checkpoint.enable and "://" not in checked.checkpoint.folder and len(hosts) > 1
-    environment = dict(given.split("=", 1) for given in args.env)
     if args.prints:
         for rank, host in enumerate(hosts):
             print(f"node {rank} of {len(hosts)}: {shlex.join(ssh_command(host.host, [], ssh)[:-1])}")
         return 0
-    name = args.name or f"{re.sub('[^A-Za-z0-9-]+', '-', Path(args.config).stem)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    environment = dict(given.split("=", 1) for given in args.env)
     with tempfile.TemporaryDirectory() as folder:
         packed = pack(ROOT, Path(folder))
         _say(_about(packed))
-        command = shlex.split(args.program) if args.program else program(args.home, packed.code)
-        nodes = [Node(host.host, ssh_command(host.host, command, ssh)) for host in hosts]
-        launch = _Launch(
-            [_Member(host, rank, node) for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True))]
-        )
-        launch.name = name
+        launch = _Launch(args, hosts, packed)
         with launch.interrupts():
             try:
-                bring = None if args.program else _bringing(packed, args.home, ssh)
-                launch.each(lambda member: _connect(member, packed, bring, command, ssh))
-                launch.start(config, packed.code, environment, ssh, shares)
+                launch.each(launch.connect)
+                launch.start(config, environment, shares)
                 return launch.watch()
             except KeyboardInterrupt:
                 _say("ending what was started")
@@ -92,17 +85,25 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
             finally:  # also where nobody reads the output any more
                 launch.is_watching = True
                 launch.stop(0)
-                launch.close()
+                launch.each(lambda member: member.node.close())
 
 
 class _Launch:
     """All nodes of the run, and what they say."""
 
-    def __init__(self, members: list[_Member]) -> None:
-        self.members, self.name = members, ""
-        self._events: queue.Queue[tuple[_Member | None, bytes, bool]] = queue.Queue(maxsize=1000)
+    def __init__(self, args: argparse.Namespace, hosts: Sequence[Host], packed: Packed) -> None:
+        stem = re.sub("[^A-Za-z0-9-]+", "-", Path(args.config).stem)
+        self.name = args.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._packed, self._home, self._ssh = packed, args.home, shlex.split(args.ssh)
+        self._brings_up = not args.program
+        self._command = shlex.split(args.program) if args.program else program(args.home, packed.code)
+        self.members = [_Member(host, rank, self._node(host)) for rank, host in enumerate(hosts)]
+        self._events: queue.Queue[tuple[_Member, bytes, bool]] = queue.Queue(maxsize=1000)
         self._asked: int = 0  # how often a person has asked the run to end
         self.is_watching = False  # from then on a signal does not interrupt, it is counted
+
+    def _node(self, host: Host) -> Node:
+        return Node(host.host, ssh_command(host.host, self._command, self._ssh))
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
@@ -139,21 +140,40 @@ class _Launch:
         if errors := [error for error in [done.get() for _ in members] if error is not None]:
             raise errors[0]
 
-    def start(self, config: str, code: str, environment: dict[str, str], ssh: Sequence[str], shares: bool) -> None:
+    def connect(self, member: _Member) -> None:
+        """Reach a host, bring it up if it has no node program, and send it the checkout."""
+        try:
+            member.node.connect()
+        except Broken as error:
+            if not self._brings_up or member.node.exit_code != NOT_FOUND:
+                raise Refusal(f"{error}; try: {shlex.join([*self._ssh, member.name])}") from None
+            member.node.close()
+            _say(f"[{member.name}] has no node program for this checkout: setting it up in {self._home}")
+            bring_up(member.name, self._packed, self._home, self._ssh, lambda line: _say(f"[{member.name}] {line}"))
+            member.node = self._node(member.host)
+            member.node.connect()
+        if member.node.put(self._packed.file, self._packed.code):
+            _say(f"[{member.name}] has taken the checkout")
+
+    def start(self, config: str, environment: dict[str, str], shares: bool) -> None:
         """Start every node; where they have to share a disk, the head first, to see whether they do."""
         head, *others = self.members
-        place: dict[str, Any] = {"run": self.name, "nodes": len(self.members), "config": config, "code": code}
+        place: dict[str, Any] = {"nodes": len(self.members), "config": config, "code": self._packed.code}
         if others:
-            place |= {"head": _address(head, ssh), "port": head.node.ask(messages.Port).port}
+            place |= {"head": _address(head, self._ssh), "port": head.node.ask(messages.Port).port}
 
         def start(member: _Member) -> None:
             gpus = member.host.gpus
             own = environment | ({"CUDA_VISIBLE_DEVICES": ""} if gpus == 0 else {})
             here = {"rank": member.rank, "ranks_here": None if gpus is None else max(1, gpus), "environment": own}
             member.is_started = True  # also where the answer is lost: it is stopped then
-            answer = member.node.ask(messages.Start, _SECONDS_TO_START, **place, **here)
+            try:
+                answer = member.node.ask(messages.Start, _SECONDS_TO_START, run=self.name, **place, **here)
+            except Refusal as error:  # nothing was started; another run of this name is not to be stopped
+                member.is_started = isinstance(error, Broken)
+                raise
             member.folder, member.log = answer.folder, answer.log
-            member.node.follow(self.name, answer.log, lambda _, piece, is_end: self._hear(member, piece, is_end))
+            member.node.follow(self.name, answer.log, lambda _, *heard: self._events.put((member, *heard)))
 
         self.each(start, [head] if shares else None)
         if shares:
@@ -172,9 +192,6 @@ class _Launch:
             f"use --home on a disk that all hosts share, -- --checkpoint.folder s3://..., or -- --checkpoint.no_enable"
         )
 
-    def _hear(self, member: _Member, piece: bytes, is_end: bool) -> None:
-        self._events.put((member, piece, is_end))
-
     def watch(self) -> int:
         """Show the logs until every node's part is over. The first failure ends the others."""
         self.is_watching = True
@@ -184,15 +201,14 @@ class _Launch:
                 answered = self._asked
                 seconds = 0 if answered > 1 else _SECONDS_TO_END
                 _say(f"asking all nodes to end, within {seconds} s" + ("; Ctrl-C again: at once" if seconds else ""))
-                threading.Thread(target=self.stop, args=(seconds, open_members[:]), daemon=True).start()
+                threading.Thread(target=self.stop, args=(seconds,), daemon=True).start()
             if failed_at is not None and time.monotonic() > failed_at + _SECONDS_AFTER_A_FAILURE:
                 failed_at = float("inf")
-                threading.Thread(target=self.stop, args=(0, open_members[:]), daemon=True).start()
+                threading.Thread(target=self.stop, args=(0,), daemon=True).start()
             try:
                 member, piece, is_end = self._events.get(timeout=0.2)
             except queue.Empty:
                 continue
-            assert member
             _show(member, piece, is_end)
             if is_end:
                 open_members.remove(member)
@@ -201,71 +217,43 @@ class _Launch:
                     failed_at = failed_at or time.monotonic()
         return self._sum_up()
 
+    def _row(self, member: _Member) -> messages.RunRow | None:
+        """What the node knows of its part of the run."""
+        rows = member.node.ask(messages.Runs).runs
+        return next((row for row in rows if row.run == self.name and row.rank == member.rank and row.is_own), None)
+
     def _take_end(self, member: _Member) -> None:
         for _ in range(3):  # the connection may break at this moment, too
             with contextlib.suppress(Broken):
-                rows = member.node.ask(messages.Runs).runs
-                own = [row for row in rows if row.run == self.name and row.rank == member.rank and row.is_own]
-                member.row = own[0] if own and own[0].state != "running" else None
+                row = self._row(member)
+                member.row = row if row and row.state != "running" else None
                 return
 
-    def stop(self, seconds: int, members: Sequence[_Member] | None = None) -> None:
-        """End the run on these nodes, unless it is known to be over; says where it could not be ended."""
+    def stop(self, seconds: int) -> None:
+        """End the run on each node, unless it is known to be over there; says where it could not be ended."""
 
         def stop(member: _Member) -> None:
             try:
                 for _ in range(3):  # a start may still be on its way
-                    rows = member.node.ask(messages.Runs).runs
-                    if any(row.run == self.name and row.is_own for row in rows):
+                    if self._row(member):
                         member.node.ask(messages.Stop, seconds + 60, run=self.name, seconds=seconds)
                         return
                     time.sleep(0.5)
-            except Broken as error:
-                _say(f"[{member.name}] {error}; the run {self.name} may go on there")
             except Refusal as error:
-                _say(f"[{member.name}] {error}")
+                unknown = f"; the run {self.name} may go on there" if isinstance(error, Broken) else ""
+                _say(f"[{member.name}] {error}{unknown}")
 
-        self.each(stop, [member for member in members or self.members if member.is_started and not member.row])
+        self.each(stop, [member for member in self.members if member.is_started and not member.row])
 
     def _sum_up(self) -> int:
         code = 0
         for member in self.members:
-            row = member.row
-            state = row.state if row else "unknown"
-            found = row.exit_code if row else None
+            state, found = (member.row.state, member.row.exit_code) if member.row else ("unknown", None)
             found = 1 if found is None else _EXIT_SIGNAL - found if found < 0 else found
-            _say(
-                f"[{member.name}] {state}" + (f", exit code {found}" if found else "") + f": {printable(member.folder)}"
-            )
+            said = f", exit code {found}" if found else ""
+            _say(f"[{member.name}] {state}{said}: {printable(member.folder)}")
             code = code or found
         return code
-
-    def close(self) -> None:
-        self.each(lambda member: member.node.close())
-
-
-def _connect(
-    member: _Member, packed: Packed, bring: Callable[[_Member], None] | None, command: Sequence[str], ssh: Sequence[str]
-) -> None:
-    try:
-        member.node.connect()
-    except Broken as error:
-        if bring is None or member.node.exit_code != NOT_FOUND:
-            raise Refusal(f"{error}; try: {shlex.join([*ssh, member.name])}") from None
-        member.node.close()
-        bring(member)
-        member.node = Node(member.name, ssh_command(member.name, command, ssh))
-        member.node.connect()
-    if member.node.put(packed.file, packed.code):
-        _say(f"[{member.name}] has taken the checkout")
-
-
-def _bringing(packed: Packed, home: str, ssh: Sequence[str]) -> Callable[[_Member], None]:
-    def bring(member: _Member) -> None:
-        _say(f"[{member.name}] has no node program for this checkout: setting it up in {home}")
-        bring_up(member.name, packed, home, ssh, lambda line: _say(f"[{member.name}] {line}"))
-
-    return bring
 
 
 def _about(packed: Packed) -> str:
