@@ -21,18 +21,18 @@ IN_A_SMALL_DISK = 'mount -t tmpfs -o size=900m drill "$0" && exec "$@"'
 
 def drill(tmp_path: Path, *words: str) -> str:
     """Drill on a small disk, where this kernel lets a user mount one."""
-    command = [sys.executable, "-m", "torchtitan", "drill", "--minutes", "4", "--out", f"{tmp_path}/drill", *words]
+    command = [sys.executable, "-m", "torchtitan", "drill", "--minutes", "9", "--out", f"{tmp_path}/drill", *words]
     apart = ["unshare", "--mount", *(["--user", "--map-root-user"] if os.geteuid() else [])]
     trial = [*apart, "mount", "-t", "tmpfs", "trial", str(tmp_path)]
     if shutil.which("unshare") and subprocess.run(trial, capture_output=True).returncode == 0:
         command = [*apart, "bash", "-c", IN_A_SMALL_DISK, str(tmp_path), *started.IN_PLACE, *command[1:]]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = started.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    done = started.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_survives_a_fault_to_the_bit(tmp_path: Path) -> None:
     said = drill(tmp_path, "--on", "FSDP 2, async, disk", "--faults", "1", "--seed", "7")
     assert "nothing was lost: all tensors and records are the same to the bit" in said
