@@ -65,7 +65,7 @@ def by_degree(answer: Answer, axis: str, limit: float) -> Line:
 
 
 def save(path: Path, title: str, below: str, lines: dict[str, Line], log: bool = False) -> None:
-    """One line a model; the horizontal axis doubles at each mark."""
+    """A line each, in the order of the colors; the horizontal axis doubles at each mark."""
     points = [point for line in lines.values() for point in line]
     first, last = (math.log2(pick(x for x, _ in points)) for pick in (min, max))
     low, high = (0.0, max(y for _, y in points) * 1.05)
@@ -86,18 +86,18 @@ def save(path: Path, title: str, below: str, lines: dict[str, Line], log: bool =
         at, _ = place(x, 10**low if log else low)
         parts.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x:,}</text>')
     parts.append(f'<text x="{(WIDTH - 20) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{below}</text>')
-    for name, line in lines.items():
+    for color, (name, line) in zip(MODELS.values(), lines.items(), strict=False):
         if not line:
             continue
         path_points = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in line)
-        parts.append(f'<polyline points="{path_points}" fill="none" stroke="{MODELS[name]}" stroke-width="2"/>')
+        parts.append(f'<polyline points="{path_points}" fill="none" stroke="{color}" stroke-width="2"/>')
         for x, y in line:
             at, top = place(x, y)
             parts.append(
-                f'<circle cx="{at:.1f}" cy="{top:.1f}" r="3" fill="{MODELS[name]}"><title>{y:.4g}</title></circle>'
+                f'<circle cx="{at:.1f}" cy="{top:.1f}" r="3" fill="{color}"><title>{y:.4g}</title></circle>'
             )
         at, top = place(*line[-1])
-        parts.append(f'<text x="{at + 8:.1f}" y="{top + 4:.1f}" fill="{MODELS[name]}">{name}</text>')
+        parts.append(f'<text x="{at + 8:.1f}" y="{top + 4:.1f}" fill="{color}">{name}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif"'
     path.write_text(
         f'{head} font-size="11"><rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
