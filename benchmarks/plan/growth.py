@@ -93,9 +93,7 @@ def save(path: Path, title: str, below: str, lines: dict[str, Line], log: bool =
         parts.append(f'<polyline points="{path_points}" fill="none" stroke="{color}" stroke-width="2"/>')
         for x, y in line:
             at, top = place(x, y)
-            parts.append(
-                f'<circle cx="{at:.1f}" cy="{top:.1f}" r="3" fill="{color}"><title>{y:.4g}</title></circle>'
-            )
+            parts.append(f'<circle cx="{at:.1f}" cy="{top:.1f}" r="3" fill="{color}"><title>{y:.4g}</title></circle>')
         at, top = place(*line[-1])
         parts.append(f'<text x="{at + 8:.1f}" y="{top + 4:.1f}" fill="{color}">{name}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif"'
