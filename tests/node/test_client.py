@@ -15,7 +15,7 @@ from torchtitan.node.hosts import read_hosts
 from torchtitan.node.ssh import Broken, Node, local_command, ssh_command
 from torchtitan.refusal import Refusal
 
-# It answers the first question as a node does, then says what it is told to for each further one.
+# This program answers the first question as a node does. For each further one it prints what the test gave it.
 LIAR = """
 import json, sys
 sys.path.insert(0, {root!r})

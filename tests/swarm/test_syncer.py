@@ -17,8 +17,7 @@ from torchtitan.config.keys.swarm import Swarm
 from torchtitan.refusal import Refusal
 from torchtitan.swarm import certificates, codec
 from torchtitan.swarm.fragments import Box
-from torchtitan.swarm.link import Link, Travel
-from torchtitan.swarm.links import Links
+from torchtitan.swarm.link import Link, Links, Travel
 from torchtitan.swarm.outer import Outer
 from torchtitan.swarm.syncer import export
 from torchtitan.swarm.syncer.state import FragmentState, Meeting

@@ -22,8 +22,7 @@ from torchtitan.refusal import Refusal
 from torchtitan.swarm.drawing import Trip, draw
 from torchtitan.swarm.held import Held
 from torchtitan.swarm.identity import shared
-from torchtitan.swarm.link import Ended, Travel
-from torchtitan.swarm.links import Links
+from torchtitan.swarm.link import Ended, Links, Travel
 from torchtitan.training.run import Run
 from torchtitan.training.swarm import NoSwarm
 

@@ -84,14 +84,14 @@ class Syncer:
             )
         if different := differing(self.shared, shared):
             raise Refusal(f"site {site} does not fit the run {self.run}: {'; '.join(different)}")
-        if self.place not in (None, place) or self.swarm not in ("", swarm):
-            at, count = self.place or place
-            raise Refusal(
-                f"site {site} has this syncer as number {place[0] + 1} of {place[1]} of swarm {swarm or self.run}, and "
-                f"it is number {at + 1} of {count} of swarm {self.swarm or self.run}; give all sites the same "
-                "swarm.syncers, in the same order"
-            )
         with self.lock:
+            if self.place not in (None, place) or self.swarm not in ("", swarm):
+                at, count = self.place or place
+                raise Refusal(
+                    f"site {site} has this syncer as number {place[0] + 1} of {place[1]} of swarm {swarm or self.run}, "
+                    f"and it is number {at + 1} of {count} of swarm {self.swarm or self.run}; give all sites the same "
+                    "swarm.syncers, in the same order"
+                )
             self.streams, self.place, self.swarm = streams, place, swarm
             if site not in self.sites:
                 taken = {each["part"] for each in self.sites.values()}

@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="PLAN.toml", help="Write the best layout as a configuration")
     parser.add_argument(
-        "--each", type=Path, metavar="FOLDER", help="Write every listed layout so, with a drawing of each pipeline"
+        "--each",
+        type=Path,
+        metavar="FOLDER",
+        help="Write every listed layout into FOLDER, as --out does, and draw each pipeline",
     )
     parser.add_argument("--verify", type=int, metavar="K", help="Train the best K and --others on this machine")
     parser.add_argument(
@@ -84,13 +87,19 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     plan.draw(args.drawing, args.schedules)
     if args.out:
         plan.write(args.out, [args.file, *options])
+    if args.each or args.verify is not None:
+        from torchtitan.tools.plan.like import Like
+
+        assert isinstance(plan, Like)  # Unlike refuses both
+        _write_and_verify(args, options, config, plan)
+
+
+def _write_and_verify(args: argparse.Namespace, options: Sequence[str], config: Config, plan: "Like") -> None:
     if args.each:
         plan.write_each(args.each, [args.file, *options])
     if args.verify is not None:
-        from torchtitan.tools.plan.like import Like
         from torchtitan.tools.plan.verify import verify
 
-        assert isinstance(plan, Like)  # Unlike refuses --verify
         verify(args, options, config, plan.job, plan.cluster, plan.answer)
 
 

@@ -72,9 +72,6 @@ class Unlike:
     def explained(self) -> str:
         return _explained(self.layouts, self.found[0])
 
-    def write_each(self, folder: Path, command: Sequence[str]) -> None:
-        raise AssertionError("refused at the start")
-
     def swarm(self, syncer: str, options: Sequence[str]) -> list[str]:
         """The regions as sites of a swarm, beside the best single run."""
         sites = sites_of(self.network, self.config, self.job.blueprint, options, syncer, self.seed)
