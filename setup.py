@@ -7,6 +7,6 @@ setup(
     package_dir={"torchtitan.shipped": "."},
     package_data={
         "torchtitan.shipped": ["requirements.txt", "train_configs/*", "tests/assets/*/*"],
-        "torchtitan.console": ["*.html", "pages/*.css", "pages/*.svg"],
+        "torchtitan.console": ["door/*.html", "pages/*.css", "pages/*.svg"],
     },
 )

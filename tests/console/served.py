@@ -17,7 +17,7 @@ import httpx
 
 from torchtitan.config.load import check_text, to_toml
 from torchtitan.console.database import open_database
-from torchtitan.console.people import People
+from torchtitan.console.door.people import People
 from torchtitan.observe.metrics import JsonLines
 
 ROOT = Path(__file__).parents[2]

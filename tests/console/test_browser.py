@@ -10,7 +10,7 @@ import pytest
 
 from tests.console.served import Served, make_certificate, served, token, write_run
 from torchtitan.console.database import open_database
-from torchtitan.console.people import People
+from torchtitan.console.door.people import People
 from torchtitan.observe.metrics import JsonLines
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -6,11 +6,11 @@ import math
 import pytest
 
 from torchtitan.console.curves import Columns, Curves, smooth, thin
-from torchtitan.console.gate import Rules, _host_name
+from torchtitan.console.door.gate import Rules, _host_name
+from torchtitan.console.door.limits import Bucket, Denied
+from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown, keys_of
-from torchtitan.console.limits import Bucket, Denied
 from torchtitan.console.nodes import HERE, Nodes
-from torchtitan.console.people import Forbidden, Person
 from torchtitan.console.text import inert, whole_characters
 from torchtitan.refusal import Refusal
 

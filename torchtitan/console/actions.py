@@ -15,9 +15,9 @@ from typing import Any
 from torchtitan.config.load import ConfigError, check_text
 from torchtitan.console.answers import CheckText, Done, PlanText, Proposal, Started, StartRun
 from torchtitan.console.database import Audit
+from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
 from torchtitan.console.nodes import HERE, Member, Nodes
-from torchtitan.console.people import People, Person
 from torchtitan.console.proposals import propose
 from torchtitan.launch.addresses import is_local
 from torchtitan.launch.submit.install import bring_up

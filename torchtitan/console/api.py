@@ -13,10 +13,10 @@ from starlette.routing import Match
 from torchtitan.console import answers
 from torchtitan.console.actions import Actions
 from torchtitan.console.database import Audit
+from torchtitan.console.door.limits import Denied
+from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown
-from torchtitan.console.limits import Denied
 from torchtitan.console.nodes import Nodes
-from torchtitan.console.people import Forbidden, Person
 from torchtitan.node.messages import CHUNK_BYTES
 from torchtitan.node.ssh import Broken
 from torchtitan.refusal import Refusal

@@ -16,15 +16,15 @@ from sqlalchemy.engine import Engine
 from torchtitan.console.actions import Actions
 from torchtitan.console.api import build_api, build_app
 from torchtitan.console.database import Audit
-from torchtitan.console.gate import Gate, Rules, loopback
+from torchtitan.console.door.gate import Gate, Rules, loopback
+from torchtitan.console.door.limits import Limits
+from torchtitan.console.door.login import build_login
+from torchtitan.console.door.people import People
 from torchtitan.console.library import Library
-from torchtitan.console.limits import Limits
-from torchtitan.console.login import build_login
 from torchtitan.console.nodes import Nodes
 from torchtitan.console.pages import compare, new_run, one_run, runs
 from torchtitan.console.pages import nodes as nodes_page
 from torchtitan.console.pages.frame import ICON, Parts, owner_of
-from torchtitan.console.people import People
 from torchtitan.launch.addresses import own_addresses
 from torchtitan.refusal import Refusal
 

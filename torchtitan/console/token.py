@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     require_packages()
     from torchtitan.console.database import Audit, open_database
-    from torchtitan.console.people import People
+    from torchtitan.console.door.people import People
 
     engine = open_database(Path(args.home).expanduser(), args.database)
     people, audit = People(engine), Audit(engine)

@@ -45,8 +45,8 @@ def add_state_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     require_packages()
     from torchtitan.console.database import open_database
-    from torchtitan.console.gate import loopback
-    from torchtitan.console.people import People
+    from torchtitan.console.door.gate import loopback
+    from torchtitan.console.door.people import People
 
     is_loopback = loopback(args.host)
     if bool(args.certificate) != bool(args.key):

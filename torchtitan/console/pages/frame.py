@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 from nicegui import Client, run, ui
 
 from torchtitan.console.actions import Actions
+from torchtitan.console.door.people import Person
 from torchtitan.console.library import Library
 from torchtitan.console.nodes import Nodes
-from torchtitan.console.people import Person
 from torchtitan.refusal import Refusal
 
 ICON = Path(__file__).parent / "icon.svg"

@@ -7,9 +7,9 @@ from nicegui import ui
 
 from torchtitan.console.actions import DEBUG_MODEL, new_name, shipped
 from torchtitan.console.answers import CheckText, PlanText, Proposal, StartRun
+from torchtitan.console.door.people import Person
 from torchtitan.console.nodes import HERE
 from torchtitan.console.pages.frame import Parts, do, framed, heading
-from torchtitan.console.people import Person
 from torchtitan.console.proposals import data_sheets
 from torchtitan.refusal import Refusal
 

@@ -3,10 +3,10 @@
 from nicegui import ui
 
 from torchtitan.console.answers import NodePage
+from torchtitan.console.door.people import Person
 from torchtitan.console.library import age
 from torchtitan.console.pages.charts import chart, draw
 from torchtitan.console.pages.frame import Parts, do, framed, heading, size, table
-from torchtitan.console.people import Person
 from torchtitan.node.messages import ReportAnswer
 
 _SECONDS = 5

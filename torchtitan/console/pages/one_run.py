@@ -6,12 +6,12 @@ from nicegui import ui
 
 from torchtitan.console.answers import Run
 from torchtitan.console.curves import Curves
+from torchtitan.console.door.people import Person
 from torchtitan.console.library import Unknown, age, keys_of
 from torchtitan.console.pages.charts import Points, add_controls, chart, draw
 from torchtitan.console.pages.files import add_files, add_log
 from torchtitan.console.pages.frame import Parts, confirmed, do, framed, heading, look, size, table
 from torchtitan.console.pages.meetings import add_meetings
-from torchtitan.console.people import Person
 
 _SECONDS = 1
 _CHARTS = {  # title -> the curves in it

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from torchtitan.console.database import Audit
-from torchtitan.console.gate import Rules
-from torchtitan.console.limits import Limits, address_of
-from torchtitan.console.people import SESSION_SECONDS, People
+from torchtitan.console.door.gate import Rules
+from torchtitan.console.door.limits import Limits, address_of
+from torchtitan.console.door.people import SESSION_SECONDS, People
 
 _COOKIE: dict[str, Any] = {"path": "/", "httponly": True, "samesite": "strict"}
 _FORM = (Path(__file__).parent / "login.html").read_text(encoding="utf-8")

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchtitan.console.database import Audit
-from torchtitan.console.limits import Denied, Limits, address_of, within_size
-from torchtitan.console.people import People, Person
+from torchtitan.console.door.limits import Denied, Limits, address_of, within_size
+from torchtitan.console.door.people import People, Person
 
 SOCKET, STATIC = "/_nicegui_ws/socket.io/", "/_nicegui/"
 _INSIDE_OTHERS = ("iframe", "frame", "embed", "object", "fencedframe")
