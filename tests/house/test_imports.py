@@ -41,7 +41,7 @@ FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("
 BELOW = (*CONFIG, T + "root", T + "hardware", *SHAPES)  # what every room may import
 OWN = T + "own_model"
 LAUNCH = (T + "launch",)
-START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # not preflight/, not submit/
+START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # none of its folders
 ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
 PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer"))
 CORE = (*BELOW, *ROOMS, T + "models.layers", T + "weights", T + "training")
@@ -136,8 +136,8 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         }.get(module, (*below, T + "models.layers", f"{family}.model"))
     if module in START:
         return (*BELOW, *START)
-    if module in (T + "launch.submit.machines", T + "launch.submit.install"):
-        return (*BELOW, *LAUNCH, *NODE)
+    if within(module, (T + "launch.ssh",)):
+        return (*BELOW, *START, T + "launch.ssh", *NODE)
     if within(module, LAUNCH):
         return (*BELOW, *LAUNCH)
     if module == T + "node.keeper":  # every run has one: it loads nothing else
@@ -279,7 +279,7 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.console.library", "def f():\n    import torch"),
         ("torchtitan.console.verb", "import nicegui"),
         ("torchtitan.console.api", "from torchtitan.observe.log import logger"),
-        ("torchtitan.launch.submit.verb", "from torchtitan.node.ssh import Node"),
+        ("torchtitan.launch.submit.verb", "from torchtitan.node.messages import Start"),
         ("torchtitan.elsewhere", "import os"),
     ],
 )
@@ -305,7 +305,7 @@ def test_an_allowed_import_is_left_alone(module, line):
 @pytest.mark.parametrize(
     "module",
     ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.start", "torchtitan.launch.preflight.verb"]
-    + ["torchtitan.models.families", "torchtitan.node.verb", "torchtitan.launch.submit.machines"]
+    + ["torchtitan.models.families", "torchtitan.node.verb", "torchtitan.launch.ssh.terminal"]
     + ["torchtitan.console.verb", "torchtitan.console.token"]
     + [f"{family}.spec" for family in FAMILIES],
 )

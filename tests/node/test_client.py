@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.node.machines import CODE, HASH, ROOT, archive
-from torchtitan.node import messages, ssh
-from torchtitan.node.hosts import read_hosts
-from torchtitan.node.ssh import Broken, Node, local_command, ssh_command
+from torchtitan.launch.ssh import client
+from torchtitan.launch.ssh.client import Broken, Node, local_command, ssh_command
+from torchtitan.launch.ssh.hosts import read_hosts
+from torchtitan.node import messages
 from torchtitan.refusal import Refusal
 
 # This program answers the first question as a node does. For each further one it prints what the test gave it.
@@ -112,7 +113,7 @@ def test_a_node_that_floods_or_ends_is_given_up(body: str, why: str) -> None:
 
 
 def test_a_node_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh, "_SECONDS_TO_CLOSE", 0.3)
+    monkeypatch.setattr(client, "_SECONDS_TO_CLOSE", 0.3)
     node = liar("pass")
     with pytest.raises(Broken, match="no answer to port within 0 s"):
         node.ask(messages.Port, timeout=0.2)
@@ -151,13 +152,14 @@ def test_follows_go_on_over_broken_connections(node: Node, tmp_path: Path) -> No
         (tmp_path / name).write_bytes(data)
         assert node.put(tmp_path / name, hashlib.sha256(data).hexdigest())
     assert not node.put(tmp_path / "small", HASH)
-    node.ask(messages.Start, run="counts", config="lines = 1000", code=HASH)
+    node.ask(messages.Start, run="counts", config="pause lines = 1000", code=HASH)
     heard = Heard()
     node.follow("counts", "node/0/output.log", heard)
     for size in (500, 3000):
         heard.wait(size)
         assert node._process
         node._process.kill()
+    (tmp_path / "runs/counts/node/0/job.toml.go").touch()
     heard.wait()
     assert heard.data.decode().splitlines() == [f"line {number}" for number in range(1000)]
     assert node.ask(messages.Runs).runs[0].state == "ended"
@@ -203,5 +205,6 @@ def test_a_mistake_in_the_hosts_is_named_with_its_line(name: str, text: str, why
 
 def test_text_of_a_node_moves_no_terminal() -> None:
     assert (
-        ssh.printable("a\tb\x1b[31m\x07\u202e") == "a\tb\N{REPLACEMENT CHARACTER}[31m" + 2 * "\N{REPLACEMENT CHARACTER}"
+        client.printable("a\tb\x1b[31m\x07\u202e")
+        == "a\tb\N{REPLACEMENT CHARACTER}[31m" + 2 * "\N{REPLACEMENT CHARACTER}"
     )

@@ -13,11 +13,12 @@ import pytest
 
 from tests.node.machines import CODE, HASH, ROOT, processes_of
 from torchtitan.__main__ import main
-from torchtitan.launch.submit import machines
+from torchtitan.launch.ssh import pack, terminal
+from torchtitan.launch.ssh.client import Node
+from torchtitan.launch.ssh.hosts import Host
+from torchtitan.launch.ssh.pack import Packed
+from torchtitan.launch.ssh.parts import Part, address_of, at_once
 from torchtitan.node import report
-from torchtitan.node.archives import Packed
-from torchtitan.node.hosts import Host
-from torchtitan.node.ssh import Node
 from torchtitan.refusal import Refusal
 
 SSH = f"""#!/bin/sh
@@ -26,7 +27,7 @@ cd {ROOT}
 HOST=$1 exec sh -c "$2"
 """
 HOSTS = [Host(host=name, address="127.0.0.1", gpus=0) for name in "ab"]
-Make = Callable[[str], machines._Launch]
+Make = Callable[[str], terminal._Launch]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="runs are started on Linux alone")
 
 
@@ -37,25 +38,25 @@ def launch(tmp_path: Path) -> Iterator[Make]:
     (tmp_path / "ssh").chmod(0o755)
     (tmp_path / "code").write_bytes(CODE)
     there = f"exec {sys.executable} -m torchtitan node --home {tmp_path}/$HOST"
-    made: list[machines._Launch] = []
+    made: list[terminal._Launch] = []
 
-    def make(name: str) -> machines._Launch:
+    def make(name: str) -> terminal._Launch:
         args = argparse.Namespace(name=name, config="", home="", ssh=str(tmp_path / "ssh"), program=f"sh -c '{there}'")
-        made.append(machines._Launch(args, HOSTS, Packed(tmp_path / "code", HASH, [], [])))
-        made[-1].each(made[-1].connect)
+        made.append(terminal._Launch(args, HOSTS, Packed(tmp_path / "code", HASH, [], [])))
+        at_once(made[-1].connect, made[-1].members)
         return made[-1]
 
     yield make
     for one in made:
         one.stop(0)
-        one.each(lambda member: member.node.close())
+        at_once(lambda member: member.node.close(), one.members)
     assert processes_of(tmp_path / "a") == processes_of(tmp_path / "b") == {}
 
 
 @linux
 def test_all_logs_are_shown_until_all_nodes_have_ended(launch: Make, capsys: pytest.CaptureFixture[str]) -> None:
     run = launch("good")
-    run.start("lines = 3", {}, shares=False)
+    run.start("lines = 3", False, {})
     assert run.watch() == 0
     said = capsys.readouterr()
     assert sorted(said.out.splitlines()) == [f"[{host}] line {number}" for host in "ab" for number in range(3)]
@@ -66,9 +67,9 @@ def test_all_logs_are_shown_until_all_nodes_have_ended(launch: Make, capsys: pyt
 def test_a_node_that_fails_ends_the_run(
     launch: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "_SECONDS_AFTER_A_FAILURE", 0.2)
+    monkeypatch.setattr(terminal, "_SECONDS_AFTER_A_FAILURE", 0.2)
     run = launch("failing")
-    run.start("node 1 fails, lines = 100000", {}, shares=False)
+    run.start("node 1 fails, lines = 100000", False, {})
     assert run.watch() != 0
     said = capsys.readouterr().err
     assert "[b] failed, exit code 3" in said and re.search(r"^\[a\] stopped", said, re.MULTILINE)
@@ -86,7 +87,7 @@ def test_a_second_ctrl_c_does_not_wait(launch: Make, capsys: pytest.CaptureFixtu
             signal.raise_signal(signal.SIGINT)
 
     with run.interrupts():
-        run.start("deaf, lines = 100000", {}, shares=False)
+        run.start("deaf, lines = 100000", False, {})
         threading.Thread(target=press, daemon=True).start()
         assert run.watch() == 128 + 9
     assert "[a] stopped" in said[0] + capsys.readouterr().err
@@ -95,17 +96,17 @@ def test_a_second_ctrl_c_does_not_wait(launch: Make, capsys: pytest.CaptureFixtu
 @linux
 def test_a_start_that_is_refused_stops_no_other_run_of_that_name(launch: Make) -> None:
     first, second = launch("same"), launch("same")
-    first.start("lines = 100000", {}, shares=False)
+    first.start("lines = 100000", False, {})
     with pytest.raises(Refusal, match="run = same exists already"):
-        second.start("lines = 1", {}, shares=False)
+        second.start("lines = 1", False, {})
     second.stop(0)
-    assert [row.state for member in first.members if (row := first._row(member))] == ["running", "running"]
+    assert [row.state for member in first.members if (row := member.row("same"))] == ["running", "running"]
 
 
 @linux
 def test_a_run_that_has_to_share_a_disk_is_not_started_without_one(launch: Make) -> None:
-    with pytest.raises(Refusal, match="which b does not share; use --home on a disk"):
-        launch("apart").start("lines = 100000", {}, shares=True)
+    with pytest.raises(Refusal, match="which b does not share; use a --home on a disk"):
+        launch("apart").start("lines = 100000", True, {})
 
 
 def test_launch_ssh_prints_the_hosts_and_starts_nothing(
@@ -136,14 +137,15 @@ def test_launch_ssh_refuses_before_it_connects(
 
 def test_the_nodes_meet_at_the_head_s_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node("head", [])
-    member = machines._Member(Host(host="head"), 0, node)
+    part = Part(Host(host="head"), node)
     known = report.report(1, ROOT, [])
     for addresses, expected in ({"10.0.0.1": "eth0", "127.0.0.1": "lo"}, "10.0.0.1"), ({"fd00::5": "eth0"}, "fd00::5"):
         node.report = known.model_copy(update={"addresses": addresses})
-        assert machines._address(member, ["ssh"]) == expected
+        assert address_of(part, ["ssh"]) == expected
     node.report = known.model_copy(update={"addresses": {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}})
-    with pytest.raises(Refusal, match="add address="):
-        machines._address(member, ["true"])
+    with pytest.raises(Refusal, match="give its host an address="):
+        address_of(part, ["true"])
     with pytest.raises(Refusal, match="an installed package is none"):
-        monkeypatch.setattr(machines, "INSIDE", ROOT)
-        machines.run(argparse.Namespace(), [])
+        monkeypatch.setattr(pack, "INSIDE", ROOT)
+        with pack.packed_checkout():
+            pass

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.node.machines import CODE, HASH, ROOT, Program, archive, pieces
+from torchtitan.launch.ssh.pack import pack
 from torchtitan.node import archives, processes, report
 from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES
 from torchtitan.refusal import Refusal
@@ -240,7 +241,7 @@ def test_a_machine_without_git_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(Refusal, match="git does not run here"):
         code.has(archives.Git(git="https://example.org/a", commit="0" * 40))
     with pytest.raises(Refusal, match="start from a clone"):
-        archives.pack(tmp_path, tmp_path)
+        pack(tmp_path, tmp_path)
 
 
 def test_an_archive_of_a_checkout_holds_what_git_would_and_has_one_hash(tmp_path: Path) -> None:
@@ -252,15 +253,15 @@ def test_an_archive_of_a_checkout_holds_what_git_would_and_has_one_hash(tmp_path
         (place / name).write_text(text)
     (place / "link").symlink_to("new")
     subprocess.run(["git", "add", "run.sh", ".gitignore", "link"], cwd=place, check=True)
-    packed = archives.pack(place, first)
+    packed = pack(place, first)
     assert packed.names == [".gitignore", "link", "new", "run.sh"] and packed.untracked == ["new"]
     os.utime(place / "new", (1, 1))
-    assert archives.pack(place, second).code == packed.code
+    assert pack(place, second).code == packed.code
     with tarfile.open(packed.file) as tar:
         assert tar.getmember("link").isreg()
     (place / "out").symlink_to("/etc/passwd")
     with pytest.raises(Refusal, match="outside the checkout"):
-        archives.pack(place, first)
+        pack(place, first)
 
 
 def test_elsewhere_than_on_linux_a_start_is_refused_and_a_report_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

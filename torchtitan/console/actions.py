@@ -6,9 +6,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,16 @@ from torchtitan.console.answers import CheckText, Done, PlanText, Proposal, Star
 from torchtitan.console.database import Audit
 from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
-from torchtitan.console.nodes import HERE, Member, Nodes
+from torchtitan.console.nodes import HERE, Nodes
 from torchtitan.console.proposals import propose
-from torchtitan.launch.addresses import is_local
-from torchtitan.launch.submit.install import bring_up
+from torchtitan.launch.ssh.install import bring_up
+from torchtitan.launch.ssh.pack import packed_checkout
+from torchtitan.launch.ssh.parts import Job, Part, at_once, needs_disk, start
 from torchtitan.node import messages
-from torchtitan.node.archives import Packed, pack
-from torchtitan.node.ssh import Broken
 from torchtitan.refusal import Refusal
-from torchtitan.root import INSIDE, ROOT
+from torchtitan.root import ROOT
 
-_START_SECONDS, _CHECK_SECONDS = 300, 120
+_CHECK_SECONDS = 120
 _MOST_CHECKS = 2  # processes at a time
 DEBUG_MODEL = "debug_model"
 
@@ -37,7 +35,6 @@ class Actions:
         self._home, self._library, self._nodes = home / "console", library, nodes
         self._people, self._audit = people, audit
         self._checks = threading.Semaphore(_MOST_CHECKS)
-        self._packs = threading.Lock()
 
     @contextmanager
     def _done_by(self, person: Person, role: str, what: str, target: str) -> Iterator[None]:
@@ -99,42 +96,13 @@ class Actions:
         if len(set(wish.nodes)) < len(wish.nodes):
             raise Refusal(f"nodes = {', '.join(wish.nodes)} names one twice; name each once")
         with self._done_by(person, "operator", "start", f"{wish.name} on {', '.join(m.name for m in members)}"):
-            checkpoint = check_text(wish.config, wish.name).checkpoint
-            shares = checkpoint.enable and "://" not in checkpoint.folder and len(members) > 1
-            code = self._send_code(members)
-            place: dict[str, Any] = {"run": wish.name, "config": wish.config, "code": code, "nodes": len(members)}
-            if len(members) > 1:
-                place |= {"head": _address(members[0]), "port": members[0].node.ask(messages.Port).port}
-
-            started: list[Member] = []  # also where the answer is lost
-
-            def start(numbered: tuple[int, Member]) -> messages.StartedAnswer:
-                rank, member = numbered
-                environment = {"CUDA_VISIBLE_DEVICES": ""} if member.gpus == 0 else {}
-                ranks = None if member.gpus is None else max(1, member.gpus)
-                job = place | {"rank": rank, "ranks_here": ranks, "environment": environment}
-                try:
-                    answer: messages.StartedAnswer = member.node.ask(messages.Start, _START_SECONDS, **job)
-                except Refusal as error:
-                    if isinstance(error, Broken):
-                        started.append(member)
-                    raise
-                started.append(member)
-                return answer
-
-            head, *others = enumerate(members)
-            try:
-                answer = start(head)
-                for _, member in others if shares else ():
-                    _need_same_disk(member, members[0], wish.name, answer)
-                _all(start, others)
-            except Refusal:
-                for member in started:
-                    with suppress(Refusal):
-                        member.node.ask(messages.Stop, 60, run=wish.name, seconds=0)
-                raise
+            is_shared = needs_disk(check_text(wish.config, wish.name))
+            parts = [Part(member.host, member.node, rank) for rank, member in enumerate(members)]
+            with packed_checkout() as packed:
+                at_once(lambda part: part.node.put(packed.file, packed.code), parts)
+            start(Job(wish.name, wish.config, packed.code, is_shared), parts, self._nodes.ssh)
         self._library.refresh()
-        return Started(id=self._library.id_of(members[0].name, answer.folder), name=wish.name)
+        return Started(id=self._library.id_of(members[0].name, parts[0].folder), name=wish.name)
 
     def start_debug_model(self, person: Person) -> Started:
         text = shipped()[DEBUG_MODEL]
@@ -145,7 +113,7 @@ class Actions:
         entries = self._parts(id)
         with self._done_by(person, "operator", "stop", entries[0].page.name):
             wish: dict[str, Any] = {"run": entries[0].row.run, "seconds": seconds}
-            answers = _all(lambda entry: entry.member.node.ask(messages.Stop, seconds + 60, **wish), entries)
+            answers = at_once(lambda entry: entry.member.node.ask(messages.Stop, seconds + 60, **wish), entries)
         self._library.refresh()
         return Done(state=answers[0].state)
 
@@ -162,7 +130,7 @@ class Actions:
         with self._done_by(person, "admin", "install", name):
             if member.is_here:
                 raise Refusal(f"node = {name} has the recipe already; name a host of the file of nodes")
-            with self._packed() as packed:
+            with packed_checkout() as packed:
                 bring_up(name, packed, self._nodes.remote_home, self._nodes.ssh, lambda line: None)
 
     def _parts(self, id: str) -> list[Entry]:
@@ -172,52 +140,6 @@ class Actions:
             why = "was not started by a node program, so it can only be read; use the place where it was started"
             raise Refusal(f"run = {entry.page.name} {why}")
         return self._library.parts_of(entry)
-
-    def _send_code(self, members: Sequence[Member]) -> str:
-        """The checkout of this console, on every node; its hash."""
-        with self._packed() as packed:
-            _all(lambda member: member.node.put(packed.file, packed.code), members)
-            return packed.code
-
-    @contextmanager
-    def _packed(self) -> Iterator[Packed]:
-        if INSIDE.is_dir():
-            raise Refusal("the console sends a checkout, and an installed package is none; start it from a clone")
-        with self._packs, tempfile.TemporaryDirectory(dir=self._home) as folder:
-            yield pack(ROOT, Path(folder))
-
-
-def _need_same_disk(member: Member, head: Member, run: str, started: messages.StartedAnswer) -> None:
-    """The ranks of all nodes write one checkpoint."""
-    with suppress(Refusal):
-        if any(row.path == started.log for row in member.node.ask(messages.Files, run=run).files):
-            return
-    raise Refusal(
-        f"checkpoints go to {started.folder} of {head.name}, which {member.name} does not share; use a --home on a "
-        f"disk that all share, set checkpoint.folder = 's3://...', or checkpoint.enable = false"
-    )
-
-
-def _all(do: Callable[[Any], Any], things: Sequence[Any]) -> list[Any]:
-    """Do it for all at once; the first refusal, after all have ended."""
-    with ThreadPoolExecutor(max(1, min(32, len(things)))) as pool:
-        futures = [pool.submit(do, thing) for thing in things]
-    errors = [error for future in futures if (error := future.exception())]
-    if errors:
-        raise errors[0]
-    return [future.result() for future in futures]
-
-
-def _address(head: Member) -> str:
-    """Where the nodes of a run meet."""
-    if head.address:
-        return head.address
-    own = [address for address in (head.report.addresses if head.report else {}) if not is_local(address)]
-    plain = [address for address in own if ":" not in address] or own
-    if len(plain) != 1:
-        known = ", ".join(plain) or "of loopback alone"
-        raise Refusal(f"{head.name} has the addresses {known}; add address = ... to it in the file of nodes")
-    return plain[0]
 
 
 def shipped() -> dict[str, str]:

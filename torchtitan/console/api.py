@@ -17,8 +17,8 @@ from torchtitan.console.door.limits import Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown
 from torchtitan.console.nodes import Nodes
+from torchtitan.launch.ssh.client import Broken
 from torchtitan.node.messages import CHUNK_BYTES
-from torchtitan.node.ssh import Broken
 from torchtitan.refusal import Refusal
 from torchtitan.root import VERSION
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torchtitan.console.answers import NodePage
 from torchtitan.console.text import inert
-from torchtitan.launch.submit.install import NOT_FOUND
+from torchtitan.launch.ssh.client import Broken, Node, local_command, ssh_command
+from torchtitan.launch.ssh.hosts import Host, read_hosts
+from torchtitan.launch.ssh.install import NOT_FOUND
 from torchtitan.node import messages
-from torchtitan.node.hosts import read_hosts
-from torchtitan.node.ssh import Broken, Node, local_command, ssh_command
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT, VERSION
 
@@ -32,8 +32,8 @@ exec "$python" -m torchtitan node --home "$home"
 class Member:
     """A node, and what it said last."""
 
-    def __init__(self, name: str, node: Node, is_here: bool, address: str | None = None, gpus: int | None = None):
-        self.name, self.node, self.is_here, self.address, self.gpus = name, node, is_here, address, gpus
+    def __init__(self, host: Host, node: Node, is_here: bool) -> None:
+        self.host, self.name, self.node, self.is_here = host, host.host, node, is_here
         self.report: messages.ReportAnswer | None = None
         self.runs: Sequence[messages.RunRow] = ()
         self.last_seen: float | None = None
@@ -83,10 +83,10 @@ class Nodes:
     def __init__(self, home: Path, file: Path | None, ssh: Sequence[str], remote_home: str) -> None:
         self.ssh, self.remote_home = ssh, remote_home
         here = Node(HERE, local_command(str(home)), cwd=ROOT)
-        self.members = {HERE: Member(HERE, here, is_here=True)}
+        self.members = {HERE: Member(Host(host=HERE), here, is_here=True)}
         for host in read_hosts(file) if file else ():
             node = Node(host.host, ssh_command(host.host, ["sh", "-c", _PROGRAM, "sh", remote_home], ssh))
-            self.members[host.host] = Member(host.host, node, False, host.address, host.gpus)
+            self.members[host.host] = Member(host, node, is_here=False)
 
     def start(self) -> None:
         for member in self.members.values():

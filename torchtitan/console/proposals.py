@@ -67,7 +67,7 @@ def propose(home: Path, text: str, sheet: str, members: Sequence[Member]) -> lis
 
 def _devices(member: Member) -> int:
     """As many as ranks would start there."""
-    found = len(member.report.devices) if member.report and member.gpus is None else member.gpus
+    found = len(member.report.devices) if member.report and member.host.gpus is None else member.host.gpus
     return max(1, found or 0)
 
 

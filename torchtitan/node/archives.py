@@ -7,14 +7,12 @@ import base64
 import gzip
 import hashlib
 import os
-import stat
 import subprocess
 import tarfile
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -26,49 +24,6 @@ MOST_UNPACKED_BYTES = 2**32
 MOST_FILES = 100_000
 _ENTRY = "torchtitan/launch/start.py"  # what every code folder must have
 _GIT_SECONDS = 600
-
-
-@dataclass(frozen=True)
-class Packed:
-    """An archive of a checkout: the same files make the same hash."""
-
-    file: Path
-    code: str
-    names: list[str]
-    untracked: list[str]  # those of `names` that git does not know
-
-
-def pack(checkout: Path, into: Path) -> Packed:
-    """Pack what git tracks and what it does not ignore. A link is packed as the file to which it leads."""
-    tracked, untracked = _listed(checkout, "--cached"), _listed(checkout, "--others", "--exclude-standard")
-    names = sorted({*tracked, *untracked})
-    root, file = checkout.resolve(), into / "checkout.tar.gz"
-    with file.open("w+b") as out:
-        with (
-            gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as packed,
-            tarfile.open(fileobj=packed, mode="w") as tar,
-        ):
-            for name in names:
-                real = (checkout / name).resolve()
-                if not real.is_relative_to(root):
-                    raise Refusal(f"{name} is a link to {real}, outside the checkout; copy the file, or ignore it")
-                entry = tarfile.TarInfo(name)
-                entry.size = real.stat().st_size
-                entry.mode = 0o755 if real.stat().st_mode & stat.S_IXUSR else 0o644
-                with real.open("rb") as source:
-                    tar.addfile(entry, source)
-        return Packed(file, _hash(out), names, untracked)
-
-
-def _listed(checkout: Path, *which: str) -> list[str]:
-    command = ["git", "-C", str(checkout), "ls-files", "-z", *which]
-    try:
-        done = subprocess.run(command, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or error
-        raise Refusal(f"{checkout} is no checkout that git can list ({said}); start from a clone") from None
-    names = (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
-    return [name for name in names if (checkout / name).is_file()]
 
 
 class Archives:
@@ -111,7 +66,7 @@ class Archives:
         return is_last
 
     def _unpack(self, archive: IO[bytes], name: str) -> None:
-        if (found := _hash(archive)) != name:
+        if (found := hash_of(archive)) != name:
             raise Refusal(f"the archive's SHA-256 is {found} and not {name}; send it again from position 0")
         if not hasattr(tarfile, "data_filter"):
             raise Refusal("this Python unpacks without a filter; use 3.10.12, 3.11.4, 3.12 or later on the node")
@@ -121,7 +76,7 @@ class Archives:
                 with tarfile.open(fileobj=archive, mode="r:gz") as tar:
                     tar.extractall(to, filter=_Bounds())
             except (tarfile.TarError, EOFError, gzip.BadGzipFile) as error:
-                raise Refusal(f"the archive cannot be unpacked: {error}; pack it by torchtitan.node.archives") from None
+                raise Refusal(f"the archive cannot be unpacked: {error}; launch/ssh/pack.py packs it") from None
 
     def _fetch(self, code: Git) -> None:
         allowed = any(code.git == one or code.git.startswith(one.rstrip("/") + "/") for one in self.git)
@@ -177,7 +132,7 @@ def _git(folder: Path, *words: str) -> None:
         raise Refusal(f"git {words[0]} fails: {said}; check the address, the commit and the node's deploy key")
 
 
-def _hash(file: IO[bytes]) -> str:
+def hash_of(file: IO[bytes]) -> str:
     found = hashlib.sha256()
     file.seek(0)
     while piece := file.read(2**20):

@@ -164,9 +164,9 @@ def _on_hosts(args: argparse.Namespace, options: Sequence[str]) -> int:
     given |= {"secret": args.secret, "download": args.download, "api": args.api != 2}
     if wrong := next((option for option, is_given in given.items() if is_given), None):
         raise Refusal(f"--{wrong} does not work for ssh; drop it, and give each host gpus= in the file of --hosts")
-    from torchtitan.launch.submit import machines
+    from torchtitan.launch.ssh import terminal
 
-    return machines.run(args, options)
+    return terminal.run(args, options)
 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> int:

@@ -10,74 +10,56 @@ import queue
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan.config.load import load_config, to_toml
-from torchtitan.launch.addresses import is_local
-from torchtitan.launch.submit.install import NOT_FOUND, bring_up, program
+from torchtitan.launch.ssh.client import Broken, Node, printable, ssh_command
+from torchtitan.launch.ssh.hosts import Host, read_hosts
+from torchtitan.launch.ssh.install import NOT_FOUND, bring_up, program
+from torchtitan.launch.ssh.pack import Packed, packed_checkout
+from torchtitan.launch.ssh.parts import Job, Part, at_once, end, needs_disk, start
 from torchtitan.node import messages
-from torchtitan.node.archives import Packed, pack
-from torchtitan.node.hosts import Host, read_hosts
-from torchtitan.node.ssh import Broken, Node, printable, ssh_command
 from torchtitan.refusal import Refusal
-from torchtitan.root import INSIDE, ROOT
+from torchtitan.root import ROOT
 
 _SECONDS_TO_END = 60  # after Ctrl-C: a run may save first
 _SECONDS_AFTER_A_FAILURE = 15  # in which the other nodes may say what they saw
-_SECONDS_TO_START = 300  # of one node: its code checks the configuration first
 _EXIT_SIGNAL = 128
 
 
 @dataclass
-class _Member:
-    """A host with its place in the run."""
+class _Member(Part):
+    """A part, and what it said."""
 
-    host: Host
-    rank: int
-    node: Node
-    folder: str = ""
-    log: str = ""
-    is_started: bool = False
-    row: messages.RunRow | None = None  # how its part ended
+    end: messages.RunRow | None = None  # how it ended
     rest: bytes = b""  # of the log, without its newline
-
-    @property
-    def name(self) -> str:
-        return self.host.host
 
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     """The exit code of the run."""
-    if INSIDE.is_dir():
-        raise Refusal("launch ssh sends a checkout, and an installed package is none; start it from a clone")
     if not args.hosts:
         raise Refusal("no --hosts is given; name a file with one host a line, or a nodes.toml")
     hosts, ssh = read_hosts(Path(args.hosts)), shlex.split(args.ssh)
     checked = load_config(["--job.config_file", args.config, *options])
     # A model beside the file lies in the same place of the checkout there; each node's own code checks all again.
     config = to_toml(checked).replace(f'"{ROOT}/', '"')
-    shares = checked.checkpoint.enable and "://" not in checked.checkpoint.folder and len(hosts) > 1
     if args.prints:
         for rank, host in enumerate(hosts):
             print(f"node {rank} of {len(hosts)}: {shlex.join(ssh_command(host.host, [], ssh)[:-1])}")
         return 0
     environment = dict(given.split("=", 1) for given in args.env)
-    with tempfile.TemporaryDirectory() as folder:
-        packed = pack(ROOT, Path(folder))
+    with packed_checkout() as packed:
         _say(_about(packed))
         launch = _Launch(args, hosts, packed)
         with launch.interrupts():
             try:
-                launch.each(launch.connect)
-                launch.start(config, environment, shares)
+                at_once(launch.connect, launch.members)
+                launch.start(config, needs_disk(checked), environment)
                 return launch.watch()
             except KeyboardInterrupt:
                 _say("ending what was started")
@@ -85,7 +67,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
             finally:  # also where nobody reads the output any more
                 launch.is_watching = True
                 launch.stop(0)
-                launch.each(lambda member: member.node.close())
+                at_once(lambda member: member.node.close(), launch.members)
 
 
 class _Launch:
@@ -97,7 +79,7 @@ class _Launch:
         self._packed, self._home, self._ssh = packed, args.home, shlex.split(args.ssh)
         self._brings_up = not args.program
         self._command = shlex.split(args.program) if args.program else program(args.home, packed.code)
-        self.members = [_Member(host, rank, self._node(host)) for rank, host in enumerate(hosts)]
+        self.members = [_Member(host, self._node(host), rank) for rank, host in enumerate(hosts)]
         self._events: queue.Queue[tuple[_Member, bytes, bool]] = queue.Queue(maxsize=1000)
         self._asked: int = 0  # how often a person has asked the run to end
         self.is_watching = False  # from then on a signal does not interrupt, it is counted
@@ -122,24 +104,6 @@ class _Launch:
             for name, handler in before.items():
                 signal.signal(name, handler)
 
-    def each(self, do: Callable[[_Member], None], of: Sequence[_Member] | None = None) -> None:
-        """Do it for all nodes at once; the first refusal, after all have tried. Ctrl-C waits for none of them."""
-        members = self.members if of is None else of
-        done: queue.Queue[Exception | None] = queue.Queue()
-
-        def one(member: _Member) -> None:
-            try:
-                do(member)
-            except Exception as error:
-                done.put(error)
-            else:
-                done.put(None)
-
-        for member in members:
-            threading.Thread(target=one, args=(member,), daemon=True).start()
-        if errors := [error for error in [done.get() for _ in members] if error is not None]:
-            raise errors[0]
-
     def connect(self, member: _Member) -> None:
         """Reach a host, bring it up if it has no node program, and send it the checkout."""
         try:
@@ -155,42 +119,11 @@ class _Launch:
         if member.node.put(self._packed.file, self._packed.code):
             _say(f"[{member.name}] has taken the checkout")
 
-    def start(self, config: str, environment: dict[str, str], shares: bool) -> None:
-        """Start every node; where they have to share a disk, the head first, to see whether they do."""
-        head, *others = self.members
-        place: dict[str, Any] = {"nodes": len(self.members), "config": config, "code": self._packed.code}
-        if others:
-            place |= {"head": _address(head, self._ssh), "port": head.node.ask(messages.Port).port}
-
-        def start(member: _Member) -> None:
-            gpus = member.host.gpus
-            own = environment | ({"CUDA_VISIBLE_DEVICES": ""} if gpus == 0 else {})
-            here = {"rank": member.rank, "ranks_here": None if gpus is None else max(1, gpus), "environment": own}
-            member.is_started = True  # also where the answer is lost: it is stopped then
-            try:
-                answer = member.node.ask(messages.Start, _SECONDS_TO_START, run=self.name, **place, **here)
-            except Refusal as error:  # nothing was started; another run of this name is not to be stopped
-                member.is_started = isinstance(error, Broken)
-                raise
-            member.folder, member.log = answer.folder, answer.log
-            member.node.follow(self.name, answer.log, lambda _, *heard: self._events.put((member, *heard)))
-
-        self.each(start, [head] if shares else None)
-        if shares:
-            self.each(lambda member: self._sees_head(member, head), others)
-            self.each(start, others)
+    def start(self, config: str, needs_disk: bool, environment: Mapping[str, str]) -> None:
+        start(Job(self.name, config, self._packed.code, needs_disk, environment), self.members, self._ssh)
         for member in self.members:
+            member.node.follow(self.name, member.log, lambda _, *heard, of=member: self._events.put((of, *heard)))
             _say(f"[{member.name}] node {member.rank} of {len(self.members)}, run folder {printable(member.folder)}")
-
-    def _sees_head(self, member: _Member, head: _Member) -> None:
-        with contextlib.suppress(Refusal):
-            files = member.node.ask(messages.Files, run=self.name).files
-            if any(row.path == head.log for row in files):
-                return
-        raise Refusal(
-            f"checkpoints go to {printable(head.folder)} of {head.name}, which {member.name} does not share; "
-            f"use --home on a disk that all hosts share, -- --checkpoint.folder s3://..., or -- --checkpoint.no_enable"
-        )
 
     def watch(self) -> int:
         """Show the logs until every node's part is over. The first failure ends the others."""
@@ -213,42 +146,26 @@ class _Launch:
             if is_end:
                 open_members.remove(member)
                 self._take_end(member)
-                if member.row is None or member.row.state not in ("ended", "stopped"):
+                if member.end is None or member.end.state not in ("ended", "stopped"):
                     failed_at = failed_at or time.monotonic()
         return self._sum_up()
-
-    def _row(self, member: _Member) -> messages.RunRow | None:
-        """What the node knows of its part of the run."""
-        rows = member.node.ask(messages.Runs).runs
-        return next((row for row in rows if row.run == self.name and row.rank == member.rank and row.is_own), None)
 
     def _take_end(self, member: _Member) -> None:
         for _ in range(3):  # the connection may break at this moment, too
             with contextlib.suppress(Broken):
-                row = self._row(member)
-                member.row = row if row and row.state != "running" else None
+                row = member.row(self.name)
+                member.end = row if row and row.state != "running" else None
+                member.may_run = member.end is None
                 return
 
     def stop(self, seconds: int) -> None:
-        """End the run on each node, unless it is known to be over there; says where it could not be ended."""
-
-        def stop(member: _Member) -> None:
-            try:
-                for _ in range(3):  # a start may still be on its way
-                    if self._row(member):
-                        member.node.ask(messages.Stop, seconds + 60, run=self.name, seconds=seconds)
-                        return
-                    time.sleep(0.5)
-            except Refusal as error:
-                unknown = f"; the run {self.name} may go on there" if isinstance(error, Broken) else ""
-                _say(f"[{member.name}] {error}{unknown}")
-
-        self.each(stop, [member for member in self.members if member.is_started and not member.row])
+        for why in end(self.name, self.members, seconds):
+            _say(why)
 
     def _sum_up(self) -> int:
         code = 0
         for member in self.members:
-            state, found = (member.row.state, member.row.exit_code) if member.row else ("unknown", None)
+            state, found = (member.end.state, member.end.exit_code) if member.end else ("unknown", None)
             found = 1 if found is None else _EXIT_SIGNAL - found if found < 0 else found
             said = f", exit code {found}" if found else ""
             _say(f"[{member.name}] {state}{said}: {printable(member.folder)}")
@@ -262,22 +179,6 @@ def _about(packed: Packed) -> str:
     more += ", ..." if len(untracked) > 8 else ""
     size = packed.file.stat().st_size / 2**20
     return f"packed {len(packed.names)} files of {ROOT}{more} ({size:.1f} MiB, {packed.code[:12]})"
-
-
-def _address(head: _Member, ssh: Sequence[str]) -> str:
-    """Where the nodes meet: as the file says, else the head's one address, else the one by which ssh reaches it."""
-    if head.host.address:
-        return head.host.address
-    assert head.node.report
-    own = [address for address in head.node.report.addresses if not is_local(address)]
-    plain = [address for address in own if ":" not in address] or own
-    if len(plain) == 1:
-        return plain[0]
-    asked = subprocess.run([*ssh, "-G", "--", head.name], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"^hostname (\S+)$", asked, re.MULTILINE)
-    if found and found[1] in own:
-        return found[1]
-    raise Refusal(f"{head.name} has the addresses {', '.join(own) or 'of loopback alone'}; add address=... to its line")
 
 
 def _show(member: _Member, piece: bytes, is_end: bool) -> None:

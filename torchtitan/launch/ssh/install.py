@@ -8,8 +8,8 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 
-from torchtitan.node.archives import Packed
-from torchtitan.node.ssh import printable, ssh_command
+from torchtitan.launch.ssh.client import printable, ssh_command
+from torchtitan.launch.ssh.pack import Packed
 from torchtitan.refusal import Refusal
 
 _INSTALL = """

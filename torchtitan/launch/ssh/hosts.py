@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import tomli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from torchtitan.launch.ssh.client import ssh_command
 from torchtitan.node.messages import HostName, why
-from torchtitan.node.ssh import ssh_command
 from torchtitan.refusal import Refusal
 
 _FIELDS = "host, address= (in the training network) and gpus= (0 trains on the CPU)"
