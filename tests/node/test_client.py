@@ -129,7 +129,7 @@ def test_a_node_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_node_of_another_protocol_is_refused_with_the_fix() -> None:
-    with pytest.raises(Broken, match="speaks protocol 7, and this is 2; install"):
+    with pytest.raises(Broken, match="speaks protocol 7, and this is 3; install"):
         liar("", 7)
 
 

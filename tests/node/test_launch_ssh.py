@@ -67,7 +67,7 @@ def test_all_logs_are_shown_until_all_nodes_have_ended(launch: Make, capsys: pyt
 def test_a_node_that_fails_ends_the_run(
     launch: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "_SECONDS_AFTER_A_FAILURE", 0.2)
+    monkeypatch.setattr(terminal, "SECONDS_AFTER_A_FAILURE", 0.2)
     run = launch("failing")
     run.start("node 1 fails, lines = 100000", False, {})
     assert run.watch() != 0

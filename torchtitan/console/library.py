@@ -116,8 +116,11 @@ class Library:
         if found != self._entries:
             self._entries, self.version = found, self.version + 1
 
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
     def runs(self) -> list[Run]:
-        return [entry.page for entry in self._entries.values()]
+        return [entry.page for entry in self.entries()]
 
     def find(self, id: str) -> Entry:
         if (entry := self._entries.get(id)) is None:
@@ -125,9 +128,11 @@ class Library:
         return entry
 
     def parts_of(self, entry: Entry) -> list[Entry]:
-        """A run of several nodes has a row on each; all have its name."""
-        others = [one for one in self._entries.values() if one.row.is_own and one.row.run == entry.row.run]
-        return [one for one in others if one.page.nodes == entry.page.nodes] if (entry.page.nodes or 1) > 1 else [entry]
+        """A run of several nodes has a row on each; all have its name, and the place where they meet."""
+        if not entry.row.head:
+            return [entry]
+        same = entry.row.run, entry.row.head
+        return [one for one in self.entries() if one.row.is_own and (one.row.run, one.row.head) == same]
 
     def id_of(self, node: str, folder: str) -> str:
         found = (one.page.id for one in self._entries.values() if one.row.folder == folder and one.page.node == node)

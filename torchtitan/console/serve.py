@@ -20,6 +20,7 @@ from torchtitan.console.door.gate import Gate, Rules, loopback
 from torchtitan.console.door.limits import Limits
 from torchtitan.console.door.login import build_login
 from torchtitan.console.door.people import People
+from torchtitan.console.failures import Failures
 from torchtitan.console.library import Library
 from torchtitan.console.nodes import Nodes
 from torchtitan.console.pages import compare, new_run, one_run, runs
@@ -54,6 +55,7 @@ def serve(args: argparse.Namespace, engine: Engine, needs_login: bool) -> None:
     address = f"{rules.scheme}://{f'[{args.host}]' if ':' in args.host else args.host}:{listener.getsockname()[1]}"
     nodes.start()
     library.start()
+    Failures(library, audit).start()
     try:
         print(f"console: {address}   (Ctrl-C ends it; runs go on)", flush=True)
         if not args.no_browser:

@@ -173,7 +173,7 @@ def _own_row(folder: Path, part: Path) -> RunRow:
         is_own=True,
         code=os.path.basename(job["code"]),
         log=log_of(part),
-        **{name: job[name] for name in ("rank", "nodes", "started")},
+        **{name: job.get(name) for name in ("rank", "nodes", "started", "head")},
         **{name: end.get(name) for name in ("ended", "exit_code")},
         **_records(folder),
     )

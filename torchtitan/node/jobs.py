@@ -52,6 +52,7 @@ class Jobs:
         mark = secrets.token_hex(16)
         record: dict[str, Any] = {"mark": mark, "command": command, "code": str(place), "host": socket.gethostname()}
         record |= {"rank": job.rank, "nodes": job.nodes, "started": time.time()}
+        record["head"] = f"{job.head}:{job.port}" if job.nodes > 1 else None
         record["starter"] = processes.identity(os.getpid())
         processes.write_whole(part / "job.json", record)
         try:

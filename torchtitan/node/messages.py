@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-PROTOCOL = 2
+PROTOCOL = 3
 CHUNK_BYTES = 2**20  # of a file or an archive in one message
 LINE_BYTES = 4 * 2**20  # a longer line is refused unread
 MOST_ROWS = 5000  # files or runs in one answer
@@ -149,6 +149,7 @@ class RunRow(Message):
     is_own: bool  # False: below a watched folder; it can be read, and nothing else
     rank: int | None = None
     nodes: int | None = None
+    head: Text | None = None  # host:port where the nodes meet: the same for all parts of a run
     started: float | None = None  # seconds since 1970
     ended: float | None = None
     exit_code: int | None = None

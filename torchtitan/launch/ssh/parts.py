@@ -20,6 +20,7 @@ from torchtitan.node import messages
 from torchtitan.refusal import Refusal
 
 _SECONDS_TO_START = 300  # of one node: its code checks the configuration first
+SECONDS_AFTER_A_FAILURE = 15  # of one part, in which the other nodes may say what they saw
 T = TypeVar("T")
 R = TypeVar("R")
 

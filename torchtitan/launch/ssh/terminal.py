@@ -22,13 +22,12 @@ from torchtitan.launch.ssh.client import Broken, Node, printable, ssh_command
 from torchtitan.launch.ssh.hosts import Host, read_hosts
 from torchtitan.launch.ssh.install import NOT_FOUND, bring_up, program
 from torchtitan.launch.ssh.pack import Packed, packed_checkout
-from torchtitan.launch.ssh.parts import Job, Part, at_once, end, needs_disk, start
+from torchtitan.launch.ssh.parts import SECONDS_AFTER_A_FAILURE, Job, Part, at_once, end, needs_disk, start
 from torchtitan.node import messages
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 
 _SECONDS_TO_END = 60  # after Ctrl-C: a run may save first
-_SECONDS_AFTER_A_FAILURE = 15  # in which the other nodes may say what they saw
 _EXIT_SIGNAL = 128
 
 
@@ -135,7 +134,7 @@ class _Launch:
                 seconds = 0 if answered > 1 else _SECONDS_TO_END
                 _say(f"asking all nodes to end, within {seconds} s" + ("; Ctrl-C again: at once" if seconds else ""))
                 threading.Thread(target=self.stop, args=(seconds,), daemon=True).start()
-            if failed_at is not None and time.monotonic() > failed_at + _SECONDS_AFTER_A_FAILURE:
+            if failed_at is not None and time.monotonic() > failed_at + SECONDS_AFTER_A_FAILURE:
                 failed_at = float("inf")
                 threading.Thread(target=self.stop, args=(0,), daemon=True).start()
             try:

@@ -1,0 +1,79 @@
+"""A run of several nodes of which one part fails, seen by a console that did not start it.
+
+Its ssh is a script that runs the node program here, as in tests/node/test_launch_ssh.py.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.console.served import wait_for
+from tests.node.machines import CODE, HASH, processes_of
+from tests.node.test_launch_ssh import SSH, linux
+from torchtitan.console.database import Audit, open_database
+from torchtitan.console.failures import Failures
+from torchtitan.console.library import Library
+from torchtitan.console.nodes import Nodes
+from torchtitan.launch.ssh.parts import Job, Part, start
+from torchtitan.node import messages
+
+Look = Callable[[], Nodes]
+
+
+@pytest.fixture
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Look]:
+    """Makes consoles' views of two machines, each with a home of its own."""
+    (tmp_path / "ssh").write_text(SSH)
+    installed = f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@" --home {tmp_path}/$HOST\n'
+    (tmp_path / "torchtitan-recipe").write_text(installed)
+    for name in ("ssh", "torchtitan-recipe"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "code").write_bytes(CODE)
+    (tmp_path / "hosts.txt").write_text("a address=127.0.0.1 gpus=0\nb gpus=0\n")
+    made: list[Nodes] = []
+
+    def make() -> Nodes:
+        made.append(Nodes(tmp_path / "here", tmp_path / "hosts.txt", [str(tmp_path / "ssh")], "unused"))
+        made[-1].start()
+        wait_for(lambda: not any(made[-1].find(name).trouble for name in "ab"))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.close()
+    assert processes_of(tmp_path / "a") == processes_of(tmp_path / "b") == {}
+
+
+@linux
+def test_when_one_node_s_part_fails_a_restarted_console_ends_the_others_and_writes_it_down(look, tmp_path):
+    first = look()
+    members = [first.find(name) for name in "ab"]
+    parts = [Part(member.host, member.node, rank) for rank, member in enumerate(members)]
+    for part in parts:
+        part.node.put(tmp_path / "code", HASH)
+    for name, config in ("failing", "node 1 fails, lines = 100000"), ("other", "lines = 100000"):
+        start(Job(name, config, HASH, needs_disk=False), parts, [])
+    first.close()
+
+    second, audit = look(), Audit(open_database(tmp_path / "here"))
+    library = Library(tmp_path / "here", [], second)
+    watch = Failures(library, audit, seconds=1)
+
+    def states() -> dict[tuple[str, str], str]:
+        library.refresh()
+        watch.look()
+        return {(entry.row.run, entry.page.node): entry.row.state for entry in library.entries()}
+
+    wait_for(lambda: states().get(("failing", "b")) == "failed")
+    assert states()["failing", "a"] == "running"  # it has a moment to say what it saw
+    time.sleep(1)
+    wait_for(lambda: states()["failing", "a"] == "stopped")
+    assert states()["other", "a"] == states()["other", "b"] == "running"
+    done = [(row.who, row.what, row.target, row.outcome) for row in audit.newest(10)]
+    assert done == [("console", "end", "failing on a", "done: node 1 on b failed with exit code 3")]
+    for part in parts:
+        second.find(part.name).node.ask(messages.Stop, run="other", seconds=0)
