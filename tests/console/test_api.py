@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load
+from torch import Tensor
 
 from tests.console.served import HOSTILE, TOML, Served, served, write_run
 from torchtitan.config.load import check_text
@@ -136,6 +138,7 @@ def test_the_api_describes_itself_and_refuses_what_is_not_in_it(console):
     assert "has the recipe already" in console.client.post("/api/nodes/this machine/install").json()["detail"]
 
 
+@pytest.mark.timeout(300)
 def test_a_run_is_started_outlives_the_console_ends_and_is_deleted(console, tmp_path):
     started = console.client.post("/api/runs", json={"config": SHORT, "name": "tried"}, timeout=100)
     assert started.status_code == 201, started.text
@@ -146,11 +149,27 @@ def test_a_run_is_started_outlives_the_console_ends_and_is_deleted(console, tmp_
             time.sleep(0.5)
         assert (run["state"], run["exit_code"], run["step"]) == ("ended", 0, 2)
         assert "step 2/2" in other.client.get(f"/api/runs/{id}/logs/node/0/output.log").json()["text"]
+        made = generate_and_export(other, id)
+        assert made["model.embed_tokens.weight"].shape[1] == 256
         assert other.client.post(f"/api/runs/{id}/stop", json={"seconds": 1}).json()["state"] == "ended"
         assert other.client.post(f"/api/runs/{id}/delete").json()["freed_bytes"] > 0
         assert other.client.get(f"/api/runs/{id}").status_code == 404
         done = [(row["who"], row["what"]) for row in other.client.get("/api/audit").json()]
-        assert done[:3] == [("local", "delete"), ("local", "stop"), ("local", "start")]
+        assert done[:6] == [("local", what) for what in ("delete", "stop", "export", "export", "generate", "start")]
+
+
+def generate_and_export(console: Served, id: str, step: int = 2) -> dict[str, Tensor]:
+    """The weights, as they are downloaded."""
+    wish, prompt = {"checkpoint": f"step-{step}"}, "--help <script>\x1b[31m"
+    body = wish | {"prompt": prompt, "tokens": 3, "temperature": 0}
+    made = console.client.post(f"/api/runs/{id}/generate", json=body, timeout=300)
+    assert made.status_code == 200 and made.json()["text"].startswith("--help <script>"), made.text
+    assert "\x1b" not in made.json()["text"]
+    unknown = console.client.post(f"/api/runs/{id}/export", json={"checkpoint": "step-7"})
+    assert unknown.status_code == 404 and "checkpoint = 'step-7' is none of this run" in unknown.text
+    made = console.client.post(f"/api/runs/{id}/export", json=wish, timeout=300)
+    assert made.json()["folder"] == f"export/step-{step}", made.text
+    return load(console.client.get(f"/api/runs/{id}/files/{made.json()['folder']}/model.safetensors").content)
 
 
 def test_the_console_never_loads_torch(console):

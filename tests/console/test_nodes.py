@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.console.served import Served, served, wait_for
-from tests.console.test_api import SHORT
+from tests.console.test_api import SHORT, generate_and_export
 from tests.node.test_ssh import Hosts, hosts, pytestmark  # noqa: F401  (fixture and marks)
 
 
@@ -58,4 +58,9 @@ def test_other_machines_appear_are_set_up_and_run_what_the_console_sends(console
     assert call.get(f"/api/runs/{id}/files/..%2f..%2f..%2fmine").status_code in (404, 409)
     assert call.post(f"/api/runs/{id}/delete").json()["freed_bytes"] > 0
     wait_for(lambda: not parts("two"))
+
+    kept = {"config": SHORT, "name": "kept", "nodes": ["keyed"]}
+    assert call.post("/api/runs", json=kept, timeout=200).status_code == 201
+    wait_for(are_over("kept"))
+    assert generate_and_export(console, parts("kept")[0]["id"])
     assert not any(os.path.exists(console.home.parent / folder / "runs/two") for folder in ("keyed", "bare"))

@@ -12,16 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load import ConfigError, check_text
-from torchtitan.console.answers import CheckText, Done, PlanText, Proposal, Started, StartRun
+from torchtitan.console.answers import (
+    CheckText,
+    Done,
+    ExportCheckpoint,
+    GenerateText,
+    Made,
+    PlanText,
+    Proposal,
+    Started,
+    StartRun,
+)
 from torchtitan.console.database import Audit
 from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
 from torchtitan.console.nodes import HERE, Nodes
 from torchtitan.console.proposals import propose
+from torchtitan.console.text import inert
 from torchtitan.launch.ssh.install import bring_up
 from torchtitan.launch.ssh.pack import packed_checkout
 from torchtitan.launch.ssh.parts import Job, Part, at_once, needs_disk, start
 from torchtitan.node import messages
+from torchtitan.node.checkpoints import EXPORT_SECONDS, GENERATE_SECONDS
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 
@@ -123,6 +135,22 @@ class Actions:
             freed = [entry.member.node.ask(messages.Delete, 300, run=entry.row.run).freed_bytes for entry in entries]
         self._library.refresh()
         return Done(freed_bytes=sum(freed))
+
+    def generate(self, person: Person, id: str, wish: GenerateText) -> Made:
+        """Continue a text with a checkpoint; what comes back is made inert."""
+        entry = self._library.find(id)
+        with self._done_by(person, "operator", "generate", f"{entry.page.name} {wish.checkpoint}"):
+            given = wish.model_dump() | {"checkpoint": self._library.checkpoint(id, wish.checkpoint)}
+            answer = entry.member.node.ask(messages.Generate, GENERATE_SECONDS + 60, run=entry.row.run, **given)
+        return Made(text=inert(answer.made.encode()))
+
+    def export(self, person: Person, id: str, wish: ExportCheckpoint) -> Made:
+        """Write a checkpoint for Hugging Face below the run's folder."""
+        entry = self._parts(id)[0]
+        with self._done_by(person, "operator", "export", f"{entry.page.name} {wish.checkpoint}"):
+            given = {"run": entry.row.run, "checkpoint": self._library.checkpoint(id, wish.checkpoint)}
+            answer = entry.member.node.ask(messages.Export, EXPORT_SECONDS + 60, **given)
+        return Made(folder=inert(answer.made.encode()))
 
     def install(self, person: Person, name: str) -> None:
         """Copy the checkout to a bare host and make its environment; this takes minutes."""

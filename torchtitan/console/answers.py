@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from torchtitan.node.messages import FileRow, ReportAnswer, RunName, RunRow, State
+from torchtitan.node.messages import FileRow, NewTokens, Prompt, ReportAnswer, RunName, RunRow, State, Temperature
 
 Role = Literal["viewer", "operator", "admin"]
 Toml = Annotated[str, Field(max_length=2**18)]
@@ -117,6 +117,25 @@ class Proposal(Answer):
     rests_on: str
     config: str
     drawing: str
+
+
+class ExportCheckpoint(Wish):
+    """`checkpoint` is one of the run's, such as step-100."""
+
+    checkpoint: Annotated[str, Field(pattern="^step-[0-9]{1,18}$")]
+
+
+class GenerateText(ExportCheckpoint):
+    prompt: Prompt
+    tokens: NewTokens = 100  # at most so many are added
+    temperature: Temperature = 0.8
+
+
+class Made(Answer):
+    """`text` is the prompt and what follows it; `folder` lies below the run's."""
+
+    text: str = ""
+    folder: str = ""
 
 
 class Checked(Answer):

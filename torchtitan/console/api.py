@@ -165,6 +165,16 @@ def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
         """End a run as Ctrl-C does, then harder; answers when no process of it is left."""
         return actions.stop(who, id, (wish or answers.Stop()).seconds)
 
+    @api.post("/runs/{id}/generate")
+    def generate(who: Who, id: Id, wish: answers.GenerateText) -> answers.Made:
+        """Continue a text with a checkpoint, on the CPU of the run's node. It may take minutes."""
+        return actions.generate(who, id, wish)
+
+    @api.post("/runs/{id}/export")
+    def export(who: Who, id: Id, wish: answers.ExportCheckpoint) -> answers.Made:
+        """Write a checkpoint for Hugging Face below the run, among its files. It may take minutes."""
+        return actions.export(who, id, wish)
+
     @api.post("/runs/{id}/delete")
     def delete(who: Who, id: Id) -> answers.Done:
         """Delete the folder of a run that is over, for good."""

@@ -32,7 +32,7 @@ _LOG_BYTES, _SEARCH_BYTES, _MOST_MATCHES, _LINE = 2**16, 2**23, 200, 2000
 _SAMPLE = re.compile(r"sample after step ([0-9]+): (.*)")
 _MOST_CURVES = 32  # runs whose records are kept in memory
 _LOG = re.compile(r"(.*/)?([^/]*\.(log|out|err)|std(out|err)[^/]*)")
-_CHECKPOINT = re.compile(r"(.*/)?(step-[0-9]+)/manifest\.json")
+_CHECKPOINT = re.compile(r"((?:.*/)?(step-[0-9]+))/manifest\.json")
 
 
 class Unknown(Refusal):
@@ -150,9 +150,14 @@ class Library:
         entry = self.find(id)
         files, _ = entry.place.files()
         logs = sorted({row.path for row in files if _LOG.fullmatch(row.path)} | ({entry.row.log or ""} - {""}))
-        saved = [found[2] for row in files if (found := _CHECKPOINT.fullmatch(row.path))]
-        saved.sort(key=lambda name: int(name[5:]))
-        return RunPage(run=entry.page, configuration=keys_of(self.configuration(id)), logs=logs, checkpoints=saved)
+        configuration, saved = keys_of(self.configuration(id)), list(_checkpoints(files))
+        return RunPage(run=entry.page, configuration=configuration, logs=logs, checkpoints=saved)
+
+    def checkpoint(self, id: str, name: str) -> str:
+        """The folder of a checkpoint, below the run's."""
+        if (found := _checkpoints(self.find(id).place.files()[0]).get(name)) is None:
+            raise Unknown(f"checkpoint = {name[:80]!a} is none of this run; /api/runs/{id} lists those that are")
+        return found
 
     def curves(self, id: str) -> Curves:
         entry = self.find(id)
@@ -192,6 +197,12 @@ class Library:
             return self.find(id).place.read(path, position, size)
         except FileNotFoundError:
             raise Unknown(f"file = {path[:80]!a} is not in this run; /files lists those that are") from None
+
+
+def _checkpoints(files: Sequence[FileRow]) -> dict[str, str]:
+    """Each checkpoint with its folder, the oldest first. What an earlier run left in this folder is none of them."""
+    found = [one for row in files if (one := _CHECKPOINT.fullmatch(row.path)) and not row.path.startswith("earlier/")]
+    return {one[2]: one[1] for one in sorted(found, key=lambda one: int(one[2][5:]))}
 
 
 def _search(place: Place, path: str, position: int, text: str) -> LogPiece:

@@ -80,9 +80,12 @@ class Member:
 
 
 class Nodes:
-    def __init__(self, home: Path, file: Path | None, ssh: Sequence[str], remote_home: str) -> None:
+    def __init__(
+        self, home: Path, file: Path | None, ssh: Sequence[str], remote_home: str, shown: Sequence[Path] = ()
+    ) -> None:
         self.ssh, self.remote_home = ssh, remote_home
-        here = Node(HERE, local_command(str(home)), cwd=ROOT)
+        watched = [word for path in shown for word in ("--watch", str(path.expanduser().resolve()))]
+        here = Node(HERE, [*local_command(str(home)), *watched], cwd=ROOT)
         self.members = {HERE: Member(Host(host=HERE), here, is_here=True)}
         for host in read_hosts(file) if file else ():
             node = Node(host.host, ssh_command(host.host, ["sh", "-c", _PROGRAM, "sh", remote_home], ssh))

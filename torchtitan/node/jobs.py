@@ -77,8 +77,7 @@ class Jobs:
                 raise Refusal(
                     f"environment.{name} may not be set by a job; leave it out, or give the node --env {name}"
                 )
-        environment = {name: value for name, value in os.environ.items() if not _PLACE.fullmatch(name)}
-        environment |= job.environment
+        environment = own_environment() | job.environment
         if job.ranks_here is not None:
             environment["NGPU"] = str(job.ranks_here)
         if job.nodes > 1:
@@ -96,6 +95,11 @@ class Jobs:
             if state_of(part) == "running":
                 processes.write_whole(part / "stop.json", {"seconds": seconds})
         return [_wait(part, time.monotonic() + seconds + _SECONDS_MORE) for part in parts][-1] if parts else "lost"
+
+
+def own_environment() -> dict[str, str]:
+    """This program's, without what places ranks."""
+    return {name: value for name, value in os.environ.items() if not _PLACE.fullmatch(name)}
 
 
 def _wait(part: Path, end: float) -> State:

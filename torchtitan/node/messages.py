@@ -29,6 +29,9 @@ Value = Annotated[str, Field(max_length=1024, pattern=_PLAIN)]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:\[][A-Za-z0-9_.:%\]-]{0,252}$")]
 _BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 Base64 = Annotated[str, Field(max_length=CHUNK_BYTES * 4 // 3 + 4, pattern=_BASE64)]
+Prompt = Annotated[str, Field(max_length=8192, pattern=r"^[^\x00]+$")]
+NewTokens = Annotated[int, Field(ge=1, le=1000)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
 State = Literal["running", "ended", "stopped", "failed", "lost"]
 
 
@@ -130,6 +133,25 @@ class Stop(WithId):
 class Delete(WithId):
     do: Literal["delete"] = "delete"
     run: RunName
+
+
+class Generate(WithId):
+    """Continues a text with a checkpoint, a folder step-N of the run, by the run's own code."""
+
+    do: Literal["generate"] = "generate"
+    run: AnyRun
+    checkpoint: FilePath
+    prompt: Prompt
+    tokens: NewTokens
+    temperature: Temperature
+
+
+class Export(WithId):
+    """Writes a checkpoint below the run, as safetensors in Hugging Face's form. One that is there already stays."""
+
+    do: Literal["export"] = "export"
+    run: RunName
+    checkpoint: FilePath
 
 
 class Device(Message):
@@ -238,13 +260,20 @@ class DeletedAnswer(WithId):
     freed_bytes: Size
 
 
+class MadeAnswer(WithId):
+    """The text that was generated, cut where it is too long; or the folder of an export, below the run."""
+
+    kind: Literal["generate", "export"]
+    made: Annotated[str, Field(max_length=2**16)]
+
+
 class Refused(Message):
     id: Id | None  # None: the line was no message
     kind: Literal["refused"] = "refused"
     why: Text
 
 
-Request = Report | Runs | Port | Put | Has | Start | Files | Read | Follow | Stop | Delete
+Request = Report | Runs | Port | Put | Has | Start | Files | Read | Follow | Stop | Delete | Generate | Export
 AnyAnswer = (
     ReportAnswer
     | RunsAnswer
@@ -255,6 +284,7 @@ AnyAnswer = (
     | DataAnswer
     | StoppedAnswer
     | DeletedAnswer
+    | MadeAnswer
     | Refused
 )
 _REQUEST: TypeAdapter[Request] = TypeAdapter(Annotated[Request, Field(discriminator="do")])

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from torchtitan.node import messages
 from torchtitan.node.archives import Archives
+from torchtitan.node.checkpoints import Checkpoints
 from torchtitan.node.folders import Folders, inside, log_of, read_at
 from torchtitan.node.jobs import Jobs
 from torchtitan.node.messages import LINE_BYTES, MOST_ROWS, Message, Refused, ValidationError
@@ -25,6 +26,7 @@ _MOST_AT_ONCE = 32  # requests; nothing more is read meanwhile
 class Program:
     def __init__(self, home: Path, folders: Folders, archives: Archives, jobs: Jobs, out: BinaryIO) -> None:
         self._home, self._folders, self._archives, self._jobs = home, folders, archives, jobs
+        self._checkpoints = Checkpoints(folders)
         self._out, self._writes = out, threading.Lock()
         self._free = threading.Semaphore(_MOST_AT_ONCE)
 
@@ -95,6 +97,12 @@ class Program:
 
     def _delete(self, request: messages.Delete) -> Message:
         return messages.DeletedAnswer(id=request.id, freed_bytes=self._folders.delete(request.run))
+
+    def _generate(self, request: messages.Generate) -> Message:
+        return messages.MadeAnswer(id=request.id, kind="generate", made=self._checkpoints.generate(request))
+
+    def _export(self, request: messages.Export) -> Message:
+        return messages.MadeAnswer(id=request.id, kind="export", made=self._checkpoints.export(request))
 
     def _files(self, request: messages.Files) -> Message:
         rows, left_out = self._folders.files(request.run)

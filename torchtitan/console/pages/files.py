@@ -3,13 +3,15 @@
 Every piece is the text of an element, so nothing in it is code or HTML.
 """
 
+from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import quote
 
 from nicegui import ui
 
-from torchtitan.console.answers import FileRow, LogPiece, RunPage
+from torchtitan.console.answers import ExportCheckpoint, FileRow, GenerateText, LogPiece, Made, RunPage
 from torchtitan.console.library import age
-from torchtitan.console.pages.frame import LINK, Parts, do, look, size, table
+from torchtitan.console.pages.frame import LINK, Parts, do, look, person_of, size, table
 
 _SECONDS = 1
 _TAIL = 2**15  # bytes that are shown first
@@ -99,7 +101,7 @@ def add_log(parts: Parts, id: str) -> None:
 
 
 def add_files(parts: Parts, id: str) -> None:
-    saved = ui.element("div")
+    saved = _Checkpoints(parts, id)
     with ui.element("div").classes("line").style("margin: 10px 0"):
         wanted = ui.input(placeholder="Filter files").props('dense outlined clearable aria-label="Filter files"')
         ui.button("Look again", on_click=lambda: show()).props("flat dense")
@@ -112,20 +114,70 @@ def add_files(parts: Parts, id: str) -> None:
         if page is None or found is None:
             return
         shown.rows = [_row(id, row) for row in found[0]]
-        saved.clear()
-        with saved:
-            _add_checkpoints(page)
+        saved.show(page)
 
+    async def exported(folder: str) -> None:
+        wanted.value = folder
+        await show()
+
+    saved.then = exported
     ui.timer(0.2, show, once=True)
 
 
-def _add_checkpoints(page: RunPage) -> None:
-    if not page.checkpoints:
-        ui.label("No checkpoint is saved yet.").classes("dim")
-        return
-    ui.label(f"Checkpoints: {', '.join(page.checkpoints)}")
-    where = "" if page.run.node == "this machine" else f"on {page.run.node}: "
-    ui.label(f"{where}python -m torchtitan generate --checkpoint {page.run.folder}").classes("mono dim")
+class _Checkpoints:
+    """The checkpoints of a run, and what an operator can do with one. `then` gets the folder of an export."""
+
+    then: Callable[[str], Awaitable[None]]
+
+    def __init__(self, parts: Parts, id: str) -> None:
+        self._actions, self._id, self._person = parts.actions, id, person_of(ui.context.client)
+        self._none = ui.label("No checkpoint is saved yet.").classes("dim")
+        self._line = ui.element("div").classes("line")
+        with self._line:
+            self._which = ui.select([], label="Checkpoint").props("dense outlined").style("min-width: 140px")
+            self._prompt = ui.input("Prompt").props("dense outlined maxlength=8192").classes("grow")
+            self._tokens = ui.number("Tokens", value=100, min=1, max=1000, precision=0).props("dense outlined")
+            self._heat = ui.number("Temperature", value=0.8, min=0, max=100, step=0.1).props("dense outlined")
+            self._generate = ui.button("Generate from this", on_click=self.generate)
+            self._export = ui.button("Export", on_click=self.export)
+        for button in (self._generate, self._export):
+            button.props("outline dense padding='xs md'")
+        self._text = ui.label().classes("sample mono")
+
+    def show(self, page: RunPage) -> None:
+        self._none.visible, self._line.visible = not page.checkpoints, bool(page.checkpoints)
+        self._which.set_options(page.checkpoints, value=self._which.value or next(reversed(page.checkpoints), None))
+        may = self._person.may("operator")
+        self._prompt.visible = self._tokens.visible = self._heat.visible = self._generate.visible = may
+        self._export.visible = may and page.run.is_own
+
+    async def generate(self) -> None:
+        numbers = {"tokens": int(self._tokens.value or 0), "temperature": float(self._heat.value or 0)}
+        made = await self._made(self._actions.generate, GenerateText, prompt=self._prompt.value, **numbers)
+        if made is not None:
+            self._text.text = made.text
+
+    async def export(self) -> None:
+        made = await self._made(self._actions.export, ExportCheckpoint)
+        if made is not None:
+            ui.notify(f"{made.folder} has the weights; download its files below")
+            await self.then(made.folder)
+
+    async def _made(self, action: Callable[..., Made], wish: type[ExportCheckpoint], **given: Any) -> Made | None:
+        try:
+            wanted = wish(checkpoint=self._which.value, **given)
+        except ValueError:
+            ui.notify("give a prompt, 1 to 1000 tokens, and a temperature from 0 to 100", type="negative")
+            return None
+        buttons = self._generate, self._export
+        for button in buttons:
+            button.disable()
+        self._text.text = "The node reads the checkpoint."
+        made = await do(action, self._person, self._id, wanted)
+        self._text.text = ""
+        for button in buttons:
+            button.enable()
+        return made
 
 
 def _href(id: str, path: str) -> str:
