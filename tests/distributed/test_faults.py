@@ -84,6 +84,7 @@ def test_a_rank_that_sleeps_is_named_and_all_leave_their_stacks_and_end(tmp_path
         r".*  ranks 0, 2: step 3, in all_reduce, called from torchtitan/parallel/collectives.py:\d+ \(sum_over\)\n",
         message,
     ), message
+    assert (run.folder / "hang/report.txt").read_text() in message
     stacks = [(run.folder / "hang" / f"rank_{rank}.txt").read_text() for rank in range(3)]
     assert "time.sleep(1000)" in stacks[1] and "thread loader" in stacks[1]
     assert "dist.all_reduce(tensor, group=group)" in stacks[0] and "dist.all_reduce" in stacks[2]
@@ -117,7 +118,7 @@ def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> 
     run = Run(tmp_path, "SIGSTOP 1 3", 2, torchrun=False, comm__train_timeout_seconds=4)
     assert run.seconds < 25 and all(run.codes)
     assert run.console.count("rank 1 lags (no answer), others wait in all_reduce") == 1, run.console
-    assert [path.name for path in (run.folder / "hang").iterdir()] == ["rank_0.txt"]
+    assert sorted(path.name for path in (run.folder / "hang").iterdir()) == ["rank_0.txt", "report.txt"]
 
 
 def test_a_rank_whose_machine_is_gone_during_a_save_is_named_and_keeps_no_other_waiting(tmp_path: Path) -> None:

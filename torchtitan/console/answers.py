@@ -42,6 +42,15 @@ class Files(Answer):
     left_out: int
 
 
+class Hang(Answer):
+    """What the watch wrote when no rank made progress. `went_on`: steps were recorded since."""
+
+    report: str  # which rank lags, and where each rank is
+    written: float  # seconds since 1970
+    went_on: bool
+    stacks: list[str]  # one of each rank that answered, for `logs`
+
+
 class LogMatch(Answer):
     position: int
     line: str

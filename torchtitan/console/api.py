@@ -108,6 +108,13 @@ def _add_reading(api: APIRouter, library: Library, nodes: Nodes) -> None:
         validation = [one for one in curves.validation.after(after, _MOST_RECORDS) if records and one["step"] <= last]
         return answers.Metrics(records=records, validation=validation, next=last)
 
+    @api.get("/runs/{id}/hang")
+    def hang(id: Id) -> answers.Hang:
+        """The report of the last hang, and the names of the stacks, which `logs` gives."""
+        if (found := library.hang(id)) is None:
+            raise Unknown("no rank of this run has waited in vain; look at its logs")
+        return found
+
 
 def _add_files(api: APIRouter, library: Library) -> None:
     @api.get("/runs/{id}/files")

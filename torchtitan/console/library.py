@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config.names import flat
-from torchtitan.console.answers import LogMatch, LogPiece, Run, RunPage
+from torchtitan.console.answers import Hang, LogMatch, LogPiece, Run, RunPage
 from torchtitan.console.curves import Curves
 from torchtitan.console.nodes import HERE, Member, Nodes
 from torchtitan.console.text import inert, whole_characters
@@ -32,6 +32,7 @@ _LOG_BYTES, _SEARCH_BYTES, _MOST_MATCHES, _LINE = 2**16, 2**23, 200, 2000
 _SAMPLE = re.compile(r"sample after step ([0-9]+): (.*)")
 _MOST_CURVES = 32  # runs whose records are kept in memory
 _LOG = re.compile(r"(.*/)?([^/]*\.(log|out|err)|std(out|err)[^/]*)")
+_HANG, _STACK, _REPORT_BYTES = "hang/report.txt", re.compile(r"hang/rank_[0-9]+\.txt"), 2**15
 _CHECKPOINT = re.compile(r"((?:.*/)?(step-[0-9]+))/manifest\.json")
 
 
@@ -171,7 +172,7 @@ class Library:
     def log(self, id: str, path: str, position: int, search: str = "") -> LogPiece:
         """A piece of a log from a position on (a negative one counts from the end), or the lines that hold a text."""
         entry = self.find(id)
-        if path != entry.row.log and not _LOG.fullmatch(path):
+        if path != entry.row.log and not _LOG.fullmatch(path) and not _STACK.fullmatch(path):
             raise Unknown(f"log = {path[:80]!a} is none of this run; /api/runs/{id} lists those that are")
         try:
             if position < 0:
@@ -184,6 +185,19 @@ class Library:
             return LogPiece(position=0, next=0, size=0, text="")
         data = whole_characters(data) or data
         return LogPiece(position=position, next=position + len(data), size=size, text=inert(data))
+
+    def hang(self, id: str) -> Hang | None:
+        """What the watch of the run wrote when its ranks last waited in vain."""
+        place = self.find(id).place
+        try:
+            report, _ = place.read(_HANG, 0, _REPORT_BYTES)
+        except FileNotFoundError:
+            return None
+        files = {row.path: row.changed for row in place.files()[0]}
+        stacks = sorted(filter(_STACK.fullmatch, files), key=lambda path: int(path[len("hang/rank_") : -4]))
+        written = files.get(_HANG, 0.0)
+        went_on = files.get("metrics.jsonl", 0.0) > written
+        return Hang(report=inert(report).strip(), written=written, went_on=went_on, stacks=stacks)
 
     def samples(self, id: str) -> list[tuple[int, str]]:
         """Texts that the run wrote with its weights at some steps, from its log, the newest first."""

@@ -11,6 +11,7 @@ from torchtitan.console.library import Unknown, age, keys_of
 from torchtitan.console.pages.charts import Points, add_controls, chart, draw
 from torchtitan.console.pages.files import add_files, add_log
 from torchtitan.console.pages.frame import Parts, confirmed, do, framed, heading, look, size, table
+from torchtitan.console.pages.hang import add_hang
 from torchtitan.console.pages.meetings import add_meetings
 
 _SECONDS = 1
@@ -39,16 +40,19 @@ def add(parts: Parts) -> None:
             return
         with framed(run.name) as person:
             _add_head(parts, person, run)
+            banner = ui.label()
             with ui.tabs().props("dense align=left no-caps inline-label narrow-indicator") as tabs:
                 for name in views:
                     ui.tab(name)
-                meetings = ui.tab("Meetings")
+                meetings, hang = ui.tab("Meetings"), ui.tab("Hang")
             with ui.tab_panels(tabs, value="Curves").props("keep-alive").classes("w-full"):
                 for name, add_view in views.items():
                     with ui.tab_panel(name):
                         add_view(parts, id)
                 with ui.tab_panel(meetings):
                     add_meetings(parts, id, meetings)
+                with ui.tab_panel(hang):
+                    add_hang(parts, id, hang, banner)
 
 
 def _add_head(parts: Parts, person: Person, run: Run) -> None:

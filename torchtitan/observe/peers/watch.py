@@ -172,6 +172,7 @@ class Watch(Alone):
             processes = {rank: self._board.get(f"process/{rank}").decode() for rank in answers}
             message = describe(known, processes, seconds, self._folder)
             logger.error(message)
+            self._write("report.txt", message + "\n")
             self._board.set(verdict, message)
         return self._board.get(verdict).decode()
 
@@ -204,11 +205,14 @@ class Watch(Alone):
             stacks += [f"\nthread {names.get(thread, thread)}\n", *traceback.format_stack(frame)]
         if self._verdict.thrown:
             stacks += ["\n", *traceback.format_exception(self._verdict.thrown[1])]
+        self._write(f"rank_{self._rank}.txt", "".join(stacks))
+
+    def _write(self, name: str, text: str) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"rank_{self._rank}.txt").write_text("".join(stacks), encoding="utf-8")
+            (self._folder / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            logger.warning(f"the stacks could not be written to {self._folder}: {error.strerror}; continuing")
+            logger.warning(f"{name} could not be written to {self._folder}: {error.strerror}; continuing")
 
 
 def _frames_of_others() -> dict[int, FrameType]:
