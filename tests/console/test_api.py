@@ -140,7 +140,10 @@ def test_the_api_describes_itself_and_refuses_what_is_not_in_it(console):
 
 @pytest.mark.timeout(300)
 def test_a_run_is_started_outlives_the_console_ends_and_is_deleted(console, tmp_path):
-    started = console.client.post("/api/runs", json={"config": SHORT, "name": "tried"}, timeout=100)
+    batch = SHORT.replace("[training]", "[training]\nglobal_batch_size = 8")
+    planned = console.client.post("/api/plan", json={"config": batch, "machines": "cpu_1x2"}, timeout=100).json()[0]
+    wish = {"config": planned["config"], "plan": planned["plan"], "name": "tried"}
+    started = console.client.post("/api/runs", json=wish, timeout=100)
     assert started.status_code == 201, started.text
     id, end = started.json()["id"], time.monotonic() + 100
     with served(console.home, tmp_path) as other:  # it finds the run of the first
@@ -149,6 +152,12 @@ def test_a_run_is_started_outlives_the_console_ends_and_is_deleted(console, tmp_
             time.sleep(0.5)
         assert (run["state"], run["exit_code"], run["step"]) == ("ended", 0, 2)
         assert "step 2/2" in other.client.get(f"/api/runs/{id}/logs/node/0/output.log").json()["text"]
+        said = other.client.get(f"/api/runs/{id}/prediction").json()
+        assert (said["seconds"], said["memory_gib"]) == (planned["seconds"], planned["memory_gib"])
+        assert said["measured_seconds"] > 0 and said["measured_memory_gib"] > 0 and said["differs"] == []
+        assert any(
+            row["path"] == "plan_measured.json" for row in other.client.get(f"/api/runs/{id}/files").json()["files"]
+        )
         made = generate_and_export(other, id)
         assert made["model.embed_tokens.weight"].shape[1] == 256
         assert other.client.post(f"/api/runs/{id}/stop", json={"seconds": 1}).json()["state"] == "ended"

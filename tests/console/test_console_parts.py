@@ -11,6 +11,7 @@ from torchtitan.console.door.limits import Bucket, Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown, keys_of
 from torchtitan.console.nodes import HERE, Nodes
+from torchtitan.console.predictions import in_words, read_prediction
 from torchtitan.console.text import inert, whole_characters
 from torchtitan.refusal import Refusal
 
@@ -76,6 +77,29 @@ def test_steps_that_are_written_again_replace_the_earlier_ones():
     file.write({"step": 3, "loss": 9.0, "tokens_seen": 30})
     curves.read_on(file.read)
     assert curves.line("loss", "tokens_seen") == [(10, 1.0), (20, 1.0), (30, 9.0)]
+
+
+def test_a_prediction_is_shown_beside_what_was_measured_unless_the_run_is_another():
+    file, curves = File(), Curves()
+    plan = {"layout": "1 rank", "rests_on": "a \x1b[31mguess", "seconds": 0.5, "memory_gib": 2}
+    plan["run"] = {"training.seq_len": 32, "parallelism.tensor_parallel_degree": 1}
+    ran = {"training.seq_len": 32, "training.steps": 9}
+    unmeasured = read_prediction(json.dumps(plan).encode(), ran, curves.read_on(file.read))
+    assert in_words(unmeasured) == "Predicted: 0.5 s a step, 2 GiB (1 rank; a guess)."
+    file.write(*({"step": i, "step_seconds": 9 if i < 4 else 0.6, "memory_gib": 3} for i in range(1, 8)))
+    found = read_prediction(json.dumps(plan).encode(), ran, curves.read_on(file.read))
+    assert found.measured_seconds == 0.6 and "0.6 s a step, 1.20 times" in in_words(found)
+    assert "3 GiB, 1.50 times" in in_words(found)
+    other = read_prediction(json.dumps(plan).encode(), ran | {"training.seq_len": 64}, curves)
+    assert "not the one that was planned: training.seq_len differ" in in_words(other)
+    for wrong in (
+        b"[",
+        b"[]",
+        b"{}",
+        json.dumps(plan | {"seconds": -1}).encode(),
+        json.dumps(plan | {"run": 1}).encode(),
+    ):
+        assert read_prediction(wrong, ran, curves) is None
 
 
 def test_thinned_curves_keep_their_spikes_and_smoothed_ones_begin_at_the_first_value():

@@ -112,7 +112,8 @@ class Actions:
             parts = [Part(member.host, member.node, rank) for rank, member in enumerate(members)]
             with packed_checkout() as packed:
                 at_once(lambda part: part.node.put(packed.file, packed.code), parts)
-            start(Job(wish.name, wish.config, packed.code, is_shared), parts, self._nodes.ssh)
+            job = Job(wish.name, wish.config, packed.code, is_shared, plan=wish.plan)
+            start(job, parts, self._nodes.ssh)
         self._library.refresh()
         return Started(id=self._library.id_of(members[0].name, parts[0].folder), name=wish.name)
 

@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from torchtitan.node.messages import FileRow, NewTokens, Prompt, ReportAnswer, RunName, RunRow, State, Temperature
+from torchtitan.node.messages import (
+    FileRow,
+    NewTokens,
+    Prompt,
+    ReportAnswer,
+    RunName,
+    RunRow,
+    State,
+    Temperature,
+)
 
 Role = Literal["viewer", "operator", "admin"]
 Toml = Annotated[str, Field(max_length=2**18)]
@@ -49,6 +58,18 @@ class Hang(Answer):
     written: float  # seconds since 1970
     went_on: bool
     stacks: list[str]  # one of each rank that answered, for `logs`
+
+
+class Prediction(Answer):
+    """What the planner said of a run, and what the run took: the median of its steps, the most memory of a rank."""
+
+    layout: str
+    rests_on: str
+    seconds: float
+    memory_gib: float
+    measured_seconds: float | None
+    measured_memory_gib: float | None
+    differs: list[str]  # keys in which the run is not the one that was planned
 
 
 class LogMatch(Answer):
@@ -97,6 +118,7 @@ class StartRun(Wish):
     config: Toml
     name: RunName
     nodes: Annotated[list[str], Field(max_length=256)] = []
+    plan: Annotated[str, Field(max_length=2**16)] = ""  # the `plan` of a proposal, kept beside the run
 
 
 class Started(Answer):
@@ -125,6 +147,7 @@ class Proposal(Answer):
     memory_gib: float
     rests_on: str
     config: str
+    plan: str  # the whole prediction as JSON, for the start
     drawing: str
 
 

@@ -108,6 +108,13 @@ def _add_reading(api: APIRouter, library: Library, nodes: Nodes) -> None:
         validation = [one for one in curves.validation.after(after, _MOST_RECORDS) if records and one["step"] <= last]
         return answers.Metrics(records=records, validation=validation, next=last)
 
+    @api.get("/runs/{id}/prediction")
+    def prediction(id: Id) -> answers.Prediction:
+        """What the planner predicted for this run, beside what was measured."""
+        if (found := library.prediction(id)) is None:
+            raise Unknown("this run was started without a plan; /api/plan makes some")
+        return found
+
     @api.get("/runs/{id}/hang")
     def hang(id: Id) -> answers.Hang:
         """The report of the last hang, and the names of the stacks, which `logs` gives."""

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config.names import flat
-from torchtitan.console.answers import Hang, LogMatch, LogPiece, Run, RunPage
+from torchtitan.console import predictions
+from torchtitan.console.answers import Hang, LogMatch, LogPiece, Prediction, Run, RunPage
 from torchtitan.console.curves import Curves
 from torchtitan.console.nodes import HERE, Member, Nodes
 from torchtitan.console.text import inert, whole_characters
 from torchtitan.node import messages
-from torchtitan.node.folders import Folders, inside, read_at
+from torchtitan.node.folders import PLAN, Folders, inside, read_at
 from torchtitan.node.messages import CHUNK_BYTES, FileRow, RunRow
 from torchtitan.refusal import Refusal
 from torchtitan.tools.runs import parse_config
@@ -199,6 +200,15 @@ class Library:
         went_on = files.get("metrics.jsonl", 0.0) > written
         return Hang(report=inert(report).strip(), written=written, went_on=went_on, stacks=stacks)
 
+    def prediction(self, id: str) -> Prediction | None:
+        """What a plan said of the run: as its start sent it, or as the run kept it at its end."""
+        entry = self.find(id)
+        for path in (f"node/{entry.row.rank or 0}/{PLAN}", "plan_measured.json"):
+            with suppress(OSError, Refusal):
+                plan = entry.place.read(path, 0, predictions.BYTES)[0]
+                return predictions.read_prediction(plan, _flat(self.configuration(id)), self.curves(id))
+        return None
+
     def samples(self, id: str) -> list[tuple[int, str]]:
         """Texts that the run wrote with its weights at some steps, from its log, the newest first."""
         log = self.find(id).row.log
@@ -251,8 +261,12 @@ def _unquoted(text: str) -> str:
 
 def keys_of(toml: str) -> dict[str, str]:
     """Each key with its value in words, for a table; nothing of a text that is no TOML."""
+    return {name: _word(value) for name, value in _flat(toml).items()}
+
+
+def _flat(toml: str) -> dict[str, Any]:
     try:
-        return {name: _word(value) for name, value in flat(parse_config(toml)).items()}
+        return flat(parse_config(toml))
     except ValueError:
         return {}
 

@@ -72,15 +72,17 @@ def _devices(member: Member) -> int:
 
 
 def _proposal(file: Path) -> Proposal:
-    said, drawing = json.loads(file.with_suffix(".json").read_text(encoding="utf-8")), file.with_suffix(".svg")
+    plan, drawing = file.with_suffix(".json").read_text(encoding="utf-8"), file.with_suffix(".svg")
+    said = json.loads(plan)
     is_drawn = drawing.is_file() and drawing.stat().st_size <= _DRAWING_BYTES
     config = tomli.loads(file.read_text(encoding="utf-8"))
-    config["job"].pop("plan", None)  # a file that stays here
+    config["job"].pop("plan", None)  # the start sends it
     return Proposal(
         layout=said["layout"],
         seconds=said["seconds"],
         memory_gib=said["memory_gib"],
         rests_on=said["rests_on"],
         config=tomli_w.dumps(config),
+        plan=plan,
         drawing=drawing.read_text(encoding="utf-8") if is_drawn else "",
     )

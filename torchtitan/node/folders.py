@@ -1,7 +1,7 @@
 """The run folders of a node: its own below `runs/`, and those below watched folders, which can only be read.
 
     runs/NAME/             what train.py writes
-    runs/NAME/node/RANK/   job.toml, job.json, keeper.json, output.log, end.json of the node with this rank
+    runs/NAME/node/RANK/   job.toml, plan.json, job.json, keeper.json, output.log, end.json of the node with this rank
 
 A disk may be shared by the nodes of a run; each has its RANK. No path leads out of a run's folder, by links neither.
 """
@@ -20,7 +20,7 @@ from torchtitan.node.messages import MOST_ROWS, FileRow, RunRow, Start, State
 from torchtitan.refusal import Refusal
 from torchtitan.tools import runs
 
-_PARTS = "node"
+_PARTS, PLAN = "node", "plan.json"
 _BROKEN = (ValueError, KeyError, TypeError, OSError)  # a run's code may write anything into its own records
 _OVER: Mapping[str, State] = {"finished": "ended", "stopped": "stopped"}  # tools/runs.py's words, and ours
 
@@ -56,7 +56,7 @@ class Folders:
         if start.again and part.is_dir():
             if state_of(part) == "running" or not _is_ours(part):
                 raise Refusal(f"run = {start.run} still runs, or ran on another machine; stop it, or start it there")
-            for name in ("keeper.json", "stop.json", "end.json"):
+            for name in ("keeper.json", "stop.json", "end.json", PLAN):
                 (part / name).unlink(missing_ok=True)
         else:
             try:
@@ -66,6 +66,8 @@ class Folders:
                     f"run = {start.run} exists already; choose another name, or ask with `again` to go on with it"
                 ) from None
         (part / "job.toml").write_text(start.config, encoding="utf-8")
+        if start.plan:
+            (part / PLAN).write_text(start.plan, encoding="utf-8")
         return part
 
     def over(self, run: str) -> bool:

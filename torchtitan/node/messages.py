@@ -97,6 +97,7 @@ class Start(WithId):
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     ranks_here: Annotated[int, Field(ge=1, le=1024)] | None = None
     environment: Annotated[dict[Variable, Value], Field(max_length=64)] = {}
+    plan: Annotated[str, Field(max_length=2**16)] = ""  # JSON of `plan --out`: the run compares itself with it
     again: bool = False  # goes on in the folder of a run of this name that is over, from its newest checkpoint
 
 

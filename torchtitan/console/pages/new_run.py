@@ -34,7 +34,7 @@ class _Design:
         self._parts, self._person = parts, person
         self._texts = shipped()
         name, self.origin = self._first(source)
-        self._checked = ""
+        self._checked = self._plan = ""
         with ui.element("div").classes("line"):
             known = [*self._texts, *([name] if name not in self._texts else [])]
             start = ui.select(known, value=name, label="Start from").props("dense outlined").style("min-width: 220px")
@@ -65,7 +65,7 @@ class _Design:
     def take(self, name: str) -> None:
         if name in self._texts:
             self.origin = self.editor.value = self._texts[name]
-            self.name.value = new_name(name)
+            self.name.value, self._plan = new_name(name), ""
 
     async def check(self) -> None:
         text = str(self.editor.value)
@@ -110,7 +110,7 @@ class _Design:
 
     def _show(self, number: int, proposal: Proposal, dialog: ui.dialog) -> None:
         def take() -> None:
-            self.editor.value = proposal.config
+            self.editor.value, self._plan = proposal.config, proposal.plan
             dialog.close()
 
         with ui.element("div").classes("line"):
@@ -159,7 +159,7 @@ class _Design:
 
     def _start(self, text: str, name: str, nodes: list[str]) -> str:
         try:
-            wish = StartRun(config=text, name=name, nodes=nodes)
+            wish = StartRun(config=text, name=name, nodes=nodes, plan=self._plan)
         except ValueError:
             raise Refusal(f"name = {name[:80]!r} does not serve; use letters, digits, . _ and -") from None
         return self._parts.actions.start(self._person, wish).id

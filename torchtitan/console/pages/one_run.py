@@ -13,6 +13,7 @@ from torchtitan.console.pages.files import add_files, add_log
 from torchtitan.console.pages.frame import Parts, confirmed, do, framed, heading, look, size, table
 from torchtitan.console.pages.hang import add_hang
 from torchtitan.console.pages.meetings import add_meetings
+from torchtitan.console.predictions import in_words
 
 _SECONDS = 1
 _CHARTS = {  # title -> the curves in it
@@ -23,6 +24,7 @@ _CHARTS = {  # title -> the curves in it
     "Seconds per step": ("step_seconds", "data_seconds"),
     "Memory, GiB": ("memory_gib",),
 }
+_PREDICTED = {"Seconds per step": "seconds", "Memory, GiB": "memory_gib"}
 
 
 def add(parts: Parts) -> None:
@@ -127,7 +129,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 def _add_curves(parts: Parts, id: str) -> None:
     with ui.element("div").classes("line").style("margin-bottom: 10px"):
         controls = add_controls()
-    nothing = ui.label("No step is recorded yet.").classes("dim")
+    nothing, predicted = ui.label("No step is recorded yet.").classes("dim"), ui.label()
     with ui.element("div").classes("charts"):
         pictures = {title: chart(title) for title in _CHARTS}
     seen: list[Any] = [None]
@@ -142,8 +144,14 @@ def _add_curves(parts: Parts, id: str) -> None:
             return
         seen[0] = now
         nothing.visible = not length[0]
+        prediction = await look(parts.library.prediction, id)
+        predicted.text = in_words(prediction) if prediction else ""
         for title, names in _CHARTS.items():
             lines = _lines(curves, names, controls.values()[0])
+            if lines and prediction and not prediction.differs and title in _PREDICTED:
+                ends = [point[0] for points in lines.values() for point in (points[0], points[-1])]
+                level = getattr(prediction, _PREDICTED[title])
+                lines["predicted"] = [(min(ends), level), (max(ends), level)]
             pictures[title].visible = bool(lines)
             if lines:
                 draw(pictures[title], title, lines, controls.values())

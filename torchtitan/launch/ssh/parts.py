@@ -53,6 +53,7 @@ class Job:
     code: str
     needs_disk: bool  # that all nodes share
     environment: Mapping[str, str] = field(default_factory=dict)
+    plan: str = ""  # of the planner, as JSON
 
 
 def needs_disk(config: Config) -> bool:
@@ -80,6 +81,7 @@ def start(job: Job, parts: Sequence[Part], ssh: Sequence[str]) -> None:
     """Start every part. Where they have to share a disk, the head's first, to see whether they do."""
     head, *others = parts
     place: dict[str, Any] = {"run": job.name, "nodes": len(parts), "config": job.config, "code": job.code}
+    place["plan"] = job.plan
     if others:
         place |= {"head": address_of(head, ssh), "port": head.node.ask(messages.Port).port}
 
