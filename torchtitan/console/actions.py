@@ -22,12 +22,15 @@ from torchtitan.console.answers import (
     Proposal,
     Started,
     StartRun,
+    Submission,
+    SubmitRun,
 )
 from torchtitan.console.database import Audit
 from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
 from torchtitan.console.nodes import HERE, Nodes
 from torchtitan.console.proposals import propose
+from torchtitan.console.submissions import submit
 from torchtitan.console.text import inert
 from torchtitan.launch.ssh.install import bring_up
 from torchtitan.launch.ssh.pack import packed_checkout
@@ -152,6 +155,14 @@ class Actions:
             given = {"run": entry.row.run, "checkpoint": self._library.checkpoint(id, wish.checkpoint)}
             answer = entry.member.node.ask(messages.Export, EXPORT_SECONDS + 60, **given)
         return Made(folder=inert(answer.made.encode()))
+
+    def submit(self, person: Person, wish: SubmitRun) -> Submission:
+        """Hand a run to a scheduler, or show the script for it."""
+        if wish.only_print:
+            person.need("operator")
+            return submit(self._library.shown[0], wish)
+        with self._done_by(person, "operator", "submit", f"{wish.name} to {wish.site}"):
+            return submit(self._library.shown[0], wish)
 
     def install(self, person: Person, name: str) -> None:
         """Copy the checkout to a bare host and make its environment; this takes minutes."""

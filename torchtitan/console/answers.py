@@ -13,6 +13,7 @@ from torchtitan.node.messages import (
     RunRow,
     State,
     Temperature,
+    Value,
 )
 
 Role = Literal["viewer", "operator", "admin"]
@@ -124,6 +125,26 @@ class StartRun(Wish):
 class Started(Answer):
     id: str
     name: str
+
+
+class SubmitRun(Wish):
+    """A run for a scheduler. With `only_print` nothing is submitted."""
+
+    site: Literal["slurm", "k8s", "jobset"]
+    config: Toml
+    name: RunName
+    nodes: Annotated[int, Field(ge=1, le=10000)] = 1
+    gpus: Annotated[int, Field(ge=0, le=1024)] = 8
+    image: Value = ""
+    mounts: Annotated[list[Value], Field(max_length=16)] = []
+    only_print: bool = False
+
+
+class Submission(Answer):
+    """The script, or what the scheduler said; and the folder in which the run will be."""
+
+    text: str
+    folder: str
 
 
 class CheckText(Wish):

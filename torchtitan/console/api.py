@@ -17,6 +17,7 @@ from torchtitan.console.door.limits import Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown
 from torchtitan.console.nodes import Nodes
+from torchtitan.console.submissions import sites
 from torchtitan.launch.ssh.client import Broken
 from torchtitan.node.messages import CHUNK_BYTES
 from torchtitan.refusal import Refusal
@@ -173,6 +174,16 @@ def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
     def start(who: Who, wish: answers.StartRun) -> answers.Started:
         """Start a run; it goes on when the console ends."""
         return actions.start(who, wish)
+
+    @api.get("/sites")
+    def list_sites() -> list[str]:
+        """The schedulers whose client is on the console's machine."""
+        return sites()
+
+    @api.post("/submissions")
+    def submit(who: Who, wish: answers.SubmitRun) -> answers.Submission:
+        """Submit a run to a scheduler; with `only_print`, show the script alone."""
+        return actions.submit(who, wish)
 
     @api.post("/runs/{id}/stop")
     def stop(who: Who, id: Id, wish: answers.Stop | None = None) -> answers.Done:

@@ -89,7 +89,7 @@ class Entry:
 class Library:
     def __init__(self, home: Path, shown: Sequence[Path], nodes: Nodes) -> None:
         self._folders = Folders(home / "runs", shown)
-        self._nodes = nodes
+        self._nodes, self.shown = nodes, shown
         self._entries: dict[str, Entry] = {}
         self._curves: dict[str, Curves] = {}
         self._lock = threading.Lock()

@@ -10,7 +10,9 @@ from torchtitan.console.answers import CheckText, PlanText, Proposal, StartRun
 from torchtitan.console.door.people import Person
 from torchtitan.console.nodes import HERE
 from torchtitan.console.pages.frame import Parts, do, framed, heading
+from torchtitan.console.pages.submit import submit
 from torchtitan.console.proposals import data_sheets
+from torchtitan.console.submissions import sites
 from torchtitan.refusal import Refusal
 
 _SECONDS = 0.4  # between what one types and the check
@@ -44,6 +46,8 @@ class _Design:
             self.nodes.props("dense outlined use-chips").style("min-width: 220px")
             ui.element("div").classes("grow")
             ui.button("Plan", on_click=self.plan).props("outline dense padding='xs md'")
+            if found := sites():
+                ui.button("Submit", on_click=lambda: self.submit(found)).props("outline dense padding='xs md'")
             self.review_button = ui.button("Review", on_click=self.review).props("unelevated dense padding='xs md'")
         with ui.element("div").classes("split"):
             self.editor = ui.codemirror(self.origin, language="TOML", theme="basicLight", line_wrapping=True)
@@ -123,6 +127,9 @@ class _Design:
             with ui.expansion("the pipeline over time"):
                 picture = b64encode(proposal.drawing.encode()).decode()
                 ui.image(f"data:image/svg+xml;base64,{picture}").props('fit=contain alt="stages over time"')
+
+    async def submit(self, found: list[str]) -> None:
+        await submit(self._parts, self._person, found, str(self.editor.value), str(self.name.value))
 
     async def review(self) -> None:
         """The difference to where it started, what this machine lacks, and what will be done."""

@@ -1,0 +1,56 @@
+"""Submits what *New run* holds to a scheduler: the form, the script as it will be sent, and the button."""
+
+from typing import Any
+
+from nicegui import ui
+
+from torchtitan.console.answers import SubmitRun
+from torchtitan.console.door.people import Person
+from torchtitan.console.pages.frame import Parts, do
+
+
+async def submit(parts: Parts, person: Person, sites: list[str], config: str, name: str) -> None:
+    """A dialog. The script is shown for what the form holds now, and what was shown is sent."""
+    shown: list[SubmitRun] = []
+    with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 900px); max-width: 92vw"):
+        ui.label(f"Submit {name}").style("font-weight: 600")
+        with ui.element("div").classes("line"):
+            site = ui.select(sites, value=sites[0], label="Site")
+            nodes = ui.number("Nodes", value=1, min=1, precision=0)
+            gpus = ui.number("GPUs a node", value=8, min=0, precision=0)
+            image = ui.input("Image")
+            mounts = ui.input("Mounts, WHAT:/WHERE")
+            for field in (site, nodes, gpus, image, mounts):
+                field.props("dense outlined")
+        script = ui.label().classes("diff mono w-full")
+        with ui.row():
+            ui.button("Show the script", on_click=lambda: show()).props("outline")
+            send = ui.button("Submit", on_click=lambda: dialog.submit(True)).props("unelevated")
+            ui.button("Back", on_click=lambda: dialog.submit(False)).props("flat autofocus")
+        send.disable()
+
+    def changed() -> None:
+        send.disable()
+
+    for field in (site, nodes, gpus, image, mounts):
+        field.on_value_change(changed)
+
+    async def show() -> None:
+        numbers = {"nodes": int(nodes.value or 0), "gpus": int(gpus.value or 0)}
+        given: dict[str, Any] = {"site": site.value, "config": config, "name": name, **numbers}
+        given |= {"image": image.value.strip(), "mounts": mounts.value.split(), "only_print": True}
+        try:
+            wish = SubmitRun(**given)
+        except ValueError:
+            ui.notify("give a name of letters, digits and -, 1 node or more, and 0 GPUs or more", type="negative")
+            return
+        said = await do(parts.actions.submit, person, wish)
+        if said is not None:
+            script.text, shown[:] = said.text, [wish.model_copy(update={"only_print": False})]
+            send.enable()
+
+    if await dialog:
+        said = await do(parts.actions.submit, person, shown[0])
+        if said is not None:
+            ui.notify(f"{said.text or 'submitted'}. The run appears among the runs once it has started.", timeout=0)
+    dialog.delete()
