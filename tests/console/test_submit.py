@@ -7,8 +7,8 @@ import pytest
 
 from tests.console.served import TOML, served, verb, wait_for
 from tests.console.test_api import SHORT
-from torchtitan.console import submissions
 from torchtitan.console.answers import SubmitRun
+from torchtitan.console.verbs import submissions
 from torchtitan.refusal import Refusal
 
 SBATCH = """#!/bin/sh
@@ -54,7 +54,7 @@ def test_a_site_without_its_client_or_whose_client_hangs_is_refused(
     tmp_path: Path, client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wish = SubmitRun(site="slurm", config=TOML, name="sent")
-    with monkeypatch.context() as patch, pytest.raises(Refusal, match="sbatch gives no answer within 0.001 s"):
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="`launch` gives no answer within 0.001 s"):
         patch.setattr(submissions, "_SECONDS", 0.001)
         submissions.submit(tmp_path / "runs", wish)
     monkeypatch.setenv("PATH", "/nowhere")

@@ -1,8 +1,6 @@
 """What a person can do to runs, by the API or by a page. Both come here for the role and the audit log."""
 
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,8 +28,9 @@ from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
 from torchtitan.console.nodes import HERE, Nodes
 from torchtitan.console.proposals import propose
-from torchtitan.console.submissions import submit
 from torchtitan.console.text import inert
+from torchtitan.console.verbs.call import call
+from torchtitan.console.verbs.submissions import submit
 from torchtitan.launch.ssh.install import bring_up
 from torchtitan.launch.ssh.pack import packed_checkout
 from torchtitan.launch.ssh.parts import Job, Part, at_once, needs_disk, start
@@ -84,12 +83,8 @@ class Actions:
             with tempfile.TemporaryDirectory(dir=self._home) as folder:
                 file = Path(folder) / "train.toml"
                 file.write_text(text, encoding="utf-8")
-                command = [sys.executable, "-m", "torchtitan", "check", str(file)]
-                limits: dict[str, Any] = {"stdin": subprocess.DEVNULL, "timeout": _CHECK_SECONDS}
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, **limits)
+                done = call(["check", str(file)], _CHECK_SECONDS, "look at this machine")
                 said = done.stderr.decode(errors="replace").replace(f"{file}: ", "").strip()
-        except subprocess.TimeoutExpired:
-            return [f"`check` gives no answer within {_CHECK_SECONDS} s; look at this machine"]
         finally:
             self._checks.release()
         return [line.strip() for line in said.splitlines()] or ["`check` fails"] if done.returncode else []

@@ -17,7 +17,7 @@ from torchtitan.console.door.limits import Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown
 from torchtitan.console.nodes import Nodes
-from torchtitan.console.submissions import sites
+from torchtitan.console.verbs.submissions import sites
 from torchtitan.launch.ssh.client import Broken
 from torchtitan.node.messages import CHUNK_BYTES
 from torchtitan.refusal import Refusal

@@ -196,9 +196,8 @@ class Library:
             return None
         files = {row.path: row.changed for row in place.files()[0]}
         stacks = sorted(filter(_STACK.fullmatch, files), key=lambda path: int(path[len("hang/rank_") : -4]))
-        written = files.get(_HANG, 0.0)
-        went_on = files.get("metrics.jsonl", 0.0) > written
-        return Hang(report=inert(report).strip(), written=written, went_on=went_on, stacks=stacks)
+        written, recorded = (files.get(name, 0.0) for name in (_HANG, "metrics.jsonl"))
+        return Hang(report=inert(report).strip(), written=written, went_on=recorded > written, stacks=stacks)
 
     def prediction(self, id: str) -> Prediction | None:
         """What a plan said of the run: as its start sent it, or as the run kept it at its end."""

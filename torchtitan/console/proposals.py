@@ -5,8 +5,6 @@ the number of nodes and of devices is replaced; `rests_on` says so.
 """
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import tomli_w
 from torchtitan.console.answers import Proposal
 from torchtitan.console.nodes import Member
 from torchtitan.console.text import inert
+from torchtitan.console.verbs.call import call
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 
@@ -45,17 +44,7 @@ def propose(home: Path, text: str, sheet: str, members: Sequence[Member]) -> lis
         known["name"] = f"{len(members)} x {known['nodes']['devices']} {known['device']['name']}"
         cluster.write_text(tomli_w.dumps(known), encoding="utf-8")
         words = ["plan", str(run), "--cluster", str(cluster), "--show", str(_SHOWN), "--each", str(out)]
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "torchtitan", *words],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise Refusal(f"the planner gives no answer within {_SECONDS} s; use `plan` in a terminal") from None
+        done = call(words, _SECONDS, "use it in a terminal")
         if done.returncode:
             raise Refusal(
                 inert(done.stderr[-2000:]).replace(f"{run}: ", "").removeprefix("error: ").strip()

@@ -12,7 +12,7 @@ from torchtitan.console.nodes import HERE
 from torchtitan.console.pages.frame import Parts, do, framed, heading
 from torchtitan.console.pages.submit import submit
 from torchtitan.console.proposals import data_sheets
-from torchtitan.console.submissions import sites
+from torchtitan.console.verbs.submissions import sites
 from torchtitan.refusal import Refusal
 
 _SECONDS = 0.4  # between what one types and the check

@@ -1,14 +1,12 @@
 """Submits a run to Slurm or Kubernetes by `launch`, in a process of its own; the site's client is on this machine."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from torchtitan.console.answers import Submission, SubmitRun
 from torchtitan.console.text import inert
+from torchtitan.console.verbs.call import call
 from torchtitan.refusal import Refusal
-from torchtitan.root import ROOT
 
 _SECONDS = 120
 _CLIENTS = {"slurm": "sbatch", "k8s": "kubectl", "jobset": "kubectl"}
@@ -32,13 +30,7 @@ def submit(shown: Path, wish: SubmitRun) -> Submission:
     words = [wish.site, f"--config={file}", f"--nodes={wish.nodes}", f"--gpus={wish.gpus}", f"--name={wish.name}"]
     words += [f"--image={wish.image}"] * bool(wish.image) + [f"--mount={mount}" for mount in wish.mounts]
     words += ["--print"] * wish.only_print + ["--", "--job.dump_folder", str(folder)]
-    command = [sys.executable, "-m", "torchtitan", "launch", *words]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise Refusal(f"{_CLIENTS[wish.site]} gives no answer within {_SECONDS} s; look at the queue") from None
+    done = call(["launch", *words], _SECONDS, f"try {_CLIENTS[wish.site]} in a terminal")
     if done.returncode:
         raise Refusal(inert(done.stderr[-2000:]).strip().removeprefix("error: ") or f"{wish.site} takes no job")
     return Submission(text=inert(done.stdout[-(2**16) :]).strip(), folder=inert(str(folder).encode()))
