@@ -138,14 +138,14 @@ def test_the_api_describes_itself_and_refuses_what_is_not_in_it(console):
     assert "has the recipe already" in console.client.post("/api/nodes/this machine/install").json()["detail"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_is_started_outlives_the_console_ends_and_is_deleted(console, tmp_path):
     batch = SHORT.replace("[training]", "[training]\nglobal_batch_size = 8")
-    planned = console.client.post("/api/plan", json={"config": batch, "machines": "cpu_1x2"}, timeout=100).json()[0]
+    planned = console.client.post("/api/plan", json={"config": batch, "machines": "cpu_1x2"}, timeout=200).json()[0]
     wish = {"config": planned["config"], "plan": planned["plan"], "name": "tried"}
-    started = console.client.post("/api/runs", json=wish, timeout=100)
+    started = console.client.post("/api/runs", json=wish, timeout=200)
     assert started.status_code == 201, started.text
-    id, end = started.json()["id"], time.monotonic() + 100
+    id, end = started.json()["id"], time.monotonic() + 200
     with served(console.home, tmp_path) as other:  # it finds the run of the first
         while (run := other.client.get(f"/api/runs/{id}").json()["run"])["state"] == "running":
             assert time.monotonic() < end

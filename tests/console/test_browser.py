@@ -1,6 +1,8 @@
 """The page in a real browser: this machine's Chromium, driven by playwright. It also makes docs/console.png."""
 
 import contextlib
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +30,18 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         named = {"fragment": 0, "version": version, "counted": counted, "rejected": rejected}
         meetings.write(20 * version, named | numbers)
     meetings.close()
+    (first / "hang").mkdir()
+    (first / "hang/report.txt").write_text("no progress for 4 s at step 4: rank 1 lags <b>\n  rank 1 is process 7\n")
+    (first / "hang/rank_1.txt").write_text("rank 1\n\nthread loader\n  time.sleep(1000)\n")
+    plan = {"layout": "1 rank", "rests_on": "a guess", "seconds": 0.25, "memory_gib": 1.0, "run": {}}
+    (first / "plan_measured.json").write_text(json.dumps(plan))
     write_run(folder / "runs/lower-rate", steps=60, lr=1e-3)
-    with served(folder / "home", folder / "runs") as running:
-        yield running
+    (folder / "sbatch").write_text("#!/bin/sh\n")
+    (folder / "sbatch").chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        with served(folder / "home", folder / "runs") as running:
+            yield running
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +79,11 @@ def test_the_page_shows_this_machine_and_its_runs_and_a_log_stays_text(page):
     page.get_by_role("link", name="first-try").click()
     page.get_by_text("100 of 100").wait_for()
     page.locator("canvas").first.wait_for()
+    page.get_by_text("Predicted: 0.25 s a step, 1 GiB (1 rank; a guess). Measured: 0.5 s a step, 2.00 times").wait_for()
+    page.get_by_text("ago: no progress for 4 s at step 4: rank 1 lags <b>. The tab Hang").wait_for()
+    page.get_by_role("tab", name="Hang").click()
+    page.get_by_text("rank 1 is process 7").wait_for()
+    page.get_by_text("time.sleep(1000)").wait_for()
     page.get_by_role("tab", name="Log").click()
     log = page.get_by_text("<script>document.title='taken'</script> red")
     log.wait_for()
@@ -137,6 +153,20 @@ def test_a_layout_of_the_planner_is_taken_into_the_editor(page):
     page.get_by_role("button", name="Take").first.click()
     page.locator(".cm-content").get_by_text("[parallelism]").wait_for()
     page.get_by_text("none", exact=True).wait_for()
+
+
+def test_the_script_for_a_scheduler_is_shown_before_it_is_sent(page):
+    page.goto("/new")
+    page.get_by_text("none", exact=True).wait_for()
+    page.get_by_role("button", name="Submit").click()
+    send = page.get_by_role("dialog").get_by_role("button", name="Submit")
+    assert send.is_disabled()
+    page.get_by_label("GPUs a node").fill("0")
+    page.get_by_role("button", name="Show the script").click()
+    page.get_by_text("sbatch --job-name=debug-model-").wait_for()
+    assert send.is_enabled()
+    page.get_by_label("GPUs a node").fill("4")
+    page.wait_for_function("button => button.disabled", arg=send.element_handle())
 
 
 def test_a_login_is_refused_and_accepted_over_tls_shows_the_role_and_ends_when_the_token_is_revoked(browser, tmp_path):
