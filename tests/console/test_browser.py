@@ -20,6 +20,15 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 
+LINKS = """
+rests_on = "a probe of two nodes"
+[probe]
+hosts = ["gpu1", "gpu2"]
+gbit = [[100.0, 9.4], [1.2, 100.0]]
+delay_ms = [[0.0, 0.5], [0.5, 0.0]]
+"""
+
+
 @pytest.fixture(scope="module")
 def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("browser")
@@ -36,11 +45,12 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     plan = {"layout": "1 rank", "rests_on": "a guess", "seconds": 0.25, "memory_gib": 1.0, "run": {}}
     (first / "plan_measured.json").write_text(json.dumps(plan))
     write_run(folder / "runs/lower-rate", steps=60, lr=1e-3)
+    (folder / "links.toml").write_text(LINKS)
     (folder / "sbatch").write_text("#!/bin/sh\n")
     (folder / "sbatch").chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-        with served(folder / "home", folder / "runs") as running:
+        with served(folder / "home", folder / "runs", "--links", str(folder / "links.toml")) as running:
             yield running
 
 
@@ -100,6 +110,17 @@ def test_the_page_shows_this_machine_and_its_runs_and_a_log_stays_text(page):
     with page.expect_download() as download:
         page.get_by_role("link", name="config.toml").click()
     assert "llama3" in Path(download.value.path()).read_text()
+
+
+def test_links_that_a_probe_measured_are_a_map(page, console):
+    page.goto("/nodes")
+    section = page.locator("section", has=page.get_by_role("heading", name="Links"))
+    section.get_by_text("a probe of two nodes").wait_for()
+    section.locator("canvas").nth(1).wait_for()
+    assert section.locator(".chart").count() == 2 and not page.get_by_text("Measure links").is_visible()
+    assert console.client.get("/api/links").json()["gbit"][1] == [1.2, 100.0]
+    refused = console.client.post("/api/links", headers={"Origin": console.address})
+    assert refused.status_code == 409 and "a probe of 0 node measures no link" in refused.json()["detail"]
 
 
 def test_two_runs_are_overlaid_and_their_configurations_compared(page, console):

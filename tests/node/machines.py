@@ -42,6 +42,17 @@ for number in range(count):
 """
 
 
+# A probe of it writes what a probe writes, unless the test lets it fail.
+PROBE = """
+import os, sys
+text = 'rests_on = "a test"\\n[probe]\\ngbit = [[8.0, 0.1], [4.0, 8.0]]\\ndelay_ms = [[0.0, 20.0], [20.0, 0.0]]'
+if not os.environ.get("PRINT_ONLY"):
+    if os.environ["NODE_RANK"] == os.environ.get("NCCL_FAILS"):
+        sys.exit(3)
+    open(sys.argv[sys.argv.index("--out") + 1], "w").write(text[: int(os.environ.get("NCCL_BYTES", 1000))])
+"""
+
+
 def archive(files: Mapping[str, str], more: Callable[[tarfile.TarFile], None] = lambda tar: None) -> bytes:
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as tar:
@@ -53,7 +64,7 @@ def archive(files: Mapping[str, str], more: Callable[[tarfile.TarFile], None] = 
     return gzip.compress(raw.getvalue(), mtime=0)
 
 
-CODE = archive({"torchtitan/launch/start.py": "", "torchtitan/tools/start.py": JOB})
+CODE = archive({"torchtitan/launch/start.py": "", "torchtitan/tools/start.py": JOB, "torchtitan/__main__.py": PROBE})
 HASH = hashlib.sha256(CODE).hexdigest()
 
 

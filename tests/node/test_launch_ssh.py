@@ -17,7 +17,7 @@ from torchtitan.launch.ssh import pack, terminal
 from torchtitan.launch.ssh.client import Node
 from torchtitan.launch.ssh.hosts import Host
 from torchtitan.launch.ssh.pack import Packed
-from torchtitan.launch.ssh.parts import Part, address_of, at_once
+from torchtitan.launch.ssh.parts import Job, Part, address_of, at_once
 from torchtitan.node import report
 from torchtitan.refusal import Refusal
 
@@ -27,7 +27,7 @@ cd {ROOT}
 HOST=$1 exec sh -c "$2"
 """
 HOSTS = [Host(host=name, address="127.0.0.1", gpus=0) for name in "ab"]
-Make = Callable[[str], terminal._Launch]
+Make = Callable[..., terminal._Launch]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="runs are started on Linux alone")
 
 
@@ -40,9 +40,11 @@ def launch(tmp_path: Path) -> Iterator[Make]:
     there = f"exec {sys.executable} -m torchtitan node --home {tmp_path}/$HOST"
     made: list[terminal._Launch] = []
 
-    def make(name: str) -> terminal._Launch:
-        args = argparse.Namespace(name=name, config="", home="", ssh=str(tmp_path / "ssh"), program=f"sh -c '{there}'")
-        made.append(terminal._Launch(args, HOSTS, Packed(tmp_path / "code", HASH, [], [])))
+    def make(name: str, config: str, needs_disk: bool = False) -> terminal._Launch:
+        args = argparse.Namespace(home="", ssh=str(tmp_path / "ssh"), program=f"sh -c '{there}'")
+        made.append(
+            terminal._Launch(args, HOSTS, Job(name, config, needs_disk), Packed(tmp_path / "code", HASH, [], []))
+        )
         at_once(made[-1].connect, made[-1].members)
         return made[-1]
 
@@ -55,8 +57,8 @@ def launch(tmp_path: Path) -> Iterator[Make]:
 
 @linux
 def test_all_logs_are_shown_until_all_nodes_have_ended(launch: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    run = launch("good")
-    run.start("lines = 3", False, {})
+    run = launch("good", "lines = 3")
+    run.start()
     assert run.watch() == 0
     said = capsys.readouterr()
     assert sorted(said.out.splitlines()) == [f"[{host}] line {number}" for host in "ab" for number in range(3)]
@@ -68,8 +70,8 @@ def test_a_node_that_fails_ends_the_run(
     launch: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(terminal, "SECONDS_AFTER_A_FAILURE", 0.2)
-    run = launch("failing")
-    run.start("node 1 fails, lines = 100000", False, {})
+    run = launch("failing", "node 1 fails, lines = 100000")
+    run.start()
     assert run.watch() != 0
     said = capsys.readouterr().err
     assert "[b] failed, exit code 3" in said and re.search(r"^\[a\] stopped", said, re.MULTILINE)
@@ -77,7 +79,7 @@ def test_a_node_that_fails_ends_the_run(
 
 @linux
 def test_a_second_ctrl_c_does_not_wait(launch: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    run, said = launch("deaf"), [""]
+    run, said = launch("deaf", "deaf, lines = 100000"), [""]
 
     def press() -> None:
         for awaited in (r"deaf now.*\n(.*\n)*.*deaf now", "asking all nodes"):
@@ -87,7 +89,7 @@ def test_a_second_ctrl_c_does_not_wait(launch: Make, capsys: pytest.CaptureFixtu
             signal.raise_signal(signal.SIGINT)
 
     with run.interrupts():
-        run.start("deaf, lines = 100000", False, {})
+        run.start()
         threading.Thread(target=press, daemon=True).start()
         assert run.watch() == 128 + 9
     assert "[a] stopped" in said[0] + capsys.readouterr().err
@@ -95,10 +97,10 @@ def test_a_second_ctrl_c_does_not_wait(launch: Make, capsys: pytest.CaptureFixtu
 
 @linux
 def test_a_start_that_is_refused_stops_no_other_run_of_that_name(launch: Make) -> None:
-    first, second = launch("same"), launch("same")
-    first.start("lines = 100000", False, {})
+    first, second = launch("same", "lines = 100000"), launch("same", "lines = 1")
+    first.start()
     with pytest.raises(Refusal, match="run = same exists already"):
-        second.start("lines = 1", False, {})
+        second.start()
     second.stop(0)
     assert [row.state for member in first.members if (row := member.row("same"))] == ["running", "running"]
 
@@ -106,7 +108,7 @@ def test_a_start_that_is_refused_stops_no_other_run_of_that_name(launch: Make) -
 @linux
 def test_a_run_that_has_to_share_a_disk_is_not_started_without_one(launch: Make) -> None:
     with pytest.raises(Refusal, match="which b does not share; use a --home on a disk"):
-        launch("apart").start("lines = 100000", True, {})
+        launch("apart", "lines = 100000", needs_disk=True).start()
 
 
 def test_launch_ssh_prints_the_hosts_and_starts_nothing(

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli
 
 from tests.node.machines import ROOT, processes_of
+from torchtitan.tools.plan.cluster import read_cluster
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 pytestmark = [
@@ -202,3 +204,25 @@ def test_the_key_with_a_forced_command_runs_nothing_else(hosts: Hosts) -> None:
         command, input='{"id":1,"do":"port"}\n', capture_output=True, text=True, timeout=60, check=False
     )
     assert '"kind":"port"' in done.stdout and not (hosts.folder / "touched").exists()
+
+
+def test_a_probe_over_the_hosts_finds_the_slow_link_and_writes_a_file_that_the_planner_reads(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    if not hosts.holder:
+        pytest.skip("needs network namespaces")
+    out = tmp_path / "here.toml"
+    (tmp_path / "hosts.txt").write_text("keyed gpus=0\nbare gpus=0\n")
+    slow = "tc qdisc add dev port2 root tbf rate 300mbit burst 256kb latency 400ms"  # what goes to `bare`
+    subprocess.run([*hosts.enter, *slow.split()], check=True)
+    words = ["probe", "--hosts", str(tmp_path / "hosts.txt"), "--out", str(out), "--home", str(hosts.folder / "bare")]
+    command = [*hosts.enter, sys.executable, "-m", "torchtitan", *words, "--ssh", hosts.ssh]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    subprocess.run([*hosts.enter, *"tc qdisc del dev port2 root".split()], check=True)
+    assert done.returncode == 0 and f"{out}: links of 2 nodes" in done.stdout, done.stdout + done.stderr
+    found = tomli.loads(out.read_text())["probe"]
+    assert found["hosts"] == ["keyed", "bare"]
+    print(found["gbit"], found["delay_ms"])
+    assert 0.15 < found["gbit"][0][1] < 0.33 and found["gbit"][1][0] > 2 * found["gbit"][0][1]
+    assert read_cluster(out).num_devices == 2
+    assert not list(hosts.folder.glob("*/runs/probe-*"))

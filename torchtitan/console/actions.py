@@ -1,15 +1,14 @@
 """What a person can do to runs, by the API or by a page. Both come here for the role and the audit log."""
 
-import re
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load import ConfigError, check_text
+from torchtitan.console import links
 from torchtitan.console.answers import (
     CheckText,
     Done,
@@ -26,14 +25,15 @@ from torchtitan.console.answers import (
 from torchtitan.console.database import Audit
 from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
-from torchtitan.console.nodes import HERE, Nodes
+from torchtitan.console.nodes import HERE, Member, Nodes
 from torchtitan.console.proposals import propose
 from torchtitan.console.text import inert
 from torchtitan.console.verbs.call import call
 from torchtitan.console.verbs.submissions import submit
 from torchtitan.launch.ssh.install import bring_up
 from torchtitan.launch.ssh.pack import packed_checkout
-from torchtitan.launch.ssh.parts import Job, Part, at_once, needs_disk, start
+from torchtitan.launch.ssh.parts import Job, Part, at_once, needs_disk, new_name, start
+from torchtitan.launch.ssh.probe import probe_of
 from torchtitan.node import messages
 from torchtitan.node.checkpoints import EXPORT_SECONDS, GENERATE_SECONDS
 from torchtitan.refusal import Refusal
@@ -107,13 +107,24 @@ class Actions:
             raise Refusal(f"nodes = {', '.join(wish.nodes)} names one twice; name each once")
         with self._done_by(person, "operator", "start", f"{wish.name} on {', '.join(m.name for m in members)}"):
             is_shared = needs_disk(check_text(wish.config, wish.name))
-            parts = [Part(member.host, member.node, rank) for rank, member in enumerate(members)]
-            with packed_checkout() as packed:
-                at_once(lambda part: part.node.put(packed.file, packed.code), parts)
-            job = Job(wish.name, wish.config, packed.code, is_shared, plan=wish.plan)
-            start(job, parts, self._nodes.ssh)
+            job = Job(wish.name, wish.config, is_shared, plan=wish.plan)
+            parts = self._start(job, members)
         self._library.refresh()
         return Started(id=self._library.id_of(members[0].name, parts[0].folder), name=wish.name)
+
+    def _start(self, job: Job, members: Sequence[Member]) -> list[Part]:
+        parts = [Part(member.host, member.node, rank) for rank, member in enumerate(members)]
+        with packed_checkout() as packed:
+            at_once(lambda part: part.node.put(packed.file, packed.code), parts)
+        start(job, packed.code, parts, self._nodes.ssh)
+        return parts
+
+    def measure(self, person: Person) -> None:
+        """Measure the links between all other machines that are connected; this takes a minute or more."""
+        members = [one for one in self._nodes.members.values() if not one.is_here and not one.trouble]
+        with self._done_by(person, "operator", "measure", f"links of {', '.join(m.name for m in members)}"):
+            job = probe_of([member.host for member in members])
+            links.take(job.name, self._start(job, members), self._nodes.links)
 
     def start_debug_model(self, person: Person) -> Started:
         text = shipped()[DEBUG_MODEL]
@@ -181,7 +192,3 @@ def shipped() -> dict[str, str]:
     """The configurations that come with the recipe: name -> text."""
     files = sorted((ROOT / "train_configs").glob("*.toml"))
     return {file.stem: file.read_text(encoding="utf-8") for file in files}
-
-
-def new_name(stem: str) -> str:
-    return f"{re.sub('[^A-Za-z0-9]+', '-', stem)[:40].strip('-') or 'run'}-{time.strftime('%m%d-%H%M%S')}"

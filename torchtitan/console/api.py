@@ -16,6 +16,7 @@ from torchtitan.console.database import Audit
 from torchtitan.console.door.limits import Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown
+from torchtitan.console.links import Links, read_links
 from torchtitan.console.nodes import Nodes
 from torchtitan.console.verbs.submissions import sites
 from torchtitan.launch.ssh.client import Broken
@@ -64,7 +65,7 @@ def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit) ->
     api = APIRouter(prefix="/api", responses=_MAY_REFUSE)
     _add_reading(api, library, nodes)
     _add_files(api, library)
-    _add_actions(api, actions, audit)
+    _add_actions(api, nodes, actions, audit)
 
     served = [route for route in api.routes if isinstance(route, APIRoute)]
 
@@ -89,6 +90,11 @@ def _add_reading(api: APIRouter, library: Library, nodes: Nodes) -> None:
     def list_nodes() -> list[answers.NodePage]:
         """This machine and those of the file of nodes, as they reported last."""
         return nodes.pages()
+
+    @api.get("/links")
+    def links() -> Links | None:
+        """What a probe of several nodes found last; null before the first."""
+        return read_links(nodes.links)
 
     @api.get("/runs")
     def list_runs() -> list[answers.Run]:
@@ -159,7 +165,7 @@ def _add_files(api: APIRouter, library: Library) -> None:
         return library.log(id, name, position, search)
 
 
-def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
+def _add_actions(api: APIRouter, nodes: Nodes, actions: Actions, audit: Audit) -> None:
     @api.post("/check")
     def check(who: Who, wish: answers.CheckText) -> answers.Checked:
         """The mistakes of a configuration."""
@@ -210,6 +216,12 @@ def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
         """Copy the console's checkout to a bare host, and make its environment. For admins; it takes minutes."""
         actions.install(who, name)
         return answers.Done()
+
+    @api.post("/links")
+    def measure(who: Who) -> Links | None:
+        """Measure the links between all other machines that are connected; this takes a minute or more."""
+        actions.measure(who)
+        return read_links(nodes.links)
 
     @api.get("/audit")
     def newest(who: Who, number: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[answers.AuditRow]:

@@ -81,9 +81,15 @@ class Member:
 
 class Nodes:
     def __init__(
-        self, home: Path, file: Path | None, ssh: Sequence[str], remote_home: str, shown: Sequence[Path] = ()
+        self,
+        home: Path,
+        file: Path | None,
+        ssh: Sequence[str],
+        remote_home: str,
+        shown: Sequence[Path] = (),
+        links: Path = Path("clusters/here.toml"),
     ) -> None:
-        self.ssh, self.remote_home = ssh, remote_home
+        self.ssh, self.remote_home, self.links = ssh, remote_home, links
         watched = [word for path in shown for word in ("--watch", str(path.expanduser().resolve()))]
         here = Node(HERE, [*local_command(str(home)), *watched], cwd=ROOT)
         self.members = {HERE: Member(Host(host=HERE), here, is_here=True)}

@@ -37,8 +37,9 @@ def serve(args: argparse.Namespace, engine: Engine, needs_login: bool) -> None:
     home = Path(args.home).expanduser().resolve()
     people, audit = People(engine), Audit(engine)
     listener = _listen(args.host, args.port)
+    file = Path(args.nodes) if args.nodes else None
     shown = [Path(path) for path in (args.runs or ["outputs"]) + args.watch]
-    nodes = Nodes(home, Path(args.nodes) if args.nodes else None, shlex.split(args.ssh), args.node_home, shown)
+    nodes = Nodes(home, file, shlex.split(args.ssh), args.node_home, shown, Path(args.links))
     library = Library(home, shown, nodes)
     actions = Actions(home, library, nodes, people, audit)
     rules = Rules(_names(args.host, args.name), is_tls=bool(args.certificate), needs_login=needs_login)

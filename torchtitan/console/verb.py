@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     node_home: dict[str, Any] = {"default": ".torchtitan-recipe", "metavar": "FOLDER"}
     parser.add_argument("--node-home", **node_home, help="as --home, on machines that are set up here")
     parser.add_argument("--ssh", default="ssh", help="the ssh command with its options (default: %(default)s)")
+    links: dict[str, Any] = {"default": "clusters/here.toml", "metavar": "FILE"}
+    parser.add_argument("--links", **links, help="shown as a map: the file of `probe --hosts` (default: %(default)s)")
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
     parser.add_argument("--login", action="store_true", help="ask for a token on loopback, too, where others log in")
     parser.add_argument("--certificate", metavar="FILE", help="the TLS certificate, as PEM")

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan.node import processes
 from torchtitan.node.archives import Archives
 from torchtitan.node.folders import PLAN, Folders, state_of
-from torchtitan.node.messages import Start, State
+from torchtitan.node.messages import CLUSTER, Start, State
 from torchtitan.refusal import Refusal
 from torchtitan.root import PACKAGE
 
@@ -50,6 +50,9 @@ class Jobs:
         folder = part.parent.parent
         command = [sys.executable, "-m", "torchtitan.tools.start", "--job.dump_folder", str(folder)]
         command += ["--job.plan", PLAN] if job.plan else []  # it lies beside job.toml
+        if job.probes:
+            command = [sys.executable, "-m", "torchtitan", "probe", "--out", str(folder / CLUSTER)]
+            command += [] if job.probes == "auto" else ["--dtype", job.probes]
         mark = secrets.token_hex(16)
         record: dict[str, Any] = {"mark": mark, "command": command, "code": str(place), "host": socket.gethostname()}
         record |= {"rank": job.rank, "nodes": job.nodes, "started": time.time()}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 PROTOCOL = 3
 CHUNK_BYTES = 2**20  # of a file or an archive in one message
 LINE_BYTES = 4 * 2**20  # a longer line is refused unread
+CLUSTER = "cluster.toml"  # what a run that probes writes into its folder
 MOST_ROWS = 5000  # files or runs in one answer
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"
 _PLAIN = r"^[^\x00-\x1f\x7f]*$"
@@ -98,6 +99,7 @@ class Start(WithId):
     ranks_here: Annotated[int, Field(ge=1, le=1024)] | None = None
     environment: Annotated[dict[Variable, Value], Field(max_length=64)] = {}
     plan: Annotated[str, Field(max_length=2**16)] = ""  # JSON of `plan --out`: the run compares itself with it
+    probes: Literal["auto", "bfloat16", "float32"] | None = None  # measures links in this dtype, and trains nothing
     again: bool = False  # goes on in the folder of a run of this name that is over, from its newest checkpoint
 
 

@@ -42,6 +42,26 @@ def draw(target: ui.echart, title: str, lines: Mapping[str, Points], how: How, m
     target.update()
 
 
+def draw_map(
+    target: ui.echart, title: str, names: Sequence[str], values: Sequence[Sequence[float]], best: bool
+) -> None:
+    """A square for each pair, a row sends to the columns; the darker, the slower. `best`: a large value is fast."""
+    points = [[x, y, round(v, 3)] for y, row in enumerate(values) for x, v in enumerate(row) if x != y]
+    shown = [point[2] for point in points] or [0]
+    colors = ["#7a2e12", "#f3d9c4"] if best else ["#f3d9c4", "#7a2e12"]
+    frame = _frame(title, "", False)
+    axis = {"type": "category", "data": list(names), "axisLabel": {"color": GREY, "fontSize": 11}}
+    scale = {"min": 0, "max": max(shown), "precision": 2, "inRange": {"color": colors}, "calculable": True, "right": 0}
+    label = {"show": len(names) <= 12, "textBorderColor": "#fff", "textBorderWidth": 2, "color": "#222"}
+    series = {"type": "heatmap", "data": points, "label": label}
+    frame |= {"grid": {"left": 90, "right": 90, "top": 36, "bottom": 30}, "visualMap": scale | {"top": "middle"}}
+    frame |= {"xAxis": axis, "yAxis": axis | {"inverse": True}, "series": [series]}
+    frame["tooltip"] |= {"trigger": "item"}
+    target.options.clear()
+    target.options.update(frame)
+    target.update()
+
+
 def _frame(title: str, axis: str, log: bool) -> dict[str, Any]:
     grid = {"lineStyle": {"color": GREY, "opacity": 0.18}}
     label = {"color": GREY, "fontSize": 11}

@@ -5,7 +5,7 @@ from base64 import b64encode
 
 from nicegui import ui
 
-from torchtitan.console.actions import DEBUG_MODEL, new_name, shipped
+from torchtitan.console.actions import DEBUG_MODEL, shipped
 from torchtitan.console.answers import CheckText, PlanText, Proposal, StartRun
 from torchtitan.console.door.people import Person
 from torchtitan.console.nodes import HERE
@@ -13,6 +13,7 @@ from torchtitan.console.pages.frame import Parts, do, framed, heading
 from torchtitan.console.pages.submit import submit
 from torchtitan.console.proposals import data_sheets
 from torchtitan.console.verbs.submissions import sites
+from torchtitan.launch.ssh.parts import new_name
 from torchtitan.refusal import Refusal
 
 _SECONDS = 0.4  # between what one types and the check

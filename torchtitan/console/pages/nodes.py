@@ -5,12 +5,14 @@ from nicegui import ui
 from torchtitan.console.answers import NodePage
 from torchtitan.console.door.people import Person
 from torchtitan.console.library import age
-from torchtitan.console.pages.charts import chart, draw
+from torchtitan.console.links import read_links
+from torchtitan.console.pages.charts import chart, draw, draw_map
 from torchtitan.console.pages.frame import Parts, do, framed, heading, size, table
 from torchtitan.node.messages import ReportAnswer
 
 _SECONDS = 5
 _DEVICES = [("name", "Device"), ("memory", "Memory used"), ("utilisation", "Utilisation")]
+_MAPS = ("Gbit/s from a row to a column", "Delay in ms")
 _MORE = (
     "More machines: write a nodes.toml with a [[node]] and its host for each, and start the console with "
     "--nodes nodes.toml. docs/console.md shows how, also for machines that cannot be reached from here."
@@ -22,6 +24,7 @@ def add(parts: Parts) -> None:
     def nodes() -> None:
         with framed("Nodes") as person:
             heading("Nodes")
+            _add_links(parts, person)
             views = [_NodeView(parts, person, node) for node in parts.nodes.pages()]
             ui.label(_MORE).classes("dim small")
 
@@ -31,6 +34,35 @@ def add(parts: Parts) -> None:
 
         show()
         ui.timer(_SECONDS, show)
+
+
+def _add_links(parts: Parts, person: Person) -> None:
+    """The map of the links, once a probe has written one."""
+    with ui.element("section").classes("node") as section:
+        with ui.element("div").classes("line"):
+            heading("Links", 2)
+            about = ui.label().classes("dim small")
+            button = ui.button("Measure links").props("outline dense")
+        with ui.element("div").classes("charts") as charts:
+            maps = [chart(title) for title in _MAPS]
+
+    def show() -> None:
+        links = read_links(parts.nodes.links)
+        charts.visible, about.text = links is not None, links.rests_on if links else ""
+        button.visible = person.may("operator") and len(parts.nodes.members) > 2
+        section.visible = charts.visible or button.visible
+        for target, title, values in zip(maps, _MAPS, (links.gbit, links.delay_ms) if links else (), strict=False):
+            draw_map(target, title, links.hosts if links else (), values, best=title == _MAPS[0])
+
+    async def measure() -> None:
+        button.disable()
+        ui.notify("Measuring the links between the other machines; this takes a minute or more, and slows runs there")
+        await do(parts.actions.measure, person)
+        button.enable()
+        show()
+
+    button.on_click(measure)
+    show()
 
 
 class _NodeView:

@@ -50,10 +50,14 @@ class Part:
 class Job:
     name: str
     config: str  # TOML
-    code: str
     needs_disk: bool  # that all nodes share
     environment: Mapping[str, str] = field(default_factory=dict)
     plan: str = ""  # of the planner, as JSON
+    probes: str | None = None  # the dtype in which it measures links; then it trains nothing
+
+
+def new_name(stem: str) -> str:
+    return f"{re.sub('[^A-Za-z0-9]+', '-', stem)[:40].strip('-') or 'run'}-{time.strftime('%m%d-%H%M%S')}"
 
 
 def needs_disk(config: Config) -> bool:
@@ -77,11 +81,11 @@ def at_once(do: Callable[[T], R], things: Sequence[T]) -> list[R]:
     return [future.result() for future in futures]
 
 
-def start(job: Job, parts: Sequence[Part], ssh: Sequence[str]) -> None:
+def start(job: Job, code: str, parts: Sequence[Part], ssh: Sequence[str]) -> None:
     """Start every part. Where they have to share a disk, the head's first, to see whether they do."""
     head, *others = parts
-    place: dict[str, Any] = {"run": job.name, "nodes": len(parts), "config": job.config, "code": job.code}
-    place["plan"] = job.plan
+    place: dict[str, Any] = {"run": job.name, "nodes": len(parts), "config": job.config, "code": code}
+    place |= {"plan": job.plan, "probes": job.probes}
     if others:
         place |= {"head": address_of(head, ssh), "port": head.node.ask(messages.Port).port}
 

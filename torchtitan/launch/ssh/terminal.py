@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torchtitan.launch.ssh.client import Broken, Node, printable, ssh_command
 from torchtitan.launch.ssh.hosts import Host, read_hosts
 from torchtitan.launch.ssh.install import NOT_FOUND, bring_up, program
 from torchtitan.launch.ssh.pack import Packed, packed_checkout
-from torchtitan.launch.ssh.parts import SECONDS_AFTER_A_FAILURE, Job, Part, at_once, end, needs_disk, start
+from torchtitan.launch.ssh.parts import SECONDS_AFTER_A_FAILURE, Job, Part, at_once, end, needs_disk, new_name, start
 from torchtitan.node import messages
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
@@ -51,15 +51,25 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
         for rank, host in enumerate(hosts):
             print(f"node {rank} of {len(hosts)}: {shlex.join(ssh_command(host.host, [], ssh)[:-1])}")
         return 0
+    name = args.name or new_name(Path(args.config).stem)
     environment = dict(given.split("=", 1) for given in args.env)
+    return run_on_hosts(args, hosts, Job(name, config, needs_disk(checked), environment))
+
+
+def run_on_hosts(
+    args: argparse.Namespace, hosts: Sequence[Host], job: Job, then: Callable[[Sequence[Part]], None] = lambda _: None
+) -> int:
+    """The exit code of the run; if it ended well, `then` gets its parts while they are still connected."""
     with packed_checkout() as packed:
         _say(_about(packed))
-        launch = _Launch(args, hosts, packed)
+        launch = _Launch(args, hosts, job, packed)
         with launch.interrupts():
             try:
                 at_once(launch.connect, launch.members)
-                launch.start(config, needs_disk(checked), environment)
-                return launch.watch()
+                launch.start()
+                if not (code := launch.watch()):
+                    then(launch.members)
+                return code
             except KeyboardInterrupt:
                 _say("ending what was started")
                 return _EXIT_SIGNAL + signal.SIGINT
@@ -72,10 +82,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
 class _Launch:
     """All nodes of the run, and what they say."""
 
-    def __init__(self, args: argparse.Namespace, hosts: Sequence[Host], packed: Packed) -> None:
-        stem = re.sub("[^A-Za-z0-9-]+", "-", Path(args.config).stem)
-        self.name = args.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self._packed, self._home, self._ssh = packed, args.home, shlex.split(args.ssh)
+    def __init__(self, args: argparse.Namespace, hosts: Sequence[Host], job: Job, packed: Packed) -> None:
+        self._job, self._packed, self._home, self._ssh = job, packed, args.home, shlex.split(args.ssh)
         self._brings_up = not args.program
         self._command = shlex.split(args.program) if args.program else program(args.home, packed.code)
         self.members = [_Member(host, self._node(host), rank) for rank, host in enumerate(hosts)]
@@ -118,10 +126,10 @@ class _Launch:
         if member.node.put(self._packed.file, self._packed.code):
             _say(f"[{member.name}] has taken the checkout")
 
-    def start(self, config: str, needs_disk: bool, environment: Mapping[str, str]) -> None:
-        start(Job(self.name, config, self._packed.code, needs_disk, environment), self.members, self._ssh)
+    def start(self) -> None:
+        start(self._job, self._packed.code, self.members, self._ssh)
         for member in self.members:
-            member.node.follow(self.name, member.log, lambda _, *heard, of=member: self._events.put((of, *heard)))
+            member.node.follow(self._job.name, member.log, lambda _, *heard, of=member: self._events.put((of, *heard)))
             _say(f"[{member.name}] node {member.rank} of {len(self.members)}, run folder {printable(member.folder)}")
 
     def watch(self) -> int:
@@ -152,13 +160,13 @@ class _Launch:
     def _take_end(self, member: _Member) -> None:
         for _ in range(3):  # the connection may break at this moment, too
             with contextlib.suppress(Broken):
-                row = member.row(self.name)
+                row = member.row(self._job.name)
                 member.end = row if row and row.state != "running" else None
                 member.may_run = member.end is None
                 return
 
     def stop(self, seconds: int) -> None:
-        for why in end(self.name, self.members, seconds):
+        for why in end(self._job.name, self.members, seconds):
             _say(why)
 
     def _sum_up(self) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.launch.ssh.options import add_options
 from torchtitan.launch.submit.job import Job
 from torchtitan.launch.submit.sites import SITES
 from torchtitan.models.families import load_run_or_exit
@@ -86,13 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print", "--dry-run", dest="prints", action="store_true", help="print the submission, and submit nothing"
     )
-    ssh = parser.add_argument_group("ssh alone", "Ctrl-C ends the run on all hosts; docs/nodes.md tells more")
-    ssh.add_argument("--hosts", metavar="FILE", help="a host a line with address= and gpus=, or a nodes.toml")
-    ssh.add_argument(
-        "--home", default=".torchtitan-recipe", help="folder of a host that is set up (default: %(default)s)"
-    )
-    ssh.add_argument("--program", help="command of an installed node program, such as 'torchtitan-recipe node'")
-    ssh.add_argument("--ssh", default="ssh", metavar="COMMAND", help="such as 'ssh -F FILE' (default: %(default)s)")
+    add_options(parser)
     parser.epilog = "Everything after -- goes to train.py."
 
 

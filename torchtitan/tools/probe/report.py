@@ -106,7 +106,14 @@ def tables(every: Sequence[Found], per_node: int) -> dict[str, Any]:
 def write(path: Path, every: Sequence[Found], per_node: int, torch_version: str, seconds: float) -> None:
     dtype, found = every[0]["dtype"], tables(every, per_node)
     today = time.strftime("%Y-%m-%d")
-    text = tomli_w.dumps({"rests_on": f"a probe of {today} with torch {torch_version} in {dtype}"} | _rounded(found))
+    about = {"rests_on": f"a probe of {today} with torch {torch_version} in {dtype}"}
+    save(path, tomli_w.dumps(about | _rounded(found)))
+    for line in found["probe"]["unlike"]:
+        print(f"unlike: {line}")
+    print(f"{path}: {found['name']}, measured in {dtype} in {seconds:.0f} s")
+
+
+def save(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")  # a full disk leaves the file of the probe before as it was
@@ -114,9 +121,6 @@ def write(path: Path, every: Sequence[Found], per_node: int, torch_version: str,
         part.replace(path)
     except OSError as error:
         raise Refusal(f"--out {path} cannot be written: {error.strerror}; use another file") from None
-    for line in found["probe"]["unlike"]:
-        print(f"unlike: {line}")
-    print(f"{path}: {found['name']}, measured in {dtype} in {seconds:.0f} s")
 
 
 def _rounded(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A run of several nodes of which one part fails, seen by a console that did not start it.
+"""Runs of several nodes as the console sees them: one of which a part fails, and a probe of the links.
 
 Its ssh is a script that runs the node program here, as in tests/node/test_launch_ssh.py.
 """
@@ -6,6 +6,7 @@ Its ssh is a script that runs the node program here, as in tests/node/test_launc
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,16 @@ import pytest
 from tests.console.served import wait_for
 from tests.node.machines import CODE, HASH, processes_of
 from tests.node.test_launch_ssh import SSH, linux
+from torchtitan.console import links
 from torchtitan.console.database import Audit, open_database
 from torchtitan.console.failures import Failures
 from torchtitan.console.library import Library
 from torchtitan.console.nodes import Nodes
+from torchtitan.launch.ssh.hosts import Host
 from torchtitan.launch.ssh.parts import Job, Part, start
+from torchtitan.launch.ssh.probe import probe_of
 from torchtitan.node import messages
+from torchtitan.refusal import Refusal
 
 Look = Callable[[], Nodes]
 
@@ -48,15 +53,19 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Look]:
     assert processes_of(tmp_path / "a") == processes_of(tmp_path / "b") == {}
 
 
+def parts_on(nodes: Nodes, folder: Path) -> list[Part]:
+    parts = [Part(nodes.find(name).host, nodes.find(name).node, rank) for rank, name in enumerate("ab")]
+    for part in parts:
+        part.node.put(folder / "code", HASH)
+    return parts
+
+
 @linux
 def test_when_one_node_s_part_fails_a_restarted_console_ends_the_others_and_writes_it_down(look, tmp_path):
     first = look()
-    members = [first.find(name) for name in "ab"]
-    parts = [Part(member.host, member.node, rank) for rank, member in enumerate(members)]
-    for part in parts:
-        part.node.put(tmp_path / "code", HASH)
+    parts = parts_on(first, tmp_path)
     for name, config in ("failing", "node 1 fails, lines = 100000"), ("other", "lines = 100000"):
-        start(Job(name, config, HASH, needs_disk=False), parts, [])
+        start(Job(name, config, needs_disk=False), HASH, parts, [])
     first.close()
 
     second, audit = look(), Audit(open_database(tmp_path / "here"))
@@ -77,3 +86,30 @@ def test_when_one_node_s_part_fails_a_restarted_console_ends_the_others_and_writ
     assert done == [("console", "end", "failing on a", "done: node 1 on b failed with exit code 3")]
     for part in parts:
         second.find(part.name).node.ask(messages.Stop, run="other", seconds=0)
+
+
+@linux
+def test_a_probe_of_the_nodes_becomes_a_map_of_their_links_and_leaves_no_run(look, tmp_path):
+    nodes = look()
+    parts, hosts = parts_on(nodes, tmp_path), [nodes.find(name).host for name in "ab"]
+    file = tmp_path / "clusters/here.toml"
+    assert links.read_links(file) is None
+    with pytest.raises(Refusal, match="a probe of 1 node measures no link"):
+        probe_of(hosts[:1])
+    with pytest.raises(Refusal, match=r"unlike gpus \(a 0, b None\)"):
+        probe_of([hosts[0], Host(host="b")])
+
+    def take(**environment: str) -> None:
+        job = replace(probe_of(hosts, "float32"), environment=environment, name=f"probe-{len(environment)}")
+        start(job, HASH, parts, [])
+        links.take(job.name, parts, file)
+
+    take()
+    found = links.read_links(file)
+    assert found and found.hosts == ["a", "b"] and found.gbit[1][0] == 4.0 and found.delay_ms[0][1] == 20.0
+    assert not any((tmp_path / name / "runs/probe-0").exists() for name in "ab")
+    with pytest.raises(Refusal, match="the run probe-1, a probe, is failed on b; its log there says why"):
+        take(NCCL_FAILS="1")
+    with pytest.raises(Refusal, match="a sends no cluster file"):
+        take(NCCL_FAILS="2", NCCL_BYTES="30")
+    assert links.read_links(file) == found
