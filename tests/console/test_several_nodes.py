@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from tests.console.served import wait_for
+from tests.console.served import wait_for, write_run
 from tests.node.machines import CODE, HASH, processes_of
 from tests.node.test_launch_ssh import SSH, linux
 from torchtitan.console import links
@@ -38,11 +39,13 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Look]:
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "code").write_bytes(CODE)
-    (tmp_path / "hosts.txt").write_text("a address=127.0.0.1 gpus=0\nb gpus=0\n")
+    host = '[[node]]\nhost = "a"\naddress = "127.0.0.1"\ngpus = 0\n'
+    watched = f'[[node]]\nhost = "b"\ngpus = 0\nwatch = ["{tmp_path}/theirs", "{tmp_path}/none"]\n'
+    (tmp_path / "nodes.toml").write_text(host + watched)
     made: list[Nodes] = []
 
     def make() -> Nodes:
-        made.append(Nodes(tmp_path / "here", tmp_path / "hosts.txt", [str(tmp_path / "ssh")], "unused"))
+        made.append(Nodes(tmp_path / "here", tmp_path / "nodes.toml", [str(tmp_path / "ssh")], "unused"))
         made[-1].start()
         wait_for(lambda: not any(made[-1].find(name).trouble for name in "ab"))
         return made[-1]
@@ -113,3 +116,17 @@ def test_a_probe_of_the_nodes_becomes_a_map_of_their_links_and_leaves_no_run(loo
     with pytest.raises(Refusal, match="a sends no cluster file"):
         take(NCCL_FAILS="2", NCCL_BYTES="30")
     assert links.read_links(file) == found
+
+
+@linux
+def test_runs_below_a_folder_that_a_host_s_watch_names_are_shown_and_can_only_be_read(look, tmp_path):
+    write_run(tmp_path / "theirs/deep/one", steps=3)
+    nodes = look()
+    library = Library(tmp_path / "here", [], nodes)
+    library.refresh()
+    (entry,) = library.entries()
+    shown = entry.page.name, entry.page.node, entry.page.step, entry.page.is_own, entry.row.run
+    assert shown == ("one", "b", 3, False, "@0/deep/one")
+    assert library.page(entry.page.id).checkpoints == ["step-20"]
+    with pytest.raises(ValidationError, match="run"):  # no message stops or deletes it
+        entry.member.node.ask(messages.Stop, run=entry.row.run)

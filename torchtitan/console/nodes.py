@@ -22,10 +22,11 @@ _SECONDS = 5  # between two reports
 _HOUR = 3600 // _SECONDS
 # The installed command, else the checkout that was set up there last. A key with a forced command runs that instead.
 _PROGRAM = """
-if command -v torchtitan-recipe >/dev/null; then exec torchtitan-recipe node; fi
-cd; cd "$1" 2>/dev/null && home=$(pwd -P) && last=$(ls -t code/*.python 2>/dev/null | head -n 1) &&
+there=$1; shift
+if command -v torchtitan-recipe >/dev/null; then exec torchtitan-recipe node "$@"; fi
+cd; cd "$there" 2>/dev/null && home=$(pwd -P) && last=$(ls -t code/*.python 2>/dev/null | head -n 1) &&
 python=$(readlink "$last") && cd "${last%.python}" || exit 127
-exec "$python" -m torchtitan node --home "$home"
+exec "$python" -m torchtitan node --home "$home" "$@"
 """
 
 
@@ -94,7 +95,9 @@ class Nodes:
         here = Node(HERE, [*local_command(str(home)), *watched], cwd=ROOT)
         self.members = {HERE: Member(Host(host=HERE), here, is_here=True)}
         for host in read_hosts(file) if file else ():
-            node = Node(host.host, ssh_command(host.host, ["sh", "-c", _PROGRAM, "sh", remote_home], ssh))
+            watched = [word for folder in host.watch for word in ("--watch", folder)]
+            program = ["sh", "-c", _PROGRAM, "sh", remote_home, *watched]
+            node = Node(host.host, ssh_command(host.host, program, ssh))
             self.members[host.host] = Member(host, node, is_here=False)
 
     def start(self) -> None:

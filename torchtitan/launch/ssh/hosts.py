@@ -28,6 +28,7 @@ class Host(BaseModel):
     host: str
     address: HostName | None = None
     gpus: Annotated[int, Field(ge=0, le=1024)] | None = None  # None: as run_llama_train.sh decides there
+    watch: list[str] = []  # folders there, whose runs the console shows and leaves alone
 
 
 def read_hosts(file: Path) -> list[Host]:
