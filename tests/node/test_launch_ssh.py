@@ -1,7 +1,9 @@
 """`launch ssh` without a network: its ssh is a script that runs the node program here, and its jobs start at once."""
 
 import argparse
+import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -14,8 +16,9 @@ import pytest
 from tests.node.machines import CODE, HASH, ROOT, processes_of
 from torchtitan.__main__ import main
 from torchtitan.launch.ssh import pack, terminal
-from torchtitan.launch.ssh.client import Node
+from torchtitan.launch.ssh.client import Node, ssh_command
 from torchtitan.launch.ssh.hosts import Host
+from torchtitan.launch.ssh.install import bring_up, program
 from torchtitan.launch.ssh.pack import Packed
 from torchtitan.launch.ssh.parts import Job, Part, address_of, at_once
 from torchtitan.node import report
@@ -41,7 +44,7 @@ def launch(tmp_path: Path) -> Iterator[Make]:
     made: list[terminal._Launch] = []
 
     def make(name: str, config: str, needs_disk: bool = False) -> terminal._Launch:
-        args = argparse.Namespace(home="", ssh=str(tmp_path / "ssh"), program=f"sh -c '{there}'")
+        args = argparse.Namespace(image=None, home="", ssh=str(tmp_path / "ssh"), program=f"sh -c '{there}'")
         made.append(
             terminal._Launch(args, HOSTS, Job(name, config, needs_disk), Packed(tmp_path / "code", HASH, [], []))
         )
@@ -111,6 +114,44 @@ def test_a_run_that_has_to_share_a_disk_is_not_started_without_one(launch: Make)
         launch("apart", "lines = 100000", needs_disk=True).start()
 
 
+DOCKER = f"""#!/bin/sh
+echo "$@" >>"$HOME_OF_TEST/said"
+case "$1" in
+  container) [ -e "$HOME_OF_TEST/runs" ] ;;
+  run) touch "$HOME_OF_TEST/runs"; echo 0123abcd ;;
+  exec) cd "$4"; shift 6; exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@linux
+def test_an_image_gives_a_bare_host_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("ssh", SSH), ("docker", DOCKER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("HOME_OF_TEST", str(tmp_path))
+    home, ssh, packed = str(tmp_path / "home"), [str(tmp_path / "ssh")], pack.pack(ROOT, tmp_path)
+    for _ in range(2):  # the container is there the second time
+        bring_up("a", packed, home, ssh, lambda line: None, "registry/recipe:1")
+    node = Node("a", ssh_command("a", program(home, packed.code), ssh))
+    assert node.connect().home == home
+    node.close()
+    looked, ran, again, *rest = (tmp_path / "said").read_text().splitlines()
+    name = looked.split()[-1]
+    who = f"--user {os.getuid()}:{os.getgid()}"
+    gpus = " --gpus all" if shutil.which("nvidia-smi") else ""
+    kept = f"--network host --ipc host {who}{gpus} --env HOME={home} --volume {home}:{home}"
+    assert ran == f"run --detach --init --name {name} {kept} registry/recipe:1 sleep infinity"
+    place = f"exec --interactive --workdir {home}/code/{packed.code} {name}"
+    assert [again, *rest] == [looked, f"start {name}", f"{place} python3 -m torchtitan node --home {home}"]
+    (tmp_path / "docker").unlink()
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    if not (shutil.which("docker") or shutil.which("podman")):
+        with pytest.raises(Refusal, match="neither docker nor podman is here"):
+            bring_up("a", packed, home, ssh, lambda line: None, "registry/recipe:1")
+
+
 def test_launch_ssh_prints_the_hosts_and_starts_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +166,10 @@ def test_launch_ssh_prints_the_hosts_and_starts_nothing(
         ([], "no --hosts is given"),
         (["--hosts", "absent.txt"], "absent.txt"),
         (["--hosts", "examples/nodes.toml", "--nodes", "2"], "--nodes does not work for ssh"),
+        (
+            ["--hosts", "examples/nodes.toml", "--image", "a", "--program", "b"],
+            "--image a sets hosts up",
+        ),
         (["--hosts", "examples/nodes.toml", "--", "--training.step", "2"], None),
     ],
 )

@@ -60,6 +60,8 @@ def run_on_hosts(
     args: argparse.Namespace, hosts: Sequence[Host], job: Job, then: Callable[[Sequence[Part]], None] = lambda _: None
 ) -> int:
     """The exit code of the run; if it ended well, `then` gets its parts while they are still connected."""
+    if args.image and args.program:
+        raise Refusal(f"--image {args.image} sets hosts up, and --program says that they are; drop one of them")
     with packed_checkout() as packed:
         _say(_about(packed))
         launch = _Launch(args, hosts, job, packed)
@@ -84,7 +86,7 @@ class _Launch:
 
     def __init__(self, args: argparse.Namespace, hosts: Sequence[Host], job: Job, packed: Packed) -> None:
         self._job, self._packed, self._home, self._ssh = job, packed, args.home, shlex.split(args.ssh)
-        self._brings_up = not args.program
+        self._brings_up, self._image = not args.program, args.image
         self._command = shlex.split(args.program) if args.program else program(args.home, packed.code)
         self.members = [_Member(host, self._node(host), rank) for rank, host in enumerate(hosts)]
         self._events: queue.Queue[tuple[_Member, bytes, bool]] = queue.Queue(maxsize=1000)
@@ -113,6 +115,8 @@ class _Launch:
 
     def connect(self, member: _Member) -> None:
         """Reach a host, bring it up if it has no node program, and send it the checkout."""
+        if self._image:  # what is there may be another environment
+            self._bring_up(member)
         try:
             member.node.connect()
         except Broken as error:
@@ -120,11 +124,17 @@ class _Launch:
                 raise Refusal(f"{error}; try: {shlex.join([*self._ssh, member.name])}") from None
             member.node.close()
             _say(f"[{member.name}] has no node program for this checkout: setting it up in {self._home}")
-            bring_up(member.name, self._packed, self._home, self._ssh, lambda line: _say(f"[{member.name}] {line}"))
+            self._bring_up(member)
             member.node = self._node(member.host)
             member.node.connect()
         if member.node.put(self._packed.file, self._packed.code):
             _say(f"[{member.name}] has taken the checkout")
+
+    def _bring_up(self, member: _Member) -> None:
+        def say(line: str) -> None:
+            _say(f"[{member.name}] {line}")
+
+        bring_up(member.name, self._packed, self._home, self._ssh, say, self._image)
 
     def start(self) -> None:
         start(self._job, self._packed.code, self.members, self._ssh)

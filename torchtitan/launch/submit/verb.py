@@ -48,7 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, default=8, help="GPUs on each machine; 0 trains on the CPU (default: %(default)s)"
     )
     parser.add_argument("--gpu_kind", help="kind of GPU, such as H100; sky needs it, other sites refuse it")
-    parser.add_argument("--image", help="container image, built from the Dockerfile; runai, k8s and jobset need it")
+    parser.add_argument(
+        "--image",
+        help="container image, built from the Dockerfile; runai, k8s and jobset need it, ssh sets hosts up by it",
+    )
     parser.add_argument(
         "--mount",
         action="append",
@@ -155,7 +158,7 @@ def plan_job(args: argparse.Namespace, options: Sequence[str], has_token: bool) 
 
 
 def _on_hosts(args: argparse.Namespace, options: Sequence[str]) -> int:
-    given = {"nodes": args.nodes != 1, "gpus": args.gpus != 8, "mount": args.mount, "image": args.image}
+    given = {"nodes": args.nodes != 1, "gpus": args.gpus != 8, "mount": args.mount}
     given |= {"secret": args.secret, "download": args.download, "api": args.api != 2}
     if wrong := next((option for option, is_given in given.items() if is_given), None):
         raise Refusal(f"--{wrong} does not work for ssh; drop it, and give each host gpus= in the file of --hosts")

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Give the mixed_precision_param of the runs to plan (default: the one that multiplies faster here)",
     )
     add_options(parser)
+    parser.add_argument("--image", help="a container image by which hosts are set up, as for `launch ssh`")
     parser.epilog = "NGPU says how many processes to start, as for ./run_llama_train.sh: one a GPU, or one on a CPU."
 
 
