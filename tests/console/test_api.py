@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.console.served import HOSTILE, TOML, Served, served, write_run
 from torchtitan.config.load import check_text
+from torchtitan.observe.planned import described
 
 SHORT = TOML.replace("steps = 100", "steps = 2").replace("warmup_steps = 10", "warmup_steps = 1")
 SHORT = SHORT.replace("seq_len = 256", "seq_len = 32").replace("local_batch_size = 8", "local_batch_size = 1")
@@ -140,9 +141,9 @@ def test_the_api_describes_itself_and_refuses_what_is_not_in_it(console):
 
 @pytest.mark.timeout(600)
 def test_a_run_is_started_outlives_the_console_ends_and_is_deleted(console, tmp_path):
-    batch = SHORT.replace("[training]", "[training]\nglobal_batch_size = 8")
-    planned = console.client.post("/api/plan", json={"config": batch, "machines": "cpu_1x2"}, timeout=200).json()[0]
-    wish = {"config": planned["config"], "plan": planned["plan"], "name": "tried"}
+    plan = {"layout": "1 rank", "rests_on": "a guess", "seconds": 0.5, "memory_gib": 1.5, "parts": {}}
+    plan["run"] = described(check_text(SHORT, "a test").model_dump())
+    wish = {"config": SHORT, "plan": json.dumps(plan), "name": "tried"}
     started = console.client.post("/api/runs", json=wish, timeout=200)
     assert started.status_code == 201, started.text
     id, end = started.json()["id"], time.monotonic() + 200
@@ -153,7 +154,7 @@ def test_a_run_is_started_outlives_the_console_ends_and_is_deleted(console, tmp_
         assert (run["state"], run["exit_code"], run["step"]) == ("ended", 0, 2)
         assert "step 2/2" in other.client.get(f"/api/runs/{id}/logs/node/0/output.log").json()["text"]
         said = other.client.get(f"/api/runs/{id}/prediction").json()
-        assert (said["seconds"], said["memory_gib"]) == (planned["seconds"], planned["memory_gib"])
+        assert (said["layout"], said["seconds"], said["memory_gib"]) == ("1 rank", 0.5, 1.5)
         assert said["measured_seconds"] > 0 and said["measured_memory_gib"] > 0 and said["differs"] == []
         assert any(
             row["path"] == "plan_measured.json" for row in other.client.get(f"/api/runs/{id}/files").json()["files"]
@@ -193,6 +194,7 @@ def test_the_planner_proposes_layouts_that_can_be_taken_as_they_are(console):
     (best, *_) = console.client.post("/api/plan", json=wish).json()
     assert best["seconds"] > 0 and best["layout"].startswith("1 rank") and best["drawing"] == ""
     assert check_text(best["config"], "a proposal").training.global_batch_size == 8
+    assert json.loads(best["plan"])["run"]["training.global_batch_size"] == 8
     for changed, why in (({"machines": "../x"}, "is no file of clusters/"), ({"nodes": ["elsewhere"]}, "is not known")):
         refused = console.client.post("/api/plan", json=wish | changed)
         assert refused.status_code == 409 and why in refused.json()["detail"]

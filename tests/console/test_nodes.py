@@ -61,6 +61,6 @@ def test_other_machines_appear_are_set_up_and_run_what_the_console_sends(console
 
     kept = {"config": SHORT, "name": "kept", "nodes": ["keyed"]}
     assert call.post("/api/runs", json=kept, timeout=200).status_code == 201
-    wait_for(are_over("kept"))
+    wait_for(are_over("kept"), 300)
     assert generate_and_export(console, parts("kept")[0]["id"])
     assert not any(os.path.exists(console.home.parent / folder / "runs/two") for folder in ("keyed", "bare"))
