@@ -65,6 +65,7 @@ def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit) ->
     api = APIRouter(prefix="/api", responses=_MAY_REFUSE)
     _add_reading(api, library, nodes)
     _add_files(api, library)
+    _add_checkpoints(api, actions)
     _add_actions(api, nodes, actions, audit)
 
     served = [route for route in api.routes if isinstance(route, APIRoute)]
@@ -165,6 +166,18 @@ def _add_files(api: APIRouter, library: Library) -> None:
         return library.log(id, name, position, search)
 
 
+def _add_checkpoints(api: APIRouter, actions: Actions) -> None:
+    @api.post("/runs/{id}/generate")
+    def generate(who: Who, id: Id, wish: answers.GenerateText) -> answers.Made:
+        """Continue a text with a checkpoint, on the CPU of the run's node. It may take minutes."""
+        return actions.generate(who, id, wish)
+
+    @api.post("/runs/{id}/export")
+    def export(who: Who, id: Id, wish: answers.ExportCheckpoint) -> answers.Made:
+        """Write a checkpoint for Hugging Face below the run, among its files. It may take minutes."""
+        return actions.export(who, id, wish)
+
+
 def _add_actions(api: APIRouter, nodes: Nodes, actions: Actions, audit: Audit) -> None:
     @api.post("/check")
     def check(who: Who, wish: answers.CheckText) -> answers.Checked:
@@ -195,16 +208,6 @@ def _add_actions(api: APIRouter, nodes: Nodes, actions: Actions, audit: Audit) -
     def stop(who: Who, id: Id, wish: answers.Stop | None = None) -> answers.Done:
         """End a run as Ctrl-C does, then harder; answers when no process of it is left."""
         return actions.stop(who, id, (wish or answers.Stop()).seconds)
-
-    @api.post("/runs/{id}/generate")
-    def generate(who: Who, id: Id, wish: answers.GenerateText) -> answers.Made:
-        """Continue a text with a checkpoint, on the CPU of the run's node. It may take minutes."""
-        return actions.generate(who, id, wish)
-
-    @api.post("/runs/{id}/export")
-    def export(who: Who, id: Id, wish: answers.ExportCheckpoint) -> answers.Made:
-        """Write a checkpoint for Hugging Face below the run, among its files. It may take minutes."""
-        return actions.export(who, id, wish)
 
     @api.post("/runs/{id}/delete")
     def delete(who: Who, id: Id) -> answers.Done:
