@@ -58,9 +58,14 @@ def test_other_machines_appear_are_set_up_and_run_what_the_console_sends(console
     assert call.get(f"/api/runs/{id}/files/..%2f..%2f..%2fmine").status_code in (404, 409)
     assert call.post(f"/api/runs/{id}/delete").json()["freed_bytes"] > 0
     wait_for(lambda: not parts("two"))
-
-    kept = {"config": SHORT, "name": "kept", "nodes": ["keyed"]}
-    assert call.post("/api/runs", json=kept, timeout=200).status_code == 201
-    wait_for(are_over("kept"), 300)
-    assert generate_and_export(console, parts("kept")[0]["id"])
     assert not any(os.path.exists(console.home.parent / folder / "runs/two") for folder in ("keyed", "bare"))
+
+
+@pytest.mark.timeout(600)
+def test_a_checkpoint_of_another_machine_continues_a_text_there_and_is_exported(console):
+    call = console.client
+    wait_for(lambda: any(one["name"] == "keyed" and one["is_connected"] for one in call.get("/api/nodes").json()))
+    wish = {"config": SHORT, "name": "kept", "nodes": ["keyed"]}
+    assert call.post("/api/runs", json=wish, timeout=200).status_code == 201
+    wait_for(lambda: [run["state"] for run in call.get("/api/runs").json()] == ["ended"], 300)
+    assert generate_and_export(console, call.get("/api/runs").json()[0]["id"])
