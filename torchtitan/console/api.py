@@ -66,7 +66,8 @@ def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit) ->
     _add_reading(api, library, nodes)
     _add_files(api, library)
     _add_checkpoints(api, actions)
-    _add_actions(api, nodes, actions, audit)
+    _add_actions(api, actions, audit)
+    _add_links(api, nodes, actions)
 
     served = [route for route in api.routes if isinstance(route, APIRoute)]
 
@@ -91,11 +92,6 @@ def _add_reading(api: APIRouter, library: Library, nodes: Nodes) -> None:
     def list_nodes() -> list[answers.NodePage]:
         """This machine and those of the file of nodes, as they reported last."""
         return nodes.pages()
-
-    @api.get("/links")
-    def links() -> Links | None:
-        """What a probe of several nodes found last; null before the first."""
-        return read_links(nodes.links)
 
     @api.get("/runs")
     def list_runs() -> list[answers.Run]:
@@ -178,7 +174,7 @@ def _add_checkpoints(api: APIRouter, actions: Actions) -> None:
         return actions.export(who, id, wish)
 
 
-def _add_actions(api: APIRouter, nodes: Nodes, actions: Actions, audit: Audit) -> None:
+def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
     @api.post("/check")
     def check(who: Who, wish: answers.CheckText) -> answers.Checked:
         """The mistakes of a configuration."""
@@ -220,15 +216,22 @@ def _add_actions(api: APIRouter, nodes: Nodes, actions: Actions, audit: Audit) -
         actions.install(who, name)
         return answers.Done()
 
-    @api.post("/links")
-    def measure(who: Who) -> Links | None:
-        """Measure the links between all other machines that are connected; this takes a minute or more."""
-        actions.measure(who)
-        return read_links(nodes.links)
-
     @api.get("/audit")
     def newest(who: Who, number: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[answers.AuditRow]:
         """Who did what, the newest first. For admins."""
         who.need("admin")
         names = answers.AuditRow.model_fields
         return [answers.AuditRow(**{name: getattr(row, name) for name in names}) for row in audit.newest(number)]
+
+
+def _add_links(api: APIRouter, nodes: Nodes, actions: Actions) -> None:
+    @api.get("/links")
+    def links() -> Links | None:
+        """What a probe of several nodes found last; null before the first."""
+        return read_links(nodes.links)
+
+    @api.post("/links")
+    def measure(who: Who) -> Links | None:
+        """Measure the links between all other machines that are connected; this takes a minute or more."""
+        actions.measure(who)
+        return read_links(nodes.links)
