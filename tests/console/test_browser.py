@@ -123,10 +123,15 @@ def test_links_that_a_probe_measured_are_a_map(page, console):
     assert refused.status_code == 409 and "a probe of 0 node measures no link" in refused.json()["detail"]
 
 
-def test_two_runs_are_overlaid_and_their_configurations_compared(page, console):
+def test_two_runs_get_a_tag_are_overlaid_and_their_configurations_compared(page, console):
     page.goto("/")
     for name in ("first-try", "lower-rate"):
         page.get_by_role("row", name=name).get_by_role("checkbox").click()
+    page.get_by_role("button", name="Tag", exact=True).click()
+    page.get_by_role("dialog").get_by_label("Tags").fill("pair")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_role("cell", name="pair").nth(1).wait_for()
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("cell", name="optimizer.lr").wait_for()
     page.get_by_role("cell", name="0.001").wait_for()
@@ -163,9 +168,12 @@ def test_a_mistake_is_named_as_one_types_and_a_run_is_reviewed_and_started(page,
     with page.expect_download(timeout=120_000) as download:
         page.get_by_role("link", name="model.safetensors").click(timeout=120_000)
     assert download.value.suggested_filename == "model.safetensors"
+    page.get_by_role("link", name="Audit").click()
+    page.get_by_placeholder("Filter").fill("TYPED")
+    page.get_by_role("row", name="local start typed on this machine done").wait_for()
 
 
-def test_a_layout_of_the_planner_is_taken_into_the_editor(page):
+def test_a_layout_of_the_planner_is_taken_into_the_editor_and_saved_as_a_design(page):
     page.goto("/new")
     page.get_by_text("none", exact=True).wait_for()
     page.get_by_role("button", name="Plan").click()
@@ -174,6 +182,19 @@ def test_a_layout_of_the_planner_is_taken_into_the_editor(page):
     page.get_by_role("button", name="Take").first.click()
     page.locator(".cm-content").get_by_text("[parallelism]").wait_for()
     page.get_by_text("none", exact=True).wait_for()
+    page.get_by_role("button", name="Designs").click()
+    page.get_by_label("Name of the design").fill("planned")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("Saved planned").wait_for()
+    page.goto("/new")
+    page.get_by_role("button", name="Designs").click()
+    page.get_by_role("button", name="Clone planned").click()
+    page.locator(".cm-content").get_by_text("[parallelism]").wait_for()
+    page.get_by_role("button", name="Designs").click()
+    assert page.get_by_label("Name of the design").input_value() == "planned-copy"
+    page.get_by_role("button", name="Delete planned").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_text("None is saved yet.").wait_for()
 
 
 def test_the_script_for_a_scheduler_is_shown_before_it_is_sent(page):
@@ -209,6 +230,11 @@ def test_a_login_is_refused_and_accepted_over_tls_shows_the_role_and_ends_when_t
         tab.get_by_text("first-try").wait_for()
         tab.get_by_text("This machine:").wait_for()
         assert tab.get_by_role("button", name="Train the debug model").count() == 0
+        assert tab.get_by_role("link", name="Audit").count() == 0
+        tab.goto("/audit")
+        tab.get_by_text("guest is viewer; an admin can read this.").wait_for()
+        tab.go_back()
+        tab.get_by_text("This machine:").wait_for()
         assert "console" not in tab.evaluate("document.cookie")
         People(open_database(tmp_path / "home")).revoke_token("guest")
         tab.get_by_text("Connection lost").wait_for()
@@ -222,7 +248,7 @@ def test_every_page_fits_a_phone_in_the_dark_and_can_be_reached_by_keyboard(brow
         viewport={"width": 390, "height": 800}, base_url=console.address, color_scheme="dark", has_touch=True
     )
     tab = context.new_page()
-    for path in ("/", "/nodes", "/new", "/compare"):
+    for path in ("/", "/nodes", "/new", "/compare", "/audit"):
         tab.goto(path)
         tab.locator("#content").wait_for()
         tab.wait_for_timeout(300)
@@ -235,5 +261,5 @@ def test_every_page_fits_a_phone_in_the_dark_and_can_be_reached_by_keyboard(brow
         reached.append(
             tab.evaluate("(document.activeElement.innerText || document.activeElement.ariaLabel || '').trim()")
         )
-    assert {"Skip to content", "Runs", "Nodes", "New run", "Compare"} <= set(reached)
+    assert {"Skip to content", "Runs", "Nodes", "New run", "Compare", "Audit"} <= set(reached)
     context.close()

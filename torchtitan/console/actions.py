@@ -10,19 +10,24 @@ from typing import Any
 from torchtitan.config.load import ConfigError, check_text
 from torchtitan.console import links
 from torchtitan.console.answers import (
+    MOST_TAGS,
     CheckText,
+    DesignRow,
     Done,
     ExportCheckpoint,
     GenerateText,
     Made,
     PlanText,
     Proposal,
+    Run,
+    SaveDesign,
     Started,
     StartRun,
     Submission,
     SubmitRun,
+    TagRun,
 )
-from torchtitan.console.database import Audit
+from torchtitan.console.database import Audit, Kept
 from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
 from torchtitan.console.nodes import HERE, Member, Nodes
@@ -45,8 +50,8 @@ DEBUG_MODEL = "debug_model"
 
 
 class Actions:
-    def __init__(self, home: Path, library: Library, nodes: Nodes, people: People, audit: Audit) -> None:
-        self._home, self._library, self._nodes = home / "console", library, nodes
+    def __init__(self, home: Path, library: Library, nodes: Nodes, people: People, audit: Audit, kept: Kept) -> None:
+        self._home, self._library, self._nodes, self._kept = home / "console", library, nodes, kept
         self._people, self._audit = people, audit
         self._checks = threading.Semaphore(_MOST_CHECKS)
 
@@ -105,7 +110,8 @@ class Actions:
         members = [self._nodes.find(name) for name in wish.nodes or [HERE]]
         if len(set(wish.nodes)) < len(wish.nodes):
             raise Refusal(f"nodes = {', '.join(wish.nodes)} names one twice; name each once")
-        with self._done_by(person, "operator", "start", f"{wish.name} on {', '.join(m.name for m in members)}"):
+        target = f"{wish.name} on {', '.join(member.name for member in members)}"
+        with self._done_by(person, "operator", "start", target):
             is_shared = needs_disk(check_text(wish.config, wish.name))
             job = Job(wish.name, wish.config, is_shared, plan=wish.plan)
             parts = self._start(job, members)
@@ -143,6 +149,7 @@ class Actions:
         entries = self._parts(id)
         with self._done_by(person, "admin", "delete", entries[0].page.name):
             freed = [entry.member.node.ask(messages.Delete, 300, run=entry.row.run).freed_bytes for entry in entries]
+            self._kept.forget([entry.page.id for entry in entries])
         self._library.refresh()
         return Done(freed_bytes=sum(freed))
 
@@ -178,6 +185,25 @@ class Actions:
                 raise Refusal(f"node = {name} has the recipe already; name a host of the file of nodes")
             with packed_checkout() as packed:
                 bring_up(name, packed, self._nodes.remote_home, self._nodes.ssh, lambda line: None)
+
+    def tag(self, person: Person, id: str, wish: TagRun) -> Run:
+        """Add and remove tags of a run, on each of its nodes."""
+        page = self._library.find(id).page
+        words = [*(f"+{tag}" for tag in wish.add), *(f"-{tag}" for tag in wish.remove)]
+        with self._done_by(person, "operator", "tag", " ".join([page.name, *words])):
+            if (number := len({*page.tags, *wish.add} - {*wish.remove})) > MOST_TAGS:
+                raise Refusal(f"{page.name} would have {number} tags; keep at most {MOST_TAGS}, and remove some")
+            self._kept.tag([entry.page.id for entry in self._library.parts_of(self._library.find(id))], wish)
+        self._library.refresh()
+        return self._library.find(id).page
+
+    def save_design(self, person: Person, wish: SaveDesign) -> DesignRow:
+        with self._done_by(person, "operator", "save design", wish.name):
+            return self._kept.save_design(person.name, wish)
+
+    def delete_design(self, person: Person, name: str, version: int) -> None:
+        with self._done_by(person, "operator", "delete design", name):
+            self._kept.delete_design(name, version)
 
     def _parts(self, id: str) -> list[Entry]:
         """The run on each of its nodes; refused where this console may only read it."""

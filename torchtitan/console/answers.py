@@ -18,6 +18,10 @@ from torchtitan.node.messages import (
 
 Role = Literal["viewer", "operator", "admin"]
 Toml = Annotated[str, Field(max_length=2**18)]
+Plain = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # as a database can keep it
+Tag = Annotated[str, Field(pattern=r"^\w[\w.:-]{0,39}$")]
+MOST_TAGS = 20  # of a run
+Version = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class Answer(BaseModel):
@@ -30,6 +34,7 @@ class Run(RunRow):
     id: str  # names the run in addresses; it stays the same as long as the folder does
     name: str
     node: str
+    tags: list[str] = []
 
 
 class RunPage(Answer):
@@ -122,6 +127,13 @@ class StartRun(Wish):
     plan: Annotated[str, Field(max_length=2**16)] = ""  # the `plan` of a proposal, kept beside the run
 
 
+class TagRun(Wish):
+    """Tags to add and to remove; one that is in both goes."""
+
+    add: Annotated[list[Tag], Field(max_length=MOST_TAGS)] = []
+    remove: Annotated[list[Tag], Field(max_length=MOST_TAGS)] = []
+
+
 class Started(Answer):
     id: str
     name: str
@@ -189,6 +201,37 @@ class Made(Answer):
 
     text: str = ""
     folder: str = ""
+
+
+class DesignRow(Answer):
+    """A saved design: a configuration, the nodes, and the file of clusters/ with which it was planned."""
+
+    name: RunName
+    nodes: list[str]
+    machines: str
+    version: int  # each save has a higher one
+    who: str
+    changed: float
+
+
+class Design(DesignRow):
+    config: str
+
+
+class Seen(Wish):
+    """`version` is the one that the person saw last: what others saved since is never overwritten."""
+
+    version: Version
+
+
+class SaveDesign(Wish):
+    """A configuration with or without mistakes. `version` 0 saves a new design; else see `Seen`."""
+
+    name: RunName
+    config: Annotated[Plain, Field(max_length=2**18)]
+    nodes: Annotated[list[Annotated[Plain, Field(max_length=256)]], Field(max_length=256)] = []
+    machines: Annotated[Plain, Field(max_length=80)] = ""
+    version: Version = 0
 
 
 class Checked(Answer):

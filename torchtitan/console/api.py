@@ -12,7 +12,7 @@ from starlette.routing import Match
 
 from torchtitan.console import answers
 from torchtitan.console.actions import Actions
-from torchtitan.console.database import Audit
+from torchtitan.console.database import Audit, Kept
 from torchtitan.console.door.limits import Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown
@@ -20,7 +20,7 @@ from torchtitan.console.links import Links, read_links
 from torchtitan.console.nodes import Nodes
 from torchtitan.console.verbs.submissions import sites
 from torchtitan.launch.ssh.client import Broken
-from torchtitan.node.messages import CHUNK_BYTES
+from torchtitan.node.messages import CHUNK_BYTES, RunName
 from torchtitan.refusal import Refusal
 from torchtitan.root import VERSION
 
@@ -43,6 +43,7 @@ def person_of(request: Request) -> Person:
 Who = Annotated[Person, Depends(person_of)]
 Id = Annotated[str, Path(max_length=100)]
 Position = Annotated[int, Query(ge=-(2**40), le=2**53, description="bytes; a negative one counts from the end")]
+Tags = Annotated[list[answers.Tag] | None, Query(max_length=answers.MOST_TAGS)]
 _CODES = (400, 401, 403, 404, 409, 413, 421, 429, 502)
 _MAY_REFUSE: dict[int | str, dict[str, object]] = {code: {"model": Refusing} for code in _CODES}
 
@@ -61,11 +62,12 @@ def build_app() -> FastAPI:
     return app
 
 
-def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit) -> APIRouter:
+def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit, kept: Kept) -> APIRouter:
     api = APIRouter(prefix="/api", responses=_MAY_REFUSE)
     _add_reading(api, library, nodes)
     _add_files(api, library)
     _add_checkpoints(api, actions)
+    _add_designs(api, actions, kept)
     _add_actions(api, actions, audit)
     _add_links(api, nodes, actions)
 
@@ -94,9 +96,9 @@ def _add_reading(api: APIRouter, library: Library, nodes: Nodes) -> None:
         return nodes.pages()
 
     @api.get("/runs")
-    def list_runs() -> list[answers.Run]:
-        """Every run, the newest first."""
-        return library.runs()
+    def list_runs(tag: Tags = None) -> list[answers.Run]:
+        """Every run, the newest first; with `tag`, once or several times, those that have all of these."""
+        return library.runs(tag or ())
 
     @api.get("/runs/{id}")
     def one_run(id: Id) -> answers.RunPage:
@@ -174,6 +176,31 @@ def _add_checkpoints(api: APIRouter, actions: Actions) -> None:
         return actions.export(who, id, wish)
 
 
+def _add_designs(api: APIRouter, actions: Actions, kept: Kept) -> None:
+    @api.get("/designs")
+    def list_designs() -> list[answers.DesignRow]:
+        """The saved designs, by name."""
+        return kept.designs()
+
+    @api.get("/designs/{name}")
+    def one_design(name: RunName) -> answers.Design:
+        """A design with its configuration."""
+        if (design := kept.design(name)) is None:
+            raise Unknown(f"design = {name} is not known; /api/designs lists those that are")
+        return design
+
+    @api.post("/designs")
+    def save_design(who: Who, wish: answers.SaveDesign) -> answers.DesignRow:
+        """Save a design; refused if somebody saved it after the version that the wish names."""
+        return actions.save_design(who, wish)
+
+    @api.post("/designs/{name}/delete")
+    def delete_design(who: Who, name: RunName, wish: answers.Seen) -> answers.Done:
+        """Delete a design; refused in the same way."""
+        actions.delete_design(who, name, wish.version)
+        return answers.Done()
+
+
 def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
     @api.post("/check")
     def check(who: Who, wish: answers.CheckText) -> answers.Checked:
@@ -200,6 +227,11 @@ def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
         """Submit a run to a scheduler; with `only_print`, show the script alone."""
         return actions.submit(who, wish)
 
+    @api.post("/runs/{id}/tags")
+    def tag(who: Who, id: Id, wish: answers.TagRun) -> answers.Run:
+        """Add and remove tags of a run."""
+        return actions.tag(who, id, wish)
+
     @api.post("/runs/{id}/stop")
     def stop(who: Who, id: Id, wish: answers.Stop | None = None) -> answers.Done:
         """End a run as Ctrl-C does, then harder; answers when no process of it is left."""
@@ -217,11 +249,17 @@ def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
         return answers.Done()
 
     @api.get("/audit")
-    def newest(who: Who, number: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[answers.AuditRow]:
-        """Who did what, the newest first. For admins."""
+    def newest(
+        who: Who,
+        number: Annotated[int, Query(ge=1, le=1000)] = 100,
+        search: Annotated[str, Query(max_length=200)] = "",
+    ) -> list[answers.AuditRow]:
+        """Who did what, the newest first; with `search`, the rows that hold this text. For admins."""
         who.need("admin")
         names = answers.AuditRow.model_fields
-        return [answers.AuditRow(**{name: getattr(row, name) for name in names}) for row in audit.newest(number)]
+        return [
+            answers.AuditRow(**{name: getattr(row, name) for name in names}) for row in audit.newest(number, search)
+        ]
 
 
 def _add_links(api: APIRouter, nodes: Nodes, actions: Actions) -> None:

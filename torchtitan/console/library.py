@@ -10,7 +10,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,9 @@ _MOST_CURVES = 32  # runs whose records are kept in memory
 _LOG = re.compile(r"(.*/)?([^/]*\.(log|out|err)|std(out|err)[^/]*)")
 _HANG, _STACK, _REPORT_BYTES = "hang/report.txt", re.compile(r"hang/rank_[0-9]+\.txt"), 2**15
 _CHECKPOINT = re.compile(r"((?:.*/)?(step-[0-9]+))/manifest\.json")
+
+
+Tags = Callable[[], Mapping[str, Sequence[str]]]  # the tags of each run that has some, by its id
 
 
 class Unknown(Refusal):
@@ -87,9 +90,9 @@ class Entry:
 
 
 class Library:
-    def __init__(self, home: Path, shown: Sequence[Path], nodes: Nodes) -> None:
+    def __init__(self, home: Path, shown: Sequence[Path], nodes: Nodes, tags: Tags = dict) -> None:
         self._folders = Folders(home / "runs", shown)
-        self._nodes, self.shown = nodes, shown
+        self._nodes, self.shown, self._tags = nodes, shown, tags
         self._entries: dict[str, Entry] = {}
         self._curves: dict[str, Curves] = {}
         self._lock = threading.Lock()
@@ -106,14 +109,14 @@ class Library:
                 self.refresh()
 
     def refresh(self) -> None:
-        here = self._nodes.members[HERE]
+        here, tags = self._nodes.members[HERE], self._tags()
         found: dict[str, Entry] = {}
         for row in self._folders.rows():
-            entry = Entry(_page(here, row), row, Local(self._folders, row.run), here)
+            entry = Entry(_page(here, row, tags), row, Local(self._folders, row.run), here)
             found.setdefault(entry.page.id, entry)
         for member in self._nodes.members.values():
             for row in member.runs:
-                entry = Entry(_page(member, row), row, Remote(member, row.run), member)
+                entry = Entry(_page(member, row, tags), row, Remote(member, row.run), member)
                 found.setdefault(entry.page.id, entry)
         if found != self._entries:
             self._entries, self.version = found, self.version + 1
@@ -121,8 +124,9 @@ class Library:
     def entries(self) -> list[Entry]:
         return list(self._entries.values())
 
-    def runs(self) -> list[Run]:
-        return [entry.page for entry in self.entries()]
+    def runs(self, tags: Sequence[str] = ()) -> list[Run]:
+        """Those that have all these tags."""
+        return [entry.page for entry in self.entries() if set(tags) <= set(entry.page.tags)]
 
     def find(self, id: str) -> Entry:
         if (entry := self._entries.get(id)) is None:
@@ -274,14 +278,20 @@ def _word(value: Any) -> str:
     return inert((value if isinstance(value, str) else repr(value)).encode("utf-8", errors="replace"))
 
 
-def _page(member: Member, row: RunRow) -> Run:
+def _page(member: Member, row: RunRow, tags: Mapping[str, Sequence[str]]) -> Run:
     path = Path(row.folder)
     name = row.run if row.is_own else path.name
     key = hashlib.sha256(f"{member.name}\0{row.folder}\0{row.rank}".encode()).hexdigest()[:12]
     shown = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60].strip(".-") or "run"
     words = {name: _word(getattr(row, name) or "") for name in ("folder", "description")}
     numbers = {name: _finite(getattr(row, name)) for name in ("loss", "tokens_per_second")}
-    return Run(id=f"{shown}-{key}", name=_word(name), node=member.name, **row.model_dump() | words | numbers)
+    own: dict[str, Any] = {
+        "id": (id := f"{shown}-{key}"),
+        "name": _word(name),
+        "node": member.name,
+        "tags": list(tags.get(id, ())),
+    }
+    return Run(**own, **row.model_dump() | words | numbers)
 
 
 def _finite(number: float | None) -> float | None:

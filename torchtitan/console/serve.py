@@ -15,7 +15,7 @@ from sqlalchemy.engine import Engine
 
 from torchtitan.console.actions import Actions
 from torchtitan.console.api import build_api, build_app
-from torchtitan.console.database import Audit
+from torchtitan.console.database import Audit, Kept
 from torchtitan.console.door.gate import Gate, Rules, loopback
 from torchtitan.console.door.limits import Limits
 from torchtitan.console.door.login import build_login
@@ -23,6 +23,7 @@ from torchtitan.console.door.people import People
 from torchtitan.console.failures import Failures
 from torchtitan.console.library import Library
 from torchtitan.console.nodes import Nodes
+from torchtitan.console.pages import audit as audit_page
 from torchtitan.console.pages import compare, new_run, one_run, runs
 from torchtitan.console.pages import nodes as nodes_page
 from torchtitan.console.pages.frame import ICON, Parts, owner_of
@@ -35,19 +36,19 @@ _MOST_MESSAGE_BYTES = 2**20
 
 def serve(args: argparse.Namespace, engine: Engine, needs_login: bool) -> None:
     home = Path(args.home).expanduser().resolve()
-    people, audit = People(engine), Audit(engine)
+    people, audit, kept = People(engine), Audit(engine), Kept(engine)
     listener = _listen(args.host, args.port)
     file = Path(args.nodes) if args.nodes else None
     shown = [Path(path) for path in (args.runs or ["outputs"]) + args.watch]
     nodes = Nodes(home, file, shlex.split(args.ssh), args.node_home, shown, Path(args.links))
-    library = Library(home, shown, nodes)
-    actions = Actions(home, library, nodes, people, audit)
+    library = Library(home, shown, nodes, kept.tags)
+    actions = Actions(home, library, nodes, people, audit, kept)
     rules = Rules(_names(args.host, args.name), is_tls=bool(args.certificate), needs_login=needs_login)
     limits = Limits()
     app = build_app()
-    app.include_router(build_api(library, nodes, actions, audit))
+    app.include_router(build_api(library, nodes, actions, audit, kept))
     app.include_router(build_login(rules, people, audit, limits))
-    _add_pages(app, Parts(library, nodes, actions))
+    _add_pages(app, Parts(library, nodes, actions, kept, audit))
     seconds: dict[str, Any] = {"timeout_keep_alive": 20, "timeout_graceful_shutdown": 2}
     sockets: dict[str, Any] = {"ws_max_size": _MOST_MESSAGE_BYTES, "ws_per_message_deflate": False}
     tls = {"ssl_certfile": args.certificate, "ssl_keyfile": args.key}
@@ -68,7 +69,7 @@ def serve(args: argparse.Namespace, engine: Engine, needs_login: bool) -> None:
 
 
 def _add_pages(app: FastAPI, parts: Parts) -> None:
-    for page in (runs, one_run, nodes_page, compare, new_run):
+    for page in (runs, one_run, nodes_page, compare, new_run, audit_page):
         page.add(parts)
     # Tailwind's script would write styles while the page runs; the gate reads pages, so they are not packed.
     looks: dict[str, Any] = {"title": "console", "favicon": ICON, "dark": None, "tailwind": False}

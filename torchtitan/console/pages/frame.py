@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 from nicegui import Client, run, ui
 
 from torchtitan.console.actions import Actions
+from torchtitan.console.database import Audit, Kept
 from torchtitan.console.door.people import Person
 from torchtitan.console.library import Library
 from torchtitan.console.nodes import Nodes
@@ -17,6 +18,8 @@ from torchtitan.refusal import Refusal
 ICON = Path(__file__).parent / "icon.svg"
 CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 _PAGES = {"Runs": "/", "Nodes": "/nodes", "New run": "/new", "Compare": "/compare"}
+_OF_ADMINS = {"Audit": "/audit"}
+OUTLINED = "outline dense padding='xs md'"
 _SMALL = "flat round dense size=sm color=grey"
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,6 +32,8 @@ class Parts:
     library: Library
     nodes: Nodes
     actions: Actions
+    kept: Kept
+    audit: Audit
 
 
 def person_of(client: Client) -> Person:
@@ -54,7 +59,7 @@ def framed(title: str) -> Iterator[Person]:
         ui.link("Skip to content", "#content").classes("skip")
         ui.label("torchtitan-recipe").classes("title wide")
         with ui.element("nav").classes("line").props('aria-label="Pages"'):
-            for name, path in _PAGES.items():
+            for name, path in (_PAGES | (_OF_ADMINS if person.may("admin") else {})).items():
                 link = ui.link(name, path)
                 if name == title:
                     link.classes("here").props('aria-current="page"')

@@ -9,7 +9,8 @@ from torchtitan.console.actions import DEBUG_MODEL, shipped
 from torchtitan.console.answers import CheckText, PlanText, Proposal, StartRun
 from torchtitan.console.door.people import Person
 from torchtitan.console.nodes import HERE
-from torchtitan.console.pages.frame import Parts, do, framed, heading
+from torchtitan.console.pages.designs import choose_design
+from torchtitan.console.pages.frame import OUTLINED, Parts, do, framed, heading
 from torchtitan.console.pages.submit import submit
 from torchtitan.console.proposals import data_sheets
 from torchtitan.console.verbs.submissions import sites
@@ -25,19 +26,20 @@ def add(parts: Parts) -> None:
         with framed("New run") as person:
             heading("New run")
             if person.may("operator"):
-                _Design(parts, person, source)
+                Form(parts, person, source)
             else:
                 ui.label(f"{person.name} is {person.role}; an operator can start runs.").classes("dim")
 
 
-class _Design:
-    """The form. `origin` is the text from which the configuration started."""
+class Form:
+    """`origin` is the text from which the configuration started, `design` the saved one that is open, if one is."""
 
     def __init__(self, parts: Parts, person: Person, source: str) -> None:
         self._parts, self._person = parts, person
         self._texts = shipped()
         name, self.origin = self._first(source)
-        self._checked = self._plan = ""
+        self._checked, self._plan, self.machines = "", "", "h100_1x8"
+        self.design, self.version = name, 0
         with ui.element("div").classes("line"):
             known = [*self._texts, *([name] if name not in self._texts else [])]
             start = ui.select(known, value=name, label="Start from").props("dense outlined").style("min-width: 220px")
@@ -46,9 +48,10 @@ class _Design:
             self.nodes = ui.select(nodes, value=[HERE], multiple=True, label="Nodes, rank 0 first")
             self.nodes.props("dense outlined use-chips").style("min-width: 220px")
             ui.element("div").classes("grow")
-            ui.button("Plan", on_click=self.plan).props("outline dense padding='xs md'")
             if found := sites():
-                ui.button("Submit", on_click=lambda: self.submit(found)).props("outline dense padding='xs md'")
+                ui.button("Submit", on_click=lambda: self.submit(found)).props(OUTLINED)
+            ui.button("Designs", on_click=lambda: choose_design(parts, person, self)).props(OUTLINED)
+            ui.button("Plan", on_click=self.plan).props(OUTLINED)
             self.review_button = ui.button("Review", on_click=self.review).props("unelevated dense padding='xs md'")
         with ui.element("div").classes("split"):
             self.editor = ui.codemirror(self.origin, language="TOML", theme="basicLight", line_wrapping=True)
@@ -69,8 +72,13 @@ class _Design:
 
     def take(self, name: str) -> None:
         if name in self._texts:
-            self.origin = self.editor.value = self._texts[name]
-            self.name.value, self._plan = new_name(name), ""
+            self.begin(self._texts[name], name)
+
+    def begin(self, text: str, name: str, version: int = 0) -> None:
+        """Start from a text; a version above 0 is that of the design with this name."""
+        self.origin = self.editor.value = text
+        self.design, self.version = name, version
+        self.name.value, self._plan = new_name(name), ""
 
     async def check(self) -> None:
         text = str(self.editor.value)
@@ -91,7 +99,8 @@ class _Design:
             with ui.element("div").classes("line"):
                 ui.label(f"Layouts on {', '.join(self.nodes.value)}").style("font-weight: 600")
                 sheet = (
-                    ui.select(data_sheets(), value="h100_1x8", label="Machines like")
+                    ui.select(data_sheets(), label="Machines like")
+                    .bind_value(self, "machines")
                     .props("dense outlined")
                     .style("min-width: 160px")
                 )
@@ -121,7 +130,7 @@ class _Design:
         with ui.element("div").classes("line"):
             ui.label(f"{number}. {proposal.layout}").classes("grow")
             ui.label(f"{proposal.seconds:.3f} s a step, {proposal.memory_gib:.1f} GiB").classes("dim")
-            ui.button("Take", on_click=take).props("outline dense padding='xs md'")
+            ui.button("Take", on_click=take).props(OUTLINED)
         if number == 1:
             ui.label(f"rests on {proposal.rests_on}").classes("small")
         if proposal.drawing:

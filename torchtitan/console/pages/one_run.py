@@ -10,9 +10,10 @@ from torchtitan.console.door.people import Person
 from torchtitan.console.library import Unknown, age, keys_of
 from torchtitan.console.pages.charts import Points, add_controls, chart, draw
 from torchtitan.console.pages.files import add_files, add_log
-from torchtitan.console.pages.frame import Parts, confirmed, do, framed, heading, look, size, table
+from torchtitan.console.pages.frame import OUTLINED, Parts, confirmed, do, framed, heading, look, size, table
 from torchtitan.console.pages.hang import add_hang
 from torchtitan.console.pages.meetings import add_meetings
+from torchtitan.console.pages.runs import edit_tags
 from torchtitan.console.predictions import in_words
 
 _SECONDS = 1
@@ -63,8 +64,9 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
         state = ui.label().classes("state")
         ui.element("div").classes("grow")
         if person.may("operator"):
+            ui.button("Tags", on_click=lambda: edit_tags(parts, person, [run.id])).props(OUTLINED)
             clone = ui.button("Clone", on_click=lambda: ui.navigate.to(f"/new?source={run.id}"))
-            clone.props("outline dense padding='xs md'")
+            clone.props(OUTLINED)
         stop = ui.button("Stop").props("outline dense color=negative padding='xs md'")
         delete = ui.button("Delete").props("outline dense color=negative padding='xs md'")
     facts = ui.element("div").classes("facts number")
@@ -121,6 +123,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("Ended", f"{age(run.ended)} ago" if run.ended else ""),
         ("Exit code", exit_code),
         ("Node", run.node + (f", {run.rank} of {run.nodes}" if run.nodes and run.nodes > 1 else "")),
+        ("Tags", ", ".join(run.tags)),
         ("Description", run.description),
     ]
     return [(name, value) for name, value in found if value]

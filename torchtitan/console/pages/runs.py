@@ -4,13 +4,16 @@ from typing import Any
 
 from nicegui import ui
 
-from torchtitan.console.answers import Run
+from torchtitan.console.answers import Run, TagRun
+from torchtitan.console.door.people import Person
 from torchtitan.console.library import age
-from torchtitan.console.pages.frame import LINK, STATE, Parts, do, framed, heading, size, table
+from torchtitan.console.pages.frame import LINK, OUTLINED, STATE, Parts, do, framed, heading, size, table
+from torchtitan.node.messages import ValidationError
+from torchtitan.refusal import Refusal
 
 _SECONDS = 1
 _COLUMNS = [("name", "Run"), ("state", "State"), ("progress", "Step"), ("loss", "Loss"), ("speed", "Tokens/s")]
-_COLUMNS += [("started", "Started"), ("node", "Node"), ("description", "Description")]
+_COLUMNS += [("started", "Started"), ("tags", "Tags"), ("node", "Node"), ("description", "Description")]
 _NUMBERS = ("progress", "loss", "speed")
 
 
@@ -23,8 +26,12 @@ def add(parts: Parts) -> None:
             with ui.element("div").classes("line"):
                 heading("Runs")
                 wanted = ui.input(placeholder="Filter").props('dense outlined clearable aria-label="Filter runs"')
+                tags = ui.select([], multiple=True, value=[], label="Tags").props("dense outlined clearable use-chips")
+                tags.style("min-width: 130px")
                 ui.element("div").classes("grow")
-                overlay = ui.button("Compare").props("outline dense padding='xs md'")
+                if person.may("operator"):
+                    label = ui.button("Tag").props(OUTLINED)
+                overlay = ui.button("Compare").props(OUTLINED)
                 overlay.on_click(
                     lambda: ui.navigate.to("/compare?runs=" + ",".join(row["id"] for row in shown.selected))
                 )
@@ -50,17 +57,61 @@ def add(parts: Parts) -> None:
             machine.text = _machine(parts)
             if seen[0] != parts.library.version:
                 seen[0] = parts.library.version
-                shown.rows = [row(run) for run in parts.library.runs()]
+                tags.set_options(known := known_tags(parts))
+                tags.visible = bool(known)
+                shown.rows = [row(run) for run in parts.library.runs(tags.value or [])]
+                now = {one["id"] for one in shown.rows}
+                shown.selected = [one for one in shown.selected if one["id"] in now]
 
+        async def choose_tags() -> None:
+            await edit_tags(parts, person, [one["id"] for one in shown.selected])
+
+        def again() -> None:
+            seen[0] = -1
+
+        tags.on_value_change(again)
         if person.may("operator"):
+            label.on_click(choose_tags).bind_enabled_from(shown, "selected", bool)
             train.on_click(start)
         show()
         ui.timer(_SECONDS, show)
 
 
+def known_tags(parts: Parts) -> list[str]:
+    return sorted({tag for run in parts.library.runs() for tag in run.tags})
+
+
+async def edit_tags(parts: Parts, person: Person, ids: list[str]) -> None:
+    """A dialog that adds and removes the tags which all these runs have."""
+    runs = [run for run in parts.library.runs() if run.id in ids]
+    had = set.intersection(*(set(run.tags) for run in runs)) if runs else set()
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 420px); max-width: 92vw"):
+        ui.label(f"Tags of {title}").style("font-weight: 600; overflow-wrap: anywhere")
+        chosen = ui.input_chips("Tags", value=sorted(had), new_value_mode="add-unique")
+        chosen.props("dense outlined hint='Type a word and press Enter'").classes("w-full")
+        ui.label("In use: " + (", ".join(known_tags(parts)) or "none yet")).classes("dim small")
+        with ui.row():
+            ui.button("Save", on_click=lambda: dialog.submit(True)).props("unelevated")
+            ui.button("Cancel", on_click=dialog.close).props("flat")
+    if await dialog:
+        for run in runs:
+            await do(_tag, parts, person, run.id, sorted({*chosen.value} - had), sorted(had - {*chosen.value}))
+    dialog.delete()
+
+
+def _tag(parts: Parts, person: Person, id: str, add: list[str], remove: list[str]) -> None:
+    try:
+        parts.actions.tag(person, id, TagRun(add=add, remove=remove))
+    except ValidationError:
+        words = ", ".join(add)[:80]
+        raise Refusal(f"tag = {words} does not serve; use up to 40 letters, digits, . _ : and -") from None
+
+
 def row(run: Run) -> dict[str, Any]:
     place = f" (node {run.rank} of {run.nodes})" if run.nodes and run.nodes > 1 else ""
     shown = {"name": run.name + place, "state": run.state, "node": run.node, "description": run.description}
+    shown["tags"] = ", ".join(run.tags)
     shown["progress"] = f"{run.step or 0:,}/{run.steps:,}" if run.steps else ""
     shown["loss"] = f"{run.loss:.4f}" if run.loss is not None else ""
     shown["speed"] = f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else ""
