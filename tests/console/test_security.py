@@ -188,6 +188,7 @@ def test_each_role_may_what_it_says_and_no_more(guarded):
         "stop": ("POST", f"/api/runs/{run}/stop", None),
         "generate": ("POST", f"/api/runs/{run}/generate", {"checkpoint": "step-99", "prompt": "a"}),
         "submit": ("POST", "/api/submissions", {"site": "slurm", "config": "[job", "name": "a"}),
+        "resume": ("POST", f"/api/runs/{run}/resume", None),
         "tag": ("POST", f"/api/runs/{run}/tags", {"add": ["x"]}),
         "save": ("POST", "/api/designs", {"name": "x", "config": ""}),
         "remove": ("POST", "/api/designs/x/delete", {"version": 5}),
@@ -199,9 +200,9 @@ def test_each_role_may_what_it_says_and_no_more(guarded):
         for what, (method, path, body) in asked.items():
             codes[role, what] = console.client.request(method, path, json=body, headers=bearer(shown)).status_code
     # 409 for stop: the run was not started by a node program
-    assert [codes["viewer", what] for what in asked] == [403, 403, 409, 403, 403, 403, 403, 403, 200, 403]
-    assert [codes["operator", what] for what in asked] == [200, 409, 409, 404, 409, 200, 200, 409, 200, 403]
-    assert [codes["admin", what] for what in asked] == [200, 409, 409, 404, 409, 200, 409, 409, 200, 200]
+    assert [codes["viewer", what] for what in asked] == [403, 403, 409, 403, 403, 403, 403, 403, 403, 200, 403]
+    assert [codes["operator", what] for what in asked] == [200, 409, 409, 404, 409, 409, 200, 200, 409, 200, 403]
+    assert [codes["admin", what] for what in asked] == [200, 409, 409, 404, 409, 409, 200, 409, 409, 200, 200]
     rows = console.client.get("/api/audit", headers=bearer(tokens["admin"])).json()
     refused = [row for row in rows if row["who"] == "the-viewer" and row["what"] == "start"]
     assert refused[0]["outcome"].startswith("refused: the-viewer is viewer, and this needs operator")

@@ -32,6 +32,7 @@ from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
 from torchtitan.console.nodes import HERE, Member, Nodes
 from torchtitan.console.proposals import propose
+from torchtitan.console.resume import plan_resume
 from torchtitan.console.text import inert
 from torchtitan.console.verbs.call import call
 from torchtitan.console.verbs.submissions import submit
@@ -105,24 +106,27 @@ class Actions:
         finally:
             self._checks.release()
 
-    def start(self, person: Person, wish: StartRun) -> Started:
-        """Start a run on its nodes, rank 0 on the first; if one refuses, none goes on."""
+    def start(self, person: Person, wish: StartRun, again: str = "") -> Started:
+        """Start a run on its nodes, rank 0 on the first; if one refuses, none goes on. `again` is resume's code."""
         members = [self._nodes.find(name) for name in wish.nodes or [HERE]]
         if len(set(wish.nodes)) < len(wish.nodes):
             raise Refusal(f"nodes = {', '.join(wish.nodes)} names one twice; name each once")
         target = f"{wish.name} on {', '.join(member.name for member in members)}"
-        with self._done_by(person, "operator", "start", target):
+        with self._done_by(person, "operator", "resume" if again else "start", target):
             is_shared = needs_disk(check_text(wish.config, wish.name))
-            job = Job(wish.name, wish.config, is_shared, plan=wish.plan)
-            parts = self._start(job, members)
+            job = Job(wish.name, wish.config, is_shared, plan=wish.plan, again=bool(again))
+            parts = self._start(job, members, again)
         self._library.refresh()
         return Started(id=self._library.id_of(members[0].name, parts[0].folder), name=wish.name)
 
-    def _start(self, job: Job, members: Sequence[Member]) -> list[Part]:
+    def _start(self, job: Job, members: Sequence[Member], code: str = "") -> list[Part]:
+        """Start it with code that is there, or with the checkout of this console."""
         parts = [Part(member.host, member.node, rank) for rank, member in enumerate(members)]
-        with packed_checkout() as packed:
-            at_once(lambda part: part.node.put(packed.file, packed.code), parts)
-        start(job, packed.code, parts, self._nodes.ssh)
+        if not code:
+            with packed_checkout() as packed:
+                at_once(lambda part: part.node.put(packed.file, packed.code), parts)
+            code = packed.code
+        start(job, code, parts, self._nodes.ssh)
         return parts
 
     def measure(self, person: Person) -> None:
@@ -135,6 +139,19 @@ class Actions:
     def start_debug_model(self, person: Person) -> Started:
         text = shipped()[DEBUG_MODEL]
         return self.start(person, StartRun(config=text, name=new_name(DEBUG_MODEL)))
+
+    def resume(self, person: Person, id: str) -> Started:
+        """Go on with a run that is over, on its nodes, in its folder and with its code, from its newest checkpoint."""
+        person.need("operator")
+        first = self._parts(id)[0].row  # a resume that was refused half way leaves parts which do not meet
+        parts = [one for one in self._library.entries() if one.row.is_own and one.row.run == first.run]
+        parts = [one for one in parts if one.row.nodes == first.nodes] if (first.nodes or 1) > 1 else self._parts(id)
+        parts.sort(key=lambda part: part.row.rank or 0)
+        wish, code = plan_resume(parts)
+        for part in parts:
+            if part.row.state == "lost":  # its keeper is gone; this ends what may be left
+                part.member.node.ask(messages.Stop, 60, run=wish.name, seconds=0)
+        return self.start(person, wish, code)
 
     def stop(self, person: Person, id: str, seconds: int = 60) -> Done:
         """Ask every node of the run to end; returns when none of its processes is left."""

@@ -232,6 +232,11 @@ def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
         """Add and remove tags of a run."""
         return actions.tag(who, id, wish)
 
+    @api.post("/runs/{id}/resume", status_code=201)
+    def resume(who: Who, id: Id) -> answers.Started:
+        """Go on with a run that was stopped or failed, on the same nodes, from its newest checkpoint."""
+        return actions.resume(who, id)
+
     @api.post("/runs/{id}/stop")
     def stop(who: Who, id: Id, wish: answers.Stop | None = None) -> answers.Done:
         """End a run as Ctrl-C does, then harder; answers when no process of it is left."""

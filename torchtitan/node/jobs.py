@@ -6,6 +6,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ _CHECK_SECONDS, _KEEPER_SECONDS, _SECONDS_MORE = 120, 60, 30
 class Jobs:
     def __init__(self, folders: Folders, archives: Archives, more_names: Sequence[str]) -> None:
         self._folders, self._archives, self._more = folders, archives, set(more_names)
+        self._lock = threading.Lock()
 
     def start(self, job: Start) -> Path:
         """Start a keeper with this node's ranks; the folder of this part of the run."""
@@ -45,20 +47,21 @@ class Jobs:
         if not place.is_dir():
             raise Refusal(f"code {place.name} is not here; send it by `put`, or ask `has` to fetch a commit")
         environment = self._environment(job)
-        part = self._folders.prepare(job)
-        environment |= {"CONFIG_FILE": str(part / "job.toml"), "PYTHONUNBUFFERED": "1"}
-        folder = part.parent.parent
-        command = [sys.executable, "-m", "torchtitan.tools.start", "--job.dump_folder", str(folder)]
-        command += ["--job.plan", PLAN] if job.plan else []  # it lies beside job.toml
-        if job.probes:
-            command = [sys.executable, "-m", "torchtitan", "probe", "--out", str(folder / CLUSTER)]
-            command += [] if job.probes == "auto" else ["--dtype", job.probes]
         mark = secrets.token_hex(16)
-        record: dict[str, Any] = {"mark": mark, "command": command, "code": str(place), "host": socket.gethostname()}
+        record: dict[str, Any] = {"mark": mark, "code": str(place), "host": socket.gethostname()}
         record |= {"rank": job.rank, "nodes": job.nodes, "started": time.time()}
         record["head"] = f"{job.head}:{job.port}" if job.nodes > 1 else None
         record["starter"] = processes.identity(os.getpid())
-        processes.write_whole(part / "job.json", record)
+        with self._lock:  # of two that go on with the same run, the second finds that it runs
+            part = self._folders.prepare(job)
+            folder = part.parent.parent
+            command = [sys.executable, "-m", "torchtitan.tools.start", "--job.dump_folder", str(folder)]
+            command += ["--job.plan", PLAN] if job.plan else []  # it lies beside job.toml
+            if job.probes:
+                command = [sys.executable, "-m", "torchtitan", "probe", "--out", str(folder / CLUSTER)]
+                command += [] if job.probes == "auto" else ["--dtype", job.probes]
+            processes.write_whole(part / "job.json", record | {"command": command})
+        environment |= {"CONFIG_FILE": str(part / "job.toml"), "PYTHONUNBUFFERED": "1"}
         try:
             _check(command, place, environment)
             keeper = [sys.executable, "-m", "torchtitan.node.keeper", str(part)]

@@ -67,6 +67,7 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
             ui.button("Tags", on_click=lambda: edit_tags(parts, person, [run.id])).props(OUTLINED)
             clone = ui.button("Clone", on_click=lambda: ui.navigate.to(f"/new?source={run.id}"))
             clone.props(OUTLINED)
+        resume = ui.button("Resume").props(OUTLINED)
         stop = ui.button("Stop").props("outline dense color=negative padding='xs md'")
         delete = ui.button("Delete").props("outline dense color=negative padding='xs md'")
     facts = ui.element("div").classes("facts number")
@@ -85,6 +86,9 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
         if shown[0] == now:
             return
         shown[0] = now
+        resume.visible = False
+        if now.is_own and person.may("operator") and now.state in ("stopped", "failed", "lost"):
+            ui.timer(0.1, offer, once=True)
         state.text = now.state
         state.classes(replace=f"state {now.state}")
         facts.clear()
@@ -93,6 +97,16 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
                 with ui.element("div"):
                     ui.label(name)
                     ui.label(value)
+
+    async def offer() -> None:
+        page = await look(parts.library.page, run.id)
+        resume.visible = bool(page and page.checkpoints)
+
+    async def go_on() -> None:
+        resume.disable()
+        ui.notify("Checking the configuration and starting")
+        await do(parts.actions.resume, person, run.id)
+        resume.enable()
 
     async def end() -> None:
         if await confirmed(f"Stop {run.name}? It saves first if it is set up to, and can be resumed.", "Stop"):
@@ -107,6 +121,7 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
                 ui.notify(f"{size(done.freed_bytes or 0)} are free again")
                 ui.navigate.to("/")
 
+    resume.on_click(go_on)
     stop.on_click(end)
     delete.on_click(remove)
     show()

@@ -54,6 +54,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     plan: str = ""  # of the planner, as JSON
     probes: str | None = None  # the dtype in which it measures links; then it trains nothing
+    again: bool = False  # the run is there, and goes on from its newest checkpoint
 
 
 def new_name(stem: str) -> str:
@@ -85,7 +86,7 @@ def start(job: Job, code: str, parts: Sequence[Part], ssh: Sequence[str]) -> Non
     """Start every part. Where they have to share a disk, the head's first, to see whether they do."""
     head, *others = parts
     place: dict[str, Any] = {"run": job.name, "nodes": len(parts), "config": job.config, "code": code}
-    place |= {"plan": job.plan, "probes": job.probes}
+    place |= {"plan": job.plan, "probes": job.probes, "again": job.again}
     if others:
         place |= {"head": address_of(head, ssh), "port": head.node.ask(messages.Port).port}
 
