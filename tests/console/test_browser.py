@@ -150,6 +150,8 @@ def test_a_mistake_is_named_as_one_types_and_a_run_is_reviewed_and_started(page,
     for _ in range(len("\n[trainin]\n")):
         page.keyboard.press("Backspace")
     page.get_by_text("none", exact=True).wait_for()
+    page.get_by_label("Look up a key").fill("warmup_st")
+    page.get_by_text("lr_scheduler.warmup_steps").wait_for()
     page.get_by_label("Name of the run").fill("typed")
     page.get_by_role("button", name="Review").click()
     page.get_by_role("button", name="Start").click()

@@ -11,6 +11,7 @@ from torchtitan.console.door.limits import Bucket, Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown, keys_of
 from torchtitan.console.nodes import HERE, Nodes
+from torchtitan.console.pages.keys import meanings
 from torchtitan.console.predictions import in_words, read_prediction
 from torchtitan.console.text import inert, whole_characters
 from torchtitan.refusal import Refusal
@@ -151,3 +152,9 @@ def test_a_cookie_over_tls_belongs_to_this_host_alone():
 def test_a_configuration_becomes_a_table_of_keys_and_text_that_is_none_becomes_nothing():
     assert keys_of("[a.b]\nc = 1\nd = '\\u001b[31mx'") == {"a.b.c": "1", "a.b.d": "\\u001b[31mx"}
     assert keys_of("[") == {} == keys_of("a = " + "[" * 100_000)
+
+
+def test_each_key_of_the_schema_is_explained_with_its_default():
+    known = meanings()
+    assert known["optimizer.lr"] == "Peak learning rate, reached at the end of the warmup. Default: 0.0008"
+    assert "quantize.linear.float8.recipe_name" in known and all(len(meaning) > 20 for meaning in known.values())

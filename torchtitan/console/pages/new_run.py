@@ -9,6 +9,7 @@ from torchtitan.console.actions import DEBUG_MODEL, shipped
 from torchtitan.console.answers import CheckText, PlanText, Proposal, StartRun
 from torchtitan.console.door.people import Person
 from torchtitan.console.nodes import HERE
+from torchtitan.console.pages import keys
 from torchtitan.console.pages.designs import choose_design
 from torchtitan.console.pages.frame import OUTLINED, Parts, do, framed, heading
 from torchtitan.console.pages.submit import submit
@@ -59,6 +60,8 @@ class Form:
             with ui.element("div"):
                 ui.label("Mistakes").style("font-weight: 600")
                 self.mistakes = ui.label("").classes("mono").style("white-space: pre-wrap; overflow-wrap: anywhere")
+                with ui.element("div").style("margin-top: 14px"):
+                    keys.add_lookup()
         start.on_value_change(lambda event: self.take(event.value))
         ui.timer(_SECONDS, self.check)
 
