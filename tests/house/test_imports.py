@@ -65,7 +65,8 @@ TOOLS = {  # each tool, and the other tools that it uses
 SWARM = (T + "swarm",)
 NODE = (T + "node",)
 CONSOLE = (T + "console",)
-OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch", "swarm", "node", "console"))
+REACH = (T + "reach",)
+OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch", "swarm", "node", "console", "reach"))
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
@@ -146,6 +147,8 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return (*BELOW, *START, T + "tools.runs", *NODE)
     if within(module, CONSOLE):
         return (*BELOW, *LAUNCH, *NODE, T + "tools.runs", *CONSOLE)
+    if within(module, REACH):
+        return (*BELOW, *LAUNCH, T + "swarm.certificates", T + "swarm.join", *REACH)
     for room in ROOMS:
         if within(module, (room,)):
             return (*BELOW, T + "observe.log", room)
@@ -174,7 +177,7 @@ def is_without_torch(module: str) -> bool:
     of_family = family is not None and module in tuple(
         f"{family}.{name}" for name in ("args", "hf", "spec", "operations")
     )
-    return of_family or within(module, (*BELOW, *LAUNCH, *NODE, *CONSOLE))
+    return of_family or within(module, (*BELOW, *LAUNCH, *NODE, *CONSOLE, *REACH))
 
 
 def broken_rules(module: str, source: str) -> list[str]:
@@ -184,7 +187,7 @@ def broken_rules(module: str, source: str) -> list[str]:
     without_torch = is_without_torch(module)
     alone = family_of(module) is not None and not without_torch
     outside = {"torch"} if alone else LIGHT if without_torch else ALWAYS_THERE
-    outside = outside | OF_SWARM if within(module, SWARM) else outside
+    outside = outside | OF_SWARM if within(module, (*SWARM, *REACH)) else outside
     outside = outside | OF_CONSOLE if within(module, CONSOLE) and module not in DOORS else outside
     broken = []
     for found in imports_of(source):
@@ -200,7 +203,7 @@ def broken_rules(module: str, source: str) -> list[str]:
         elif alone:
             rule = "a family imports torch and its own shapes, so that it can be used alone"
         elif without_torch and found.package == "torch":
-            may = not within(module, (*CONFIG, *LAUNCH, *NODE, *CONSOLE)) and not module.endswith(
+            may = not within(module, (*CONFIG, *LAUNCH, *NODE, *CONSOLE, *REACH)) and not module.endswith(
                 (".args", ".hf")
             )  # in functions
             may = may or module in (T + "launch.ranks", T + "launch.preflight.devices")  # programs of their own
@@ -276,6 +279,8 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("train", "from torchtitan.tools.dry_run.estimate import estimate"),
         ("torchtitan.node.program", "def f():\n    import torch"),
         ("torchtitan.node.keeper", "from torchtitan.node.jobs import Jobs"),
+        ("torchtitan.reach.node", "def f():\n    import torch"),
+        ("torchtitan.reach.node", "from torchtitan.swarm.syncer.server import Server"),
         ("torchtitan.console.library", "def f():\n    import torch"),
         ("torchtitan.console.verb", "import nicegui"),
         ("torchtitan.console.api", "from torchtitan.observe.log import logger"),
@@ -306,7 +311,7 @@ def test_an_allowed_import_is_left_alone(module, line):
     "module",
     ["torchtitan.config.load", "torchtitan.hardware", "torchtitan.launch.start", "torchtitan.launch.preflight.verb"]
     + ["torchtitan.models.families", "torchtitan.node.verb", "torchtitan.launch.ssh.terminal"]
-    + ["torchtitan.console.verb", "torchtitan.console.token"]
+    + ["torchtitan.console.verb", "torchtitan.console.token", "torchtitan.reach.join", "torchtitan.reach.serve"]
     + [f"{family}.spec" for family in FAMILIES],
 )
 def test_reading_a_config_loads_no_torch_and_takes_no_time(module):

@@ -36,6 +36,8 @@ VERBS = {
         "console token": "console.token",
         "launch": "launch.submit.verb",
         "preflight": "launch.preflight.verb",
+        "reach serve": "reach.serve",
+        "reach join": "reach.join",
     },
     "several sites": {
         "swarm try": "swarm.attempt",

@@ -1,0 +1,142 @@
+"""Five nodes behind real routers, and a serving machine, as network namespaces of this machine.
+
+zurich has no router; lima's keeps its ports; oslo's changes them for each destination; kyoto stands behind two in a row;
+quito's lets no UDP out. Their outside addresses are 198.51.100.21 to .25 and 2001:db8::21 for zurich.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import started
+from torchtitan.tools.netem.namespaces import entered, unshared
+
+ROOT = Path(__file__).parents[2]
+NAMES = "zurich", "lima", "oslo", "kyoto", "quito"
+SERVER, SECOND = "198.51.100.10", "198.51.100.11"
+OUTSIDE = {name: f"198.51.100.{21 + number}" for number, name in enumerate(NAMES)}
+
+SET_UP = """
+set -e
+mount -t tmpfs tmpfs /run
+mkdir -p /run/netns
+add() { ip netns add reach-$1; ip -n reach-$1 link set lo up; mkdir -p /run/of/$1; }
+plug() {  # namespace, its device, its address, the switch
+  ip link add $1.$2 type veth peer name $2 netns reach-$1
+  ip link set $1.$2 master $4 up
+  ip -n reach-$1 address add $3 dev $2
+  ip -n reach-$1 link set $2 up
+}
+router() {  # name, outside address, inside address, outside switch, words of masquerade
+  add $1; ip link add in-$1 type bridge; ip link set in-$1 up
+  plug $1 out $2 $4; plug $1 in $3 in-$1
+  ip netns exec reach-$1 sh -c 'echo 1 > /proc/sys/net/ipv4/ip_forward'
+  echo "table ip nat { chain post { type nat hook postrouting priority 100; oifname out masquerade $5; }; }
+    table ip door { chain way { type filter hook forward priority 0; policy drop;
+      iifname in $6 accept; ct state established,related accept; };
+      chain own { type filter hook input priority 0; policy drop; iifname in accept;
+      ct state established,related accept; }; }" > /run/$1.nft
+  ip netns exec reach-$1 nft -f /run/$1.nft
+}
+ip link add sky type bridge; ip link set sky up
+add meet; plug meet eth0 198.51.100.10/24 sky; ip -n reach-meet address add 198.51.100.11/24 dev eth0
+add zurich; plug zurich eth0 198.51.100.21/24 sky
+router home 198.51.100.22/24 192.168.1.1/24 sky ""
+router plant 198.51.100.23/24 192.168.1.1/24 sky "random,fully-random"
+router provider 198.51.100.24/24 100.64.0.1/24 sky ""
+router flat 100.64.0.2/24 192.168.1.1/24 in-provider ""
+ip -n reach-flat route add default via 100.64.0.1
+router school 198.51.100.25/24 192.168.1.1/24 sky "" "meta l4proto != udp"
+for pair in lima=home oslo=plant kyoto=flat quito=school; do
+  add ${pair%=*}; plug ${pair%=*} eth0 192.168.1.2/24 in-${pair#*=}
+  ip -n reach-${pair%=*} route add default via 192.168.1.1
+done
+echo ready
+exec sleep 1000
+"""
+AS_NODE = (
+    """mkdir -p /run/wireguard; mount --bind /run/of/"$0" /run/wireguard; hostname "$0"; cd "$1"; shift; exec "$@" """
+)
+
+
+class World:
+    def __init__(self) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("only root can make routers and WireGuard's interfaces")
+        if missing := [name for name in ("ip", "nft", "wg", "nsenter", "unshare") if not shutil.which(name)]:
+            pytest.skip(f"{', '.join(missing)} is not here; apt install iproute2 nftables wireguard-tools")
+        self.holder = subprocess.Popen(
+            [*unshared(), "sh", "-c", SET_UP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.started: list[subprocess.Popen[str]] = []
+        assert self.holder.stdout and self.holder.stderr
+        if self.holder.stdout.readline() != "ready\n":
+            self.holder.kill()
+            pytest.skip(f"this kernel makes no routers: {self.holder.stderr.read().strip()}")
+
+    def words(self, node: str, command: list[str]) -> list[str]:
+        there = [
+            "ip",
+            "netns",
+            "exec",
+            f"reach-{node}",
+            "unshare",
+            "--mount",
+            "--uts",
+            "sh",
+            "-c",
+            AS_NODE,
+            node,
+            str(ROOT),
+        ]
+        return [*entered(self.holder.pid), *there, *command]
+
+    def run(self, node: str, *command: str, check: bool = True) -> str:
+        done = subprocess.run(self.words(node, list(command)), capture_output=True, text=True, timeout=60)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def start(self, node: str, command: list[str], log: Path, **env: str) -> "subprocess.Popen[str]":
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                self.words(node, command),
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def serve(self, keys: Path, log: Path) -> "subprocess.Popen[str]":
+        words = [*PYTHON, "-m", "torchtitan", "reach", "serve", "--keys", str(keys), "--second_address", SECOND]
+        return self.start("meet", words, log)
+
+    def join(self, node: str, keys: Path, log: Path, *more: str) -> "subprocess.Popen[str]":
+        words = [*PYTHON, "-m", "torchtitan", "reach", "join", SERVER, "--keys", str(keys / node), *more]
+        return self.start(node, words, log)
+
+    def processes(self, node: str) -> list[int]:
+        listed = subprocess.run(
+            [*entered(self.holder.pid), "ip", "netns", "pids", f"reach-{node}"], capture_output=True, text=True
+        ).stdout
+        return [int(word) for word in re.findall(r"\d+", listed)]
+
+    def stop(self) -> None:
+        for node in ("meet", *NAMES):
+            for pid in self.processes(node):
+                subprocess.run(["kill", "-9", str(pid)], capture_output=True)
+        for process in [*self.started, self.holder]:
+            process.kill()
+            process.wait()
+
+
+PYTHON = [sys.executable]
+_ = started

@@ -1,0 +1,45 @@
+"""Join a network of nodes behind routers, as root: finds ways to the others, brings WireGuard up, and measures it.
+
+    sudo python -m torchtitan reach join meet.example.org --keys keys/zurich
+
+It runs for as long as the network shall be up. Ctrl-C, or `reach leave`, removes everything that it made.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.reach.serve import PORT
+from torchtitan.refusal import Refusal
+from torchtitan.swarm.join import require_packages
+
+HELP = "build a network to the other nodes, through routers, and keep it up"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("host", help="the machine of `reach serve`, as HOST or HOST:PORT")
+    parser.add_argument("--keys", required=True, help="this node's folder of swarm keys")
+    parser.add_argument("--interface", default="reach0", help="name of the network's interface (%(default)s)")
+    parser.add_argument("--listen", type=int, default=51820, help="WireGuard's UDP port here (%(default)s)")
+
+
+def run(args: argparse.Namespace, _: Sequence[str]) -> None:
+    require_packages()
+    if os.geteuid() != 0:
+        raise Refusal("reach join makes a network interface, which only root can; start it with sudo")
+    from torchtitan.reach import wireguard
+    from torchtitan.reach.node import Node
+
+    wireguard.require_programs()
+    host, _, port = args.host.rpartition(":") if args.host.count(":") == 1 else (args.host, "", "")
+
+    async def join() -> None:
+        node = Node(Path(args.keys), host, int(port or PORT), args.interface, args.listen)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, node.stop.set)
+        await node.run()
+
+    asyncio.run(join())

@@ -1,0 +1,256 @@
+"""A node of the network: it meets the others at the serving machine, opens ways to them, and keeps the network up."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from torchtitan.launch.addresses import address_toward, is_local, own_addresses
+from torchtitan.reach import find, messages, wireguard
+from torchtitan.reach.carry import Carrier, Streams
+from torchtitan.reach.messages import as_frame, read_message
+from torchtitan.reach.peer import Peer
+from torchtitan.reach.port import Port
+from torchtitan.reach.proof import check, sign
+from torchtitan.reach.routers import Endpoint, Router, choose_way, judge
+from torchtitan.reach.server import SILENT_SECONDS
+from torchtitan.refusal import Refusal
+from torchtitan.swarm.certificates import context
+
+_BEAT_SECONDS, _PAUSES = 2.0, (0.5, 1.0, 2.0, 4.0)
+_NO_UDP_SECONDS = 7.0
+_KEEPALIVE = 25  # as WireGuard's authors advise; less where the router forgets earlier
+
+
+class Node:
+    def __init__(self, keys: Path, host: str, port: int, interface: str, listen: int) -> None:
+        self.keys, self.host, self.port = keys, host, port
+        self.interface = wireguard.Interface(interface)
+        self.private, self.public = wireguard.new_keys()
+        self.listen, self.keepalive = listen, _KEEPALIVE
+        self.peers: dict[str, Peer] = {}
+        self.name, self.address, self.number, self.num_sites = "", "", 0, 0
+        self.router: Router | None = None
+        self.mapped: dict[str, Endpoint] = {}  # by address of the serving machine: how WireGuard's port looks there
+        self.udp_at = 0.0  # the last answer over UDP
+        self.servers: list[str] = []
+        self.relay_ports: dict[str, int] = {}
+        self.stop = asyncio.Event()
+        self._asker = find.Asker(b"", b"")
+        self._said: Any = None
+        self._own = ""
+        self._udp: Port | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._carrier = Carrier(self._connect, listen)
+
+    # --- the connection to the serving machine
+
+    async def run(self) -> None:
+        """Until `stop` is set; then everything that was made is gone."""
+        ticking = asyncio.create_task(self._tick())
+        stopped = asyncio.create_task(self.stop.wait())
+        meeting = asyncio.create_task(self._meet_again())
+        try:
+            done, _ = await asyncio.wait((ticking, stopped, meeting), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (ticking, stopped, meeting):
+                task.cancel()
+            await asyncio.gather(ticking, stopped, meeting, return_exceptions=True)
+            self._tell(do="leave")
+            if self._writer:
+                with contextlib.suppress(OSError, asyncio.TimeoutError):
+                    await asyncio.wait_for(self._writer.drain(), 1)
+                self._writer.close()
+            self._carrier.close()
+            if self._udp:
+                self._udp.close()
+            self.interface.remove()
+
+    async def _connect(self) -> Streams:
+        tls = context(self.keys, is_server=False)
+        return await asyncio.wait_for(asyncio.open_connection(self.host, self.port, ssl=tls), 10)
+
+    async def _meet_again(self) -> None:
+        tries = 0
+        while True:
+            try:
+                await self._meet()
+            except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError) as error:
+                if not self.name:
+                    raise Refusal(
+                        f"{self.host} port {self.port} does not serve this node ({str(error) or 'no answer'}); is `reach "
+                        "serve` running there, are these keys of its authority, and does its firewall let TCP in?"
+                    ) from None
+                if tries == 0:
+                    print(f"{self.host} does not answer ({str(error) or 'silence'}); direct ways stay up", flush=True)
+            tries = 0 if self._writer else tries
+            self._writer = None
+            await asyncio.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
+            tries += 1
+
+    async def _meet(self) -> None:
+        reader, writer = await self._connect()
+        beats: asyncio.Task[None] | None = None
+        try:
+            writer.write(as_frame({"do": "join"} | sign(self.keys, self.public)))
+            welcome = await asyncio.wait_for(read_message(reader), 10)
+            if welcome["do"] == "refuse":
+                raise Refusal(f"{self.host} refuses this node: {welcome['why']}")
+            self._writer = writer
+            await self._take_welcome(welcome)
+            beats = asyncio.create_task(self._beat())
+            while message := await asyncio.wait_for(read_message(reader), SILENT_SECONDS):
+                self._obey(message)
+        finally:
+            if beats:
+                beats.cancel()
+            writer.close()
+
+    async def _take_welcome(self, welcome: dict[str, Any]) -> None:
+        is_new = not self.name
+        self.name, self.address, self.number = welcome["name"], welcome["address"], int(welcome["number"])
+        self.num_sites, self._said = int(welcome["sites"]), None
+        self._asker = find.Asker(bytes.fromhex(welcome["session"]), bytes.fromhex(welcome["key"]))
+        found = await asyncio.get_running_loop().getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
+        self.servers = sorted({str(row[4][0]) for row in found}, key=lambda address: ":" in address)
+        own = address_toward(self.servers[0]) or ""
+        if is_new or own != self._own:
+            self._own = own
+            await self._look(welcome, is_new)
+
+    async def _look(self, welcome: dict[str, Any], is_new: bool) -> None:
+        server = self.servers[0], self.port
+        seen = await asyncio.to_thread(find.look, self._asker, server, welcome["second"])
+        self.router = judge(seen)
+        self.udp_at = time.monotonic() if seen.mapped else 0.0
+        print(f"{self.name}: {self.router.in_words} ({self.router.reason})", flush=True)
+        if is_new:
+            largest = await asyncio.to_thread(find.largest_packet, self._asker, server) if seen.mapped else 1500
+            mtu = largest - wireguard.OVERHEAD
+            self.interface.bring_up(self.private, self.listen, self.address, int(welcome["prefix"]), mtu)
+            self._udp = Port(self.listen, self._take)
+            print(f"{self.name}: {self.interface.name} has {self.address}, packets of {mtu} bytes", flush=True)
+
+    def _tell(self, **message: Any) -> None:
+        if self._writer and not self._writer.is_closing():
+            self._writer.write(as_frame(message))
+
+    async def _beat(self) -> None:
+        """Keeps the connection, learns how WireGuard's port looks from outside, and says so when that changes."""
+        while True:
+            self._tell(do="beat")
+            for server in self.servers:
+                self._ask(messages.ASK, (server, self.port))
+            await asyncio.sleep(0.5 if self._said is None else 0.05)
+            self._say_where()
+            await asyncio.sleep(_BEAT_SECONDS if self._said else 0.1)
+
+    def _ask(self, kind: int, to: Endpoint) -> None:
+        if self._udp:
+            self._udp.send(self._asker.question(kind)[0], to)
+
+    @property
+    def has_udp(self) -> bool:
+        return time.monotonic() < self.udp_at + _NO_UDP_SECONDS
+
+    def _say_where(self) -> None:
+        assert self.router
+        own = [a for a, of in own_addresses().items() if not is_local(a) and of != self.interface.name]
+        candidates = [*self.mapped.values(), *((address, self.listen) for address in own)]
+        said = {"candidates": list(dict.fromkeys(candidates)), "router": self.router.to_json()}
+        if said != self._said:
+            self._said = said
+            self._tell(do="here", **said)
+
+    # --- the others
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        match message["do"]:
+            case "peer":
+                self._take_peer(message)
+            case "left":
+                self._drop(str(message["peer"]), "left")
+            case "relay":
+                self.relay_ports[message["peer"]] = int(message["port"])
+            case "refuse":
+                raise Refusal(f"{self.host} refuses this node: {message['why']}")
+
+    def _take_peer(self, message: dict[str, Any]) -> None:
+        name = str(message["name"])
+        try:
+            public = check(self.keys, name, message["proof"])
+        except Refusal as refusal:
+            print(f"error: {refusal}", flush=True)
+            return
+        peer = self.peers.get(name)
+        if peer is None or peer.public != public:
+            if peer:
+                self._drop(name, "came back")
+            number = int(message["number"])
+            key, router = bytes.fromhex(message["key"]), Router(**message["router"])
+            peer = Peer(name, number, self.number, str(message["address"]), public, key, [], router)
+            self.peers[name] = peer
+            self.interface.set_peer(public, [peer.address], None, self.keepalive)
+        peer.take_news(message, public)
+
+    def _drop(self, name: str, why: str) -> None:
+        if peer := self.peers.pop(name, None):
+            print(f"{name} {why}", flush=True)
+            self.interface.remove_peer(peer.public)
+            self.relay_ports.pop(name, None)
+
+    def _take(self, data: bytes, origin: Endpoint) -> None:
+        """A sealed datagram that came to WireGuard's port."""
+        assert self._udp
+        if reply := self._asker.reply(data):
+            self.udp_at = time.monotonic()
+            if reply.body and origin[1] == self.port:
+                self.mapped[origin[0]] = find.to_endpoint(reply)
+            return
+        for peer in self.peers.values():
+            if found := peer.unseal(data):
+                peer.take(found, origin, self._udp.send)
+                return
+
+    async def _tick(self) -> None:
+        bound_at = 0.0
+        while True:
+            await asyncio.sleep(0.1)
+            if not self._udp:
+                continue
+            is_time, now = time.monotonic() > bound_at + 2, time.monotonic()
+            for peer in list(self.peers.values()):
+                peer.tick(self._udp.send)
+                await self._choose(peer)
+                if peer.way == "relayed" and is_time and peer.name in self.relay_ports:
+                    self._ask(messages.BIND, (self.servers[0], self.relay_ports[peer.name]))
+            bound_at = now if is_time else bound_at
+
+    async def _choose(self, peer: Peer) -> None:
+        assert self.router
+        if peer.is_trying and not peer.way:
+            return
+        way, reason = choose_way(self.router, peer.router, peer.endpoint is not None, self.has_udp)
+        if way == "relayed" and peer.name not in self.relay_ports:
+            self._tell(do="relay", peer=peer.name)
+            self.relay_ports.setdefault(peer.name, 0)
+        if way == "direct":
+            assert peer.endpoint
+            endpoint = messages.to_endpoint(*peer.endpoint)
+        elif way == "relayed":
+            if not (port := self.relay_ports[peer.name]):
+                return
+            endpoint = messages.to_endpoint(self.servers[0], port)
+        else:
+            endpoint = await self._carrier.endpoint(peer.number)
+        if (way, endpoint) != (peer.way, peer.used):
+            if way == "relayed":
+                self._ask(messages.BIND, (self.servers[0], self.relay_ports[peer.name]))
+            if self.peers.get(peer.name) is peer:
+                self.interface.set_peer(peer.public, [peer.address], endpoint, self.keepalive)
+            peer.way, peer.used, peer.reason = way, endpoint, reason
+            print(f"{self.name} - {peer.name}: {way} ({endpoint}), for {reason}", flush=True)

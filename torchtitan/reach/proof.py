@@ -1,0 +1,50 @@
+"""A node signs its WireGuard key with its swarm certificate, so no serving machine can put its own in the place."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from torchtitan.refusal import Refusal
+from torchtitan.swarm.certificates import AUTHORITY, CERTIFICATE, KEY
+
+_KIND = ec.ECDSA(hashes.SHA256())
+
+
+def sign(keys: Path, public: str) -> dict[str, str]:
+    key: Any = serialization.load_pem_private_key((keys / KEY).read_bytes(), None)
+    return {
+        "public": public,
+        "signature": key.sign(_text(public), _KIND).hex(),
+        "certificate": (keys / CERTIFICATE).read_text(),
+    }
+
+
+def check(keys: Path, name: str, said: dict[str, Any]) -> str:
+    """The WireGuard key of this node; its certificate must be the authority's, and its signature its own."""
+    authority = x509.load_pem_x509_certificate((keys / AUTHORITY).read_bytes())
+    try:
+        own = x509.load_pem_x509_certificate(str(said["certificate"]).encode())
+        own.verify_directly_issued_by(authority)
+        (named,) = own.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        key, now = own.public_key(), datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
+        if named.value != name or not isinstance(key, ec.EllipticCurvePublicKey):
+            raise ValueError("the certificate is another's")
+        if not own.not_valid_before_utc.replace(tzinfo=None) <= now <= own.not_valid_after_utc.replace(tzinfo=None):
+            raise ValueError("the certificate is out of date")
+        key.verify(bytes.fromhex(said["signature"]), _text(said["public"]), _KIND)
+    except (KeyError, TypeError, ValueError, InvalidSignature) as error:
+        raise Refusal(
+            f"{name} shows a key that is not signed by its certificate ({error or type(error).__name__}); "
+            "do not trust this serving machine"
+        ) from None
+    return str(said["public"])
+
+
+def _text(public: str) -> bytes:
+    return b"torchtitan reach\0" + public.encode()

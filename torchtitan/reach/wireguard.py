@@ -1,0 +1,62 @@
+"""The network's interface on this node: WireGuard of the kernel, or wireguard-go where the kernel has none.
+
+The private key is made here, given to `wg` over standard input, and never written anywhere.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from torchtitan.refusal import Refusal
+
+OVERHEAD = 80  # bytes that WireGuard adds over IPv6; over IPv4 60
+
+
+def require_programs() -> None:
+    if missing := [name for name in ("ip", "wg") if shutil.which(name) is None]:
+        raise Refusal(f"{', '.join(missing)} is not on this machine; apt install iproute2 wireguard-tools")
+
+
+def new_keys() -> tuple[str, str]:
+    private = _run(["wg", "genkey"]).strip()
+    return private, _run(["wg", "pubkey"], private).strip()
+
+
+class Interface:
+    def __init__(self, name: str) -> None:
+        self.name, self.is_up = name, False
+
+    def bring_up(self, private: str, port: int, address: str, prefix: int, mtu: int) -> None:
+        self.is_up = True
+        made = subprocess.run(["ip", "link", "add", self.name, "type", "wireguard"], capture_output=True, text=True)
+        if made.returncode:
+            if shutil.which("wireguard-go") is None:
+                raise Refusal(
+                    f"this kernel has no WireGuard ({made.stderr.strip()}); apt install wireguard-go, or load the module"
+                )
+            _run(["wireguard-go", self.name])
+        _run(["wg", "set", self.name, "listen-port", str(port), "private-key", "/dev/stdin"], private)
+        _run(["ip", "address", "add", f"{address}/{prefix}", "dev", self.name])
+        _run(["ip", "link", "set", self.name, "mtu", str(mtu), "up"])
+
+    def set_peer(self, public: str, addresses: Sequence[str], endpoint: str | None, keepalive: int) -> None:
+        words = ["peer", public, "persistent-keepalive", str(keepalive)]
+        words += ["allowed-ips", ",".join(f"{address}/32" for address in addresses)]
+        _run(["wg", "set", self.name, *words, *(["endpoint", endpoint] if endpoint else [])])
+
+    def remove_peer(self, public: str) -> None:
+        _run(["wg", "set", self.name, "peer", public, "remove"])
+
+    def remove(self) -> None:
+        """wireguard-go ends with its interface."""
+        subprocess.run(["ip", "link", "delete", self.name], capture_output=True)
+        self.is_up = False
+
+
+def _run(words: Sequence[str], text: str | None = None) -> str:
+    done = subprocess.run(words, input=text or "", capture_output=True, text=True)
+    if done.returncode:
+        raise Refusal(
+            f"{' '.join(words)}: {done.stderr.strip()}; be root, and see that no other interface is in the way"
+        )
+    return done.stdout
