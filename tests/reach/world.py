@@ -1,7 +1,7 @@
 """Five nodes behind real routers, and a serving machine, as network namespaces of this machine.
 
-zurich has no router; lima's keeps its ports; oslo's changes them for each destination; kyoto stands behind two in a row;
-quito's lets no UDP out. Their outside addresses are 198.51.100.21 to .25 and 2001:db8::21 for zurich.
+zurich has no router; lima's keeps its ports; oslo's changes them for each destination; kyoto stands behind two;
+quito's lets no UDP out. Their outside addresses are 198.51.100.21 to .25.
 """
 
 import os
@@ -120,7 +120,19 @@ class World:
         return self.start("meet", words, log)
 
     def join(self, node: str, keys: Path, log: Path, *more: str) -> "subprocess.Popen[str]":
-        words = [*PYTHON, "-m", "torchtitan", "reach", "join", SERVER, "--keys", str(keys / node), *more]
+        words = [
+            *PYTHON,
+            "-m",
+            "torchtitan",
+            "reach",
+            "join",
+            SERVER,
+            "--keys",
+            str(keys / node),
+            "--out",
+            str(log.with_suffix("")),
+        ]
+        words += more
         return self.start(node, words, log)
 
     def processes(self, node: str) -> list[int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from torchtitan.refusal import Refusal
 
 _SIOCGIFADDR = 0x8915
+_ARPHRD_NONE = "65534"
 
 
 def own_addresses() -> dict[str, str]:
@@ -108,12 +109,22 @@ def nccl_interfaces(env: Mapping[str, str], addresses: Mapping[str, str]) -> Non
 
 
 def way_to_head(head: str) -> tuple[str, str] | None:
-    """This node's address and interface toward the head if its host name means loopback, as on Debian; else None.
+    """This node's address and interface toward the head if its host name means another way; else None.
 
-    Without them the other nodes would get 127.0.1.1 as its address, and gloo would wait past its own timeout.
+    On Debian the name means 127.0.1.1, and gloo would wait past its own timeout. If a tunnel such as WireGuard's leads
+    to the head, the name means the network outside the tunnel, where the other nodes cannot be reached.
     """
     addresses = own_addresses()
-    if not is_local(gloo_address({}, addresses)):
-        return None
     toward = address_toward(split_endpoint(head)[0])
-    return None if toward is None or toward not in addresses or is_local(toward) else (toward, addresses[toward])
+    if toward is None or toward not in addresses or is_local(toward):
+        return None
+    named = gloo_address({}, addresses)
+    means_another = is_local(named) or (named != toward and is_tunnel(addresses[toward]))
+    return (toward, addresses[toward]) if means_another else None
+
+
+def is_tunnel(interface: str) -> bool:
+    """Whether an interface has no hardware beneath, as those of WireGuard and other tunnels."""
+    with contextlib.suppress(OSError):
+        return Path(f"/sys/class/net/{interface}/type").read_text().strip() == _ARPHRD_NONE
+    return False

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config
-from torchtitan.launch.addresses import way_to_head
+from torchtitan.launch.addresses import is_tunnel, way_to_head
 from torchtitan.launch.node import KEEP_FREED_MEMORY, Node, loopback_settings, num_cores
 from torchtitan.launch.variables import read_node
 from torchtitan.models.families import load_run_or_exit, other_program
@@ -104,7 +104,9 @@ def _settings_to_meet(env: Mapping[str, str], node: Node) -> tuple[dict[str, str
     if node.num_nodes > 1:
         if (way := way_to_head(node.head)) is not None:
             own_address, interface = way
-            settings |= {} if env.get("GLOO_SOCKET_IFNAME") else {"GLOO_SOCKET_IFNAME": interface}
+            libraries = ("GLOO", "NCCL") if is_tunnel(interface) else ("GLOO",)  # NCCL finds other interfaces itself
+            names = [f"{library}_SOCKET_IFNAME" for library in libraries]
+            settings |= {name: interface for name in names if not env.get(name)}
         # By default torchrun prefixes lines with a number that begins at 0 on each node.
         settings["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     elif not env.get("GLOO_SOCKET_IFNAME"):

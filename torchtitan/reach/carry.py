@@ -37,7 +37,7 @@ class Carrier:
 
     async def _run(self) -> None:
         while True:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+            with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
                 reader, self._writer = await self._connect()
                 try:
                     self._writer.write(as_frame({"do": "carry"}))

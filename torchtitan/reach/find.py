@@ -1,4 +1,4 @@
-"""What a node finds out by asking the serving machine over UDP: how it looks from there, and what its router lets in."""
+"""What a node asks the serving machine over UDP: how it looks from there, and what its router lets in."""
 
 import contextlib
 import socket

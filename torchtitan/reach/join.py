@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("host", help="the machine of `reach serve`, as HOST or HOST:PORT")
     parser.add_argument("--keys", required=True, help="this node's folder of swarm keys")
     parser.add_argument("--interface", default="reach0", help="name of the network's interface (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("reach"), help="for cluster.toml and nodes.toml (%(default)s)")
     parser.add_argument("--listen", type=int, default=51820, help="WireGuard's UDP port here (%(default)s)")
 
 
@@ -31,13 +32,17 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     if os.geteuid() != 0:
         raise Refusal("reach join makes a network interface, which only root can; start it with sudo")
     from torchtitan.reach import wireguard
+    from torchtitan.reach.leave import keeper, leave
     from torchtitan.reach.node import Node
 
     wireguard.require_programs()
+    if (pid := keeper(args.interface)) is not None:
+        raise Refusal(f"process {pid} keeps {args.interface} up; `reach leave` ends it, or give another --interface")
+    leave(args.interface)  # what a killed one has left
     host, _, port = args.host.rpartition(":") if args.host.count(":") == 1 else (args.host, "", "")
 
     async def join() -> None:
-        node = Node(Path(args.keys), host, int(port or PORT), args.interface, args.listen)
+        node = Node(Path(args.keys), host, int(port or PORT), args.interface, args.listen, args.out)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, node.stop.set)
         await node.run()

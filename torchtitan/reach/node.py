@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.launch.addresses import address_toward, is_local, own_addresses
-from torchtitan.reach import find, messages, wireguard
+from torchtitan.reach import find, messages, routers, wireguard
 from torchtitan.reach.carry import Carrier, Streams
+from torchtitan.reach.inside import Inside
+from torchtitan.reach.leave import state_file, write_state
 from torchtitan.reach.messages import as_frame, read_message
 from torchtitan.reach.peer import Peer
 from torchtitan.reach.port import Port
@@ -21,15 +23,14 @@ from torchtitan.swarm.certificates import context
 
 _BEAT_SECONDS, _PAUSES = 2.0, (0.5, 1.0, 2.0, 4.0)
 _NO_UDP_SECONDS = 7.0
-_KEEPALIVE = 25  # as WireGuard's authors advise; less where the router forgets earlier
 
 
 class Node:
-    def __init__(self, keys: Path, host: str, port: int, interface: str, listen: int) -> None:
+    def __init__(self, keys: Path, host: str, port: int, interface: str, listen: int, out: Path) -> None:
         self.keys, self.host, self.port = keys, host, port
         self.interface = wireguard.Interface(interface)
         self.private, self.public = wireguard.new_keys()
-        self.listen, self.keepalive = listen, _KEEPALIVE
+        self.listen, self.keepalive, self.out = listen, routers.keepalive(0, None), out
         self.peers: dict[str, Peer] = {}
         self.name, self.address, self.number, self.num_sites = "", "", 0, 0
         self.router: Router | None = None
@@ -42,6 +43,8 @@ class Node:
         self._said: Any = None
         self._own = ""
         self._udp: Port | None = None
+        self._inside: Inside | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._carrier = Carrier(self._connect, listen)
 
@@ -57,18 +60,22 @@ class Node:
             for task in done:
                 task.result()
         finally:
-            for task in (ticking, stopped, meeting):
-                task.cancel()
-            await asyncio.gather(ticking, stopped, meeting, return_exceptions=True)
+            tasks = ticking, stopped, meeting, *self._background
+            self.stop.set()
             self._tell(do="leave")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self._writer:
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
                     await asyncio.wait_for(self._writer.drain(), 1)
                 self._writer.close()
-            self._carrier.close()
-            if self._udp:
-                self._udp.close()
-            self.interface.remove()
+            for each in (self._carrier, self._udp, self._inside):
+                if each:
+                    each.close()
+            if self.interface.is_up:
+                self.interface.remove()
+                state_file(self.interface.name).unlink(missing_ok=True)
 
     async def _connect(self) -> Streams:
         tls = context(self.keys, is_server=False)
@@ -79,11 +86,11 @@ class Node:
         while True:
             try:
                 await self._meet()
-            except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError) as error:
+            except (OSError, EOFError, asyncio.TimeoutError) as error:
                 if not self.name:
                     raise Refusal(
-                        f"{self.host} port {self.port} does not serve this node ({str(error) or 'no answer'}); is `reach "
-                        "serve` running there, are these keys of its authority, and does its firewall let TCP in?"
+                        f"{self.host} port {self.port} serves no node ({str(error) or 'no answer'}); is "
+                        "`reach serve` running there, are these keys of its authority, does its firewall let TCP in?"
                     ) from None
                 if tries == 0:
                     print(f"{self.host} does not answer ({str(error) or 'silence'}); direct ways stay up", flush=True)
@@ -113,7 +120,8 @@ class Node:
     async def _take_welcome(self, welcome: dict[str, Any]) -> None:
         is_new = not self.name
         self.name, self.address, self.number = welcome["name"], welcome["address"], int(welcome["number"])
-        self.num_sites, self._said = int(welcome["sites"]), None
+        self.num_sites, self._said, self.mapped = int(welcome["sites"]), None, {}
+        self.relay_ports.clear()
         self._asker = find.Asker(bytes.fromhex(welcome["session"]), bytes.fromhex(welcome["key"]))
         found = await asyncio.get_running_loop().getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
         self.servers = sorted({str(row[4][0]) for row in found}, key=lambda address: ":" in address)
@@ -133,7 +141,28 @@ class Node:
             mtu = largest - wireguard.OVERHEAD
             self.interface.bring_up(self.private, self.listen, self.address, int(welcome["prefix"]), mtu)
             self._udp = Port(self.listen, self._take)
+            self._inside = Inside(self.name, self.address, self.peers, self.out)
+            await self._inside.start()
+            self._note()
             print(f"{self.name}: {self.interface.name} has {self.address}, packets of {mtu} bytes", flush=True)
+
+        if is_new and seen.mapped:
+            self._background.append(asyncio.create_task(self._learn_patience(server)))
+
+    async def _learn_patience(self, server: Endpoint) -> None:
+        least, below = await asyncio.to_thread(find.held, self._asker, server, self.stop.is_set)
+        to = f"less than {below} s" if below else "more, as far as was tried"
+        self.keepalive = routers.keepalive(least, below)
+        print(f"{self.name}: a way without traffic stays open for {least} s at least, and {to}", flush=True)
+        for peer in self.peers.values():
+            self.interface.set_peer(peer.public, [peer.address], peer.used or None, self.keepalive)
+
+    def _note(self) -> None:
+        pairs = {
+            peer.name: {"way": peer.way, "for": peer.reason, "address": peer.address} for peer in self.peers.values()
+        }
+        router = self.router.to_json() if self.router else {}
+        write_state(self.interface.name, {"name": self.name, "address": self.address, "router": router, "pairs": pairs})
 
     def _tell(self, **message: Any) -> None:
         if self._writer and not self._writer.is_closing():
@@ -199,7 +228,8 @@ class Node:
 
     def _drop(self, name: str, why: str) -> None:
         if peer := self.peers.pop(name, None):
-            print(f"{name} {why}", flush=True)
+            if self._inside:
+                self._inside.end_connections(peer, why)
             self.interface.remove_peer(peer.public)
             self.relay_ports.pop(name, None)
 
@@ -220,8 +250,9 @@ class Node:
         bound_at = 0.0
         while True:
             await asyncio.sleep(0.1)
-            if not self._udp:
+            if not self._udp or not self._inside:
                 continue
+            self._inside.tick()
             is_time, now = time.monotonic() > bound_at + 2, time.monotonic()
             for peer in list(self.peers.values()):
                 peer.tick(self._udp.send)
@@ -254,3 +285,4 @@ class Node:
                 self.interface.set_peer(peer.public, [peer.address], endpoint, self.keepalive)
             peer.way, peer.used, peer.reason = way, endpoint, reason
             print(f"{self.name} - {peer.name}: {way} ({endpoint}), for {reason}", flush=True)
+            self._note()

@@ -12,7 +12,7 @@ from torchtitan.reach.routers import Endpoint, Router
 _BURST_SECONDS, _FAST, _SLOW, _RARE = 3.0, 0.2, 2.0, 10.0
 _LOST_SECONDS = 6.5  # without an answer on a direct way: three questions in a row
 _HOPELESS_SECONDS = 120.0  # after news, then a way that did not open is tried rarely
-SILENT_SECONDS = 30.0  # through the tunnel, whatever the way
+_MOST_CANDIDATES = 12
 
 Send = Callable[[bytes, Endpoint], None]
 
@@ -39,6 +39,7 @@ class Peer:
     heard_at: float = 0.0  # through the tunnel
     delay: float = 0.0
     is_silent: bool = False
+    made_at: float = field(default_factory=time.monotonic)
 
     def session_of(self, sender: int) -> bytes:
         """Each direction has its own, so that no datagram can be sent back as an answer to itself."""
@@ -48,12 +49,16 @@ class Peer:
         return messages.unseal(data, lambda session: self.key if session == self.session_of(self.number) else None)
 
     @property
+    def leads_over(self) -> bool:
+        return self.own < self.number
+
+    @property
     def is_trying(self) -> bool:
         return self.endpoint is None and time.monotonic() < self.news_at + _BURST_SECONDS
 
     def take_news(self, message: Mapping[str, Any], public: str) -> None:
         """Where the other is now."""
-        candidates = [(str(address), int(port)) for address, port in message["candidates"]]
+        candidates = [(str(address), int(port)) for address, port in message["candidates"][:_MOST_CANDIDATES]]
         key = bytes.fromhex(message["key"])
         if candidates != self.candidates or key != self.key or public != self.public:
             self.news_at, self.asked_at = time.monotonic(), 0.0
@@ -90,7 +95,7 @@ class Peer:
                 origin,
             )
             if self.endpoint is None and origin not in self.candidates:  # a router that changes ports
-                self.candidates = [*self.candidates[-12:], origin]
+                self.candidates = [*self.candidates[-_MOST_CANDIDATES:], origin]
                 self.asked_at = 0.0
         elif found.kind == messages.ACK and self.waiting.pop(found.counter, None) is not None:
             self.answered_at = time.monotonic()

@@ -64,10 +64,7 @@ def _filter(raw: socket.socket, number: int) -> None:
     rows = [*begin, (_HALF, 0, 0, 2), (_EQUAL, 0, 3, number), (_WORD, 0, 0, 8), (_EQUAL, 0, 1, magic)]
     rows += [(_RETURN, 0, 0, 0xFFFF), (_RETURN, 0, 0, 0)]
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
-    about = struct.pack(
-        "HxxxxxxP" if ctypes.sizeof(ctypes.c_void_p) == 8 else "HxxP", len(rows), ctypes.addressof(program)
-    )
-    raw.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, about)
+    raw.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(rows), ctypes.addressof(program)))
 
 
 def _checksum(own: str, to: str, text: bytes) -> int:

@@ -85,6 +85,12 @@ def can_open(one: Router, other: Router) -> tuple[bool, str]:
     return True, f"one router takes a new port for each destination, but the other lets in {fixed.filtering}"
 
 
+def keepalive(least: int, below: int | None) -> int:
+    """Seconds between WireGuard's own packets, for a router that holds a silent way for `least` to `below` seconds."""
+    usual = 25  # as WireGuard's authors advise
+    return usual if below is None or least > usual else max(2, least * 2 // 3)
+
+
 def choose_way(one: Router, other: Router, is_open: bool, has_udp: bool) -> tuple[str, str]:
     """direct, relayed (over UDP) or carried (inside TLS), and why. `is_open`: each has answered the other."""
     expected, reason = can_open(one, other)

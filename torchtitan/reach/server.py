@@ -10,7 +10,6 @@ import hmac
 import ipaddress
 import json
 import secrets
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,21 +136,13 @@ class Server:
         except Refusal as refusal:
             _write(writer, as_frame({"do": "refuse", "why": str(refusal)}))
             print(f"refused: {refusal}", flush=True)
-        except (
-            OSError,
-            asyncio.IncompleteReadError,
-            asyncio.TimeoutError,
-            KeyError,
-            TypeError,
-            ValueError,
-            ssl.SSLError,
-        ):
+        except (OSError, EOFError, asyncio.TimeoutError, KeyError, TypeError, ValueError):
             pass  # it hung up, or is no node of ours: whoever it is learns nothing
         finally:
             self._open_connections -= 1
             if node is not None:
                 self._forget(node)
-            with contextlib.suppress(OSError, ssl.SSLError):
+            with contextlib.suppress(OSError):
                 writer.close()
 
     def _refuse_revoked(self, serial: str, name: str) -> None:

@@ -32,7 +32,7 @@ class Interface:
         if made.returncode:
             if shutil.which("wireguard-go") is None:
                 raise Refusal(
-                    f"this kernel has no WireGuard ({made.stderr.strip()}); apt install wireguard-go, or load the module"
+                    f"this kernel has no WireGuard ({made.stderr.strip()}); load it, or apt install wireguard-go"
                 )
             _run(["wireguard-go", self.name])
         _run(["wg", "set", self.name, "listen-port", str(port), "private-key", "/dev/stdin"], private)

@@ -38,6 +38,7 @@ VERBS = {
         "preflight": "launch.preflight.verb",
         "reach serve": "reach.serve",
         "reach join": "reach.join",
+        "reach leave": "reach.leave",
     },
     "several sites": {
         "swarm try": "swarm.attempt",
