@@ -4,12 +4,15 @@ zurich has no router; lima's keeps its ports; oslo's changes them for each desti
 quito's lets no UDP out. Their outside addresses are 198.51.100.21 to .25.
 """
 
+import ctypes
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +20,10 @@ from tests import started
 from torchtitan.tools.netem.namespaces import entered, unshared
 
 ROOT = Path(__file__).parents[2]
+CONFIG, PYTHON = str(ROOT / "train_configs/debug_model.toml"), [sys.executable]
 NAMES = "zurich", "lima", "oslo", "kyoto", "quito"
 SERVER, SECOND = "198.51.100.10", "198.51.100.11"
+ADDRESS = {name: f"10.88.0.{number}" for number, name in enumerate(NAMES, 1)}
 OUTSIDE = {name: f"198.51.100.{21 + number}" for number, name in enumerate(NAMES)}
 
 SET_UP = """
@@ -56,12 +61,16 @@ for pair in lima=home oslo=plant kyoto=flat quito=school; do
   add ${pair%=*}; plug ${pair%=*} eth0 192.168.1.2/24 in-${pair#*=}
   ip -n reach-${pair%=*} route add default via 192.168.1.1
 done
+for node in meet zurich lima oslo kyoto quito; do  # as on most machines, a host's name means its own network
+  own=$(ip -n reach-$node -4 -br address show dev eth0 | awk '{print $3}')
+  printf '127.0.0.1 localhost\n%s %s\n' ${own%/*} $node > /run/hosts.$node
+done
 echo ready
 exec sleep 1000
 """
-AS_NODE = (
-    """mkdir -p /run/wireguard; mount --bind /run/of/"$0" /run/wireguard; hostname "$0"; cd "$1"; shift; exec "$@" """
-)
+AS_NODE = """mkdir -p /run/wireguard
+mount --bind /run/of/"$0" /run/wireguard; mount --bind /run/hosts."$0" /etc/hosts; hostname "$0"
+cd "$1"; shift; exec "$@" """
 
 
 class World:
@@ -73,7 +82,7 @@ class World:
         self.holder = subprocess.Popen(
             [*unshared(), "sh", "-c", SET_UP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        self.started: list[subprocess.Popen[str]] = []
+        self.started: list[subprocess.Popen[Any]] = []
         assert self.holder.stdout and self.holder.stderr
         if self.holder.stdout.readline() != "ready\n":
             self.holder.kill()
@@ -135,6 +144,25 @@ class World:
         words += more
         return self.start(node, words, log)
 
+    def train(self, nodes: list[str], log: Path, port: int, options: list[str]) -> "list[subprocess.Popen[Any]]":
+        """One rank a node, with the interface that the launcher chooses there."""
+        alike = {"WORLD_SIZE": str(len(nodes)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+        alike |= {"MASTER_ADDR": ADDRESS[nodes[0]], "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "reach0"}
+        ranks = []
+        for rank, node in enumerate(nodes):
+            with log.with_suffix(f".{node}").open("w") as file:
+                process = started.Popen(
+                    [sys.executable, "train.py", "--job.config_file", CONFIG, *options],
+                    env=os.environ | alike | {"RANK": str(rank)},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    cwd=ROOT,
+                    preexec_fn=functools.partial(enter, f"/proc/{self.holder.pid}/root/run/netns/reach-{node}"),
+                )
+            ranks.append(process)
+        self.started += ranks
+        return ranks
+
     def processes(self, node: str) -> list[int]:
         listed = subprocess.run(
             [*entered(self.holder.pid), "ip", "netns", "pids", f"reach-{node}"], capture_output=True, text=True
@@ -150,5 +178,8 @@ class World:
             process.wait()
 
 
-PYTHON = [sys.executable]
-_ = started
+def enter(namespace: str) -> None:
+    """In a process that was forked: from now on its sockets are in this network."""
+    with open(namespace) as there:
+        if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
