@@ -143,12 +143,27 @@ def test_a_router_that_is_restarted_and_an_address_that_changes_heal(network: Ne
     world.run("home", "conntrack", "-F")
     world.run("home", "nft", "-f", "/run/home.nft")
     taken["restart"] = wait_until(lambda: all(network.answers("lima", node) for node in ("zurich", "oslo")), 30)
-    world.run("home", "ip", "address", "add", "198.51.100.32/24", "dev", "out")
     world.run("home", "ip", "address", "delete", "198.51.100.22/24", "dev", "out")
+    world.run("home", "ip", "address", "add", "198.51.100.32/24", "dev", "out")
     world.run("home", "conntrack", "-F")
     taken["address"] = wait_until(lambda: all(network.answers(node, "lima") for node in NAMES if node != "lima"), 30)
     wait_until(lambda: network.state("lima")["pairs"].get("kyoto", {}).get("way") == "direct", 30)
     assert max(taken.values()) < 30
+
+
+def test_direct_ways_outlive_the_serving_machine_and_another_node_can_pass_on_the_rest(network: Network) -> None:
+    world = network.world
+    for pid in world.processes("meet"):
+        world.run("meet", "kill", "-9", str(pid), check=False)
+    assert network.answers("zurich", "lima") and network.answers("kyoto", "lima")
+    world.serve(network.folder / "keys", network.folder / "meet.log", "--through", "zurich")
+
+    def is_through() -> bool:
+        ways = network.ways()
+        return ways["lima", "oslo"] == ways["oslo", "lima"] == ways["oslo", "kyoto"] == "through"
+
+    wait_until(is_through, 40, lambda: network.ways())
+    wait_until(lambda: network.answers("oslo", "lima") and network.answers("quito", "lima"), 20)
 
 
 @pytest.mark.timeout(120)

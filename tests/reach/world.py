@@ -124,8 +124,8 @@ class World:
         self.started.append(process)
         return process
 
-    def serve(self, keys: Path, log: Path) -> "subprocess.Popen[str]":
-        words = [*PYTHON, "-m", "torchtitan", "reach", "serve", "--keys", str(keys), "--second_address", SECOND]
+    def serve(self, keys: Path, log: Path, *more: str) -> "subprocess.Popen[str]":
+        words = [*PYTHON, "-m", "torchtitan", "reach", "serve", "--keys", str(keys), "--second_address", SECOND, *more]
         return self.start("meet", words, log)
 
     def join(self, node: str, keys: Path, log: Path, *more: str) -> "subprocess.Popen[str]":

@@ -105,7 +105,8 @@ class Inside:
                 own, other = names.index(self.name), names.index(peer.name)
                 there, back = (1e3 * found["gbit"][a][b] for a, b in ((own, other), (other, own)))
                 rates = f"{found['delay_ms'][own][other]:.1f} ms, {there:.0f} Mbit/s there and {back:.0f} back"
-                cost = "" if peer.way == "direct" else "; every byte passes the serving machine"
+                by = peer.used if peer.way == "through" else "the serving machine"
+                cost = "" if peer.way == "direct" else f"; every byte passes {by}"
                 lines.append(f"{self.name} - {peer.name}: {peer.way}, {rates}{cost}")
             files = measure.write_files(self.out, found, self.addresses(), lines)
         except (KeyError, IndexError, TypeError, ValueError) as error:

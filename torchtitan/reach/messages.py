@@ -32,6 +32,26 @@ class Datagram:
     body: bytes
 
 
+class Fresh:
+    """Takes each counter once; one that comes late, by another way say, may still be among the last ones."""
+
+    _WINDOW = 256
+
+    def __init__(self) -> None:
+        self._highest, self._taken = 0, 0  # and a bit for each of the last ones
+
+    def take(self, counter: int) -> bool:
+        ahead = counter - self._highest
+        if ahead > 0:
+            self._taken = (self._taken << ahead | 1) % (1 << self._WINDOW) if ahead < self._WINDOW else 1
+            self._highest = counter
+            return True
+        if -ahead >= self._WINDOW or self._taken >> -ahead & 1:
+            return False
+        self._taken |= 1 << -ahead
+        return True
+
+
 def seal(
     key: bytes, session: bytes, kind: int, body: bytes = b"", counter: int | None = None, size: int = QUESTION
 ) -> tuple[bytes, int]:

@@ -35,6 +35,7 @@ class Node:
         self.name, self.address, self.number, self.num_sites = "", "", 0, 0
         self.router: Router | None = None
         self.mapped: dict[str, Endpoint] = {}  # by address of the serving machine: how WireGuard's port looks there
+        self.through = ""  # a node that passes on what has no direct way
         self.udp_at = 0.0  # the last answer over UDP
         self.servers: list[str] = []
         self.relay_ports: dict[str, int] = {}
@@ -122,6 +123,7 @@ class Node:
         self.name, self.address, self.number = welcome["name"], welcome["address"], int(welcome["number"])
         self.num_sites, self._said, self.mapped = int(welcome["sites"]), None, {}
         self.relay_ports.clear()
+        self.through = str(welcome["through"])
         self._asker = find.Asker(bytes.fromhex(welcome["session"]), bytes.fromhex(welcome["key"]))
         found = await asyncio.get_running_loop().getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)
         self.servers = sorted({str(row[4][0]) for row in found}, key=lambda address: ":" in address)
@@ -129,6 +131,11 @@ class Node:
         if is_new or own != self._own:
             self._own = own
             await self._look(welcome, is_new)
+        if self.through == self.name:
+            self.interface.pass_on()
+        for peer in self.peers.values():
+            peer.may_go_through = False
+            self._tell(do="way", peer=peer.name, way=peer.way)
 
     async def _look(self, welcome: dict[str, Any], is_new: bool) -> None:
         server = self.servers[0], self.port
@@ -155,7 +162,7 @@ class Node:
         self.keepalive = routers.keepalive(least, below)
         print(f"{self.name}: a way without traffic stays open for {least} s at least, and {to}", flush=True)
         for peer in self.peers.values():
-            self.interface.set_peer(peer.public, [peer.address], peer.used or None, self.keepalive)
+            self._set(peer)
 
     def _note(self) -> None:
         pairs = {
@@ -203,6 +210,9 @@ class Node:
                 self._take_peer(message)
             case "left":
                 self._drop(str(message["peer"]), "left")
+            case "through":
+                if peer := self.peers.get(message["peer"]):
+                    peer.may_go_through = bool(message["on"])
             case "relay":
                 self.relay_ports[message["peer"]] = int(message["port"])
             case "refuse":
@@ -223,8 +233,18 @@ class Node:
             key, router = bytes.fromhex(message["key"]), Router(**message["router"])
             peer = Peer(name, number, self.number, str(message["address"]), public, key, [], router)
             self.peers[name] = peer
-            self.interface.set_peer(public, [peer.address], None, self.keepalive)
+            self._set(peer)
         peer.take_news(message, public)
+
+    def _set(self, peer: Peer) -> None:
+        """Give WireGuard a peer's endpoint; one behind another node is reached at that node's."""
+        if peer.way == "through":
+            if (hub := self.peers.get(peer.used)) is None:  # it left: another way is chosen at once
+                return
+            beyond = [each.address for each in self.peers.values() if each.used == hub.name]
+            self.interface.set_peer(hub.public, [hub.address, *beyond], None, self.keepalive)
+        else:
+            self.interface.set_peer(peer.public, [peer.address], peer.used or None, self.keepalive)
 
     def _drop(self, name: str, why: str) -> None:
         if peer := self.peers.pop(name, None):
@@ -257,7 +277,7 @@ class Node:
             for peer in list(self.peers.values()):
                 peer.tick(self._udp.send)
                 await self._choose(peer)
-                if peer.way == "relayed" and is_time and peer.name in self.relay_ports:
+                if peer.way == "relayed" and is_time and self.relay_ports.get(peer.name):
                     self._ask(messages.BIND, (self.servers[0], self.relay_ports[peer.name]))
             bound_at = now if is_time else bound_at
 
@@ -265,13 +285,17 @@ class Node:
         assert self.router
         if peer.is_trying and not peer.way:
             return
-        way, reason = choose_way(self.router, peer.router, peer.endpoint is not None, self.has_udp)
+        hub = self.peers.get(self.through) if peer.may_go_through else None
+        through = hub.name if hub and hub.way == "direct" else ""
+        way, reason = choose_way(self.router, peer.router, peer.endpoint is not None, self.has_udp, through)
         if way == "relayed" and peer.name not in self.relay_ports:
             self._tell(do="relay", peer=peer.name)
             self.relay_ports.setdefault(peer.name, 0)
         if way == "direct":
             assert peer.endpoint
             endpoint = messages.to_endpoint(*peer.endpoint)
+        elif way == "through":
+            endpoint = through
         elif way == "relayed":
             if not (port := self.relay_ports[peer.name]):
                 return
@@ -281,8 +305,10 @@ class Node:
         if (way, endpoint) != (peer.way, peer.used):
             if way == "relayed":
                 self._ask(messages.BIND, (self.servers[0], self.relay_ports[peer.name]))
-            if self.peers.get(peer.name) is peer:
-                self.interface.set_peer(peer.public, [peer.address], endpoint, self.keepalive)
+            if self.peers.get(peer.name) is not peer:  # it left meanwhile
+                return
             peer.way, peer.used, peer.reason = way, endpoint, reason
+            self._set(peer)
+            self._tell(do="way", peer=peer.name, way=way)
             print(f"{self.name} - {peer.name}: {way} ({endpoint}), for {reason}", flush=True)
             self._note()

@@ -31,9 +31,10 @@ class Peer:
     news_at: float = field(default_factory=time.monotonic)
     asked_at: float = 0.0
     answered_at: float = 0.0  # on the direct way
-    counter: int = 0  # of the other's last question
+    fresh: messages.Fresh = field(default_factory=messages.Fresh)  # of the other's questions
     waiting: dict[int, Endpoint] = field(default_factory=dict)
-    way: str = ""  # direct, relayed, carried
+    way: str = ""  # direct, relayed, carried, through
+    may_go_through: bool = False  # the node that the serving machine chose
     used: str = ""  # the endpoint that WireGuard was given
     reason: str = ""
     heard_at: float = 0.0  # through the tunnel
@@ -62,7 +63,7 @@ class Peer:
         key = bytes.fromhex(message["key"])
         if candidates != self.candidates or key != self.key or public != self.public:
             self.news_at, self.asked_at = time.monotonic(), 0.0
-        self.counter = self.counter if key == self.key else 0
+        self.fresh = self.fresh if key == self.key else messages.Fresh()
         self.candidates, self.key, self.public = candidates, key, public
         self.router = Router(**message["router"])
 
@@ -86,8 +87,7 @@ class Peer:
 
     def take(self, found: messages.Datagram, origin: Endpoint, send: Send) -> None:
         """A question of the other gets an answer to where it came from; an answer to ours opens the way."""
-        if found.kind == messages.PUNCH and found.counter > self.counter:
-            self.counter = found.counter
+        if found.kind == messages.PUNCH and self.fresh.take(found.counter):
             send(
                 messages.seal(self.key, self.session_of(self.own), messages.ACK, b"", found.counter, messages.ANSWER)[
                     0

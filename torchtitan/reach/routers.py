@@ -91,11 +91,16 @@ def keepalive(least: int, below: int | None) -> int:
     return usual if below is None or least > usual else max(2, least * 2 // 3)
 
 
-def choose_way(one: Router, other: Router, is_open: bool, has_udp: bool) -> tuple[str, str]:
-    """direct, relayed (over UDP) or carried (inside TLS), and why. `is_open`: each has answered the other."""
+def choose_way(one: Router, other: Router, is_open: bool, has_udp: bool, through: str = "") -> tuple[str, str]:
+    """direct, through (another node), relayed (over UDP) or carried (inside TLS), and why.
+
+    `is_open`: each has answered the other. `through`: a node to which both have a direct way, if there is one.
+    """
     expected, reason = can_open(one, other)
     if is_open:
         return "direct", reason if expected else "it opened, though it did not look like it"
     if expected:
         reason = f"it should open ({reason}), but no answer came: a firewall on the way, or the other is away"
+    if through:
+        return "through", f"{reason}; {through} is chosen to pass it on"
     return ("relayed" if has_udp else "carried"), reason

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan.refusal import Refusal
 from torchtitan.swarm.join import require_packages
 
 HELP = "let nodes behind routers meet here, for a network between them"
@@ -23,20 +24,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=PORT, help="the first port (%(default)s)")
     parser.add_argument("--network", default="10.88.0.0/24", help="the nodes' addresses (%(default)s)")
     parser.add_argument("--second_address", help="another address of this machine, to tell kinds of routers apart")
+    parser.add_argument(
+        "--through",
+        default="",
+        metavar="SITE",
+        help="a node that passes on what has no direct way, instead of this one",
+    )
 
 
 def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     require_packages()
     from torchtitan.reach.server import Server
+    from torchtitan.swarm.certificates import sites_of
 
     keys = Path(args.keys)
     keys = keys / "syncer" if (keys / "syncer").is_dir() else keys
-    server = Server(keys, args.network, args.port, args.second_address)
+    if args.through and args.through not in sites_of(keys):
+        raise Refusal(f"--through {args.through} is no site of {keys}; use one of {', '.join(sites_of(keys))}")
+    server = Server(keys, args.network, args.port, args.second_address, args.through)
 
     async def serve() -> None:
-        async with await server.serve() as serving:
+        async with server.serving():
             print(f"nodes may come to port {args.port}", flush=True)
-            await serving.serve_forever()
+            await asyncio.Event().wait()
 
     try:
         asyncio.run(serve())

@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import itertools
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,11 @@ class Node:
     at: str  # the address of this machine that it called
     session: bytes = field(default_factory=lambda: secrets.token_bytes(messages.SESSION_BYTES))
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
-    counter: int = 0  # of its last datagram
+    fresh: messages.Fresh = field(default_factory=messages.Fresh)
+    ways: dict[str, str] = field(default_factory=dict)  # to other nodes, as it says
     num_later: int = 0
     said: dict[str, Any] = field(default_factory=dict)
+    told_through: dict[str, bool] = field(default_factory=dict)
 
     def tell(self, **message: Any) -> None:
         _write(self.writer, as_frame(message))
@@ -87,8 +90,8 @@ class Relay:
 
 
 class Server:
-    def __init__(self, keys: Path, network: str, port: int, second: str | None = None) -> None:
-        self.keys, self.port, self.second = keys, port, second
+    def __init__(self, keys: Path, network: str, port: int, second: str | None = None, through: str = "") -> None:
+        self.keys, self.port, self.second, self.through = keys, port, second, through
         self.network = ipaddress.IPv4Network(network)
         self.nodes: dict[str, Node] = {}
         self.sessions: dict[bytes, Node] = {}
@@ -97,12 +100,22 @@ class Server:
         self._secret = secrets.token_bytes(32)
         self._open_connections = 0
 
-    async def serve(self, host: str | None = None) -> asyncio.Server:
-        for address in [*own_addresses(), *([self.second] if self.second else [])]:
-            if not is_local(address):
-                await self._open(address)
-        made = context(self.keys, is_server=True)
-        return await asyncio.start_server(self._connected, host, self.port, ssl=made, ssl_handshake_timeout=10)
+    @contextlib.asynccontextmanager
+    async def serving(self, host: str | None = None) -> AsyncIterator[None]:
+        made, server = context(self.keys, is_server=True), None
+        try:
+            for address in [*own_addresses(), *([self.second] if self.second else [])]:
+                if not is_local(address):
+                    await self._open(address)
+            server = await asyncio.start_server(self._connected, host, self.port, ssl=made, ssl_handshake_timeout=10)
+            yield
+        finally:
+            if server:
+                server.close()
+            for node in self.nodes.values():
+                node.writer.close()
+            for each in [*self._asked.values(), *(s for relay in self.relays.values() for s in relay.sockets.values())]:
+                each.transport.close()
 
     async def _open(self, address: str) -> None:
         for port in (self.port, self.port + 1):
@@ -158,6 +171,8 @@ class Server:
         if number >= self.network.num_addresses - 1:
             raise Refusal(f"--network {self.network} has no address for node {number}; give a larger one")
         await self._open(at)
+        for other in self.nodes.values():
+            other.told_through.pop(name, None)
         if old := self.nodes.get(name):
             self._forget(old)
             old.writer.close()
@@ -165,6 +180,7 @@ class Server:
         node = Node(name, number, writer, at, said={"proof": proof})
         self.nodes[name], self.sessions[node.session] = node, node
         about = {"session": node.session.hex(), "key": node.key.hex(), "port": self.port, "second": self.second}
+        about["through"] = self.through
         address, prefix = str(self.network[number]), self.network.prefixlen
         node.tell(do="welcome", name=name, address=address, prefix=prefix, number=number, sites=len(sites), **about)
         print(f"{name} is here, from {writer.get_extra_info('peername')[0]}", flush=True)
@@ -189,9 +205,11 @@ class Server:
                     if other is not node and "router" in other.said:
                         self._introduce(node, other)
             case "relay":
-                other = self.nodes[message["peer"]]
-                port = await self._relay_port(node, other)
-                node.tell(do="relay", peer=other.name, port=port)
+                number = sites_of(self.keys).index(message["peer"]) + 1
+                node.tell(do="relay", peer=message["peer"], port=await self._relay_port(node, number))
+            case "way":
+                node.ways[str(message["peer"])] = str(message["way"])
+                self._send_through()
             case "leave":
                 for other in self.nodes.values():
                     other.tell(do="left", peer=node.name)
@@ -204,6 +222,15 @@ class Server:
             address = str(self.network[about.number])
             to.tell(do="peer", name=about.name, number=about.number, address=address, key=key.hex(), **about.said)
 
+    def _send_through(self) -> None:
+        """Pairs that have no direct way may go through the chosen node, if both have one to it."""
+        for one, other in itertools.permutations(self.nodes.values(), 2):
+            to_it = all(node.ways.get(self.through) == "direct" for node in (one, other))
+            on = to_it and "direct" not in (one.ways.get(other.name, "direct"), other.ways.get(one.name, "direct"))
+            if one.told_through.get(other.name, False) != on:
+                one.told_through[other.name] = on
+                one.tell(do="through", peer=other.name, on=on)
+
     # --- datagrams
 
     def _open_question(self, data: bytes) -> tuple[Node, messages.Datagram] | None:
@@ -212,10 +239,7 @@ class Server:
         if found is None or len(data) < messages.QUESTION:
             return None
         node = self.sessions[found.session]
-        if found.counter <= node.counter:
-            return None
-        node.counter = found.counter
-        return node, found
+        return (node, found) if node.fresh.take(found.counter) else None
 
     def _answer(self, socket: Socket, data: bytes, origin: tuple[str, int]) -> None:
         if (asked := self._open_question(data)) is None:
@@ -245,9 +269,9 @@ class Server:
         numbers = min(one, other), max(one, other)
         return self.relays.setdefault(numbers, Relay(numbers))
 
-    async def _relay_port(self, node: Node, other: Node) -> int:
+    async def _relay_port(self, node: Node, other: int) -> int:
         """The pair's own UDP port at the address that the node called."""
-        relay = self._relay(node.number, other.number)
+        relay = self._relay(node.number, other)
         low, high = relay.numbers
         port = self.port + FIRST_PAIR + (high - 1) * (high - 2) // 2 + low - 1
 

@@ -6,6 +6,7 @@ The private key is made here, given to `wg` over standard input, and never writt
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from torchtitan.refusal import Refusal
 
@@ -43,6 +44,11 @@ class Interface:
         words = ["peer", public, "persistent-keepalive", str(keepalive)]
         words += ["allowed-ips", ",".join(f"{address}/32" for address in addresses)]
         _run(["wg", "set", self.name, *words, *(["endpoint", endpoint] if endpoint else [])])
+
+    def pass_on(self) -> None:
+        """This node forwards between the others. The setting goes with the interface."""
+        for name, value in (("forwarding", "1"), ("send_redirects", "0")):
+            Path(f"/proc/sys/net/ipv4/conf/{self.name}/{name}").write_text(value)
 
     def remove_peer(self, public: str) -> None:
         _run(["wg", "set", self.name, "peer", public, "remove"])
