@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from torchtitan.reach import find, join, leave, measure, messages, proof, serve, wireguard
+from torchtitan.reach.carry import Streams
 from torchtitan.reach.inside import Inside
 from torchtitan.reach.node import Node
 from torchtitan.reach.peer import Peer
@@ -159,27 +160,29 @@ def served(keys: Path, then: Callable[[Server], Awaitable[Any]], network: str = 
     return asyncio.run(run())
 
 
-async def meet(keys: Path, name: str) -> tuple[dict[str, Any], asyncio.StreamWriter]:
+async def meet(keys: Path, name: str) -> tuple[dict[str, Any], Streams]:
+    """The streams are to be kept: a reader that nobody has ends the connection."""
     tls = context(keys / name, is_server=False)
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT_OF_TEST, ssl=tls)
     writer.write(messages.as_frame({"do": "join"} | proof.sign(keys / name, "key")))
-    return await asyncio.wait_for(messages.read_message(reader), 5), writer
+    return await asyncio.wait_for(messages.read_message(reader), 5), (reader, writer)
 
 
 def test_udp_questions_are_answered_once_and_only_to_nodes_that_are_here(keys: Path) -> None:
     async def ask(server: Server) -> list[bool]:
-        welcome, writer = await meet(keys, "lima")
+        welcome, (reader, writer) = await meet(keys, "lima")
         assert welcome["address"] == "10.88.0.2" and welcome["sites"] == 3
         asker = find.Asker(bytes.fromhex(welcome["session"]), bytes.fromhex(welcome["key"]))
         question, _ = asker.question(messages.ASK)
         stranger, _ = find.Asker(asker.session, b"x" * 32).question(messages.ASK)
         short, _ = asker.question(messages.ASK, size=messages.ANSWER)
         found = [await asyncio.to_thread(answered, asker, data) for data in (stranger, short, question, question)]
-        writer.close()
+        writer.close(), reader.feed_eof()
         return found
 
     def answered(asker: find.Asker, data: bytes) -> bool:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as by:
+            by.bind(("127.0.0.1", 0))
             by.sendto(data, ("127.0.0.1", PORT_OF_TEST))
             replies = [find.to_endpoint(reply) == by.getsockname() for reply in asker.replies(by, 0.3)]
             return replies == [True]
@@ -189,7 +192,7 @@ def test_udp_questions_are_answered_once_and_only_to_nodes_that_are_here(keys: P
 
 def test_a_stranger_learns_nothing(keys: Path) -> None:
     async def knock(server: Server) -> None:
-        _, writer = await meet(keys, "lima")
+        _, (reader, writer) = await meet(keys, "lima")
         anyone = ssl.create_default_context()
         anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
         another = context(keys / "others/zurich", is_server=False)
@@ -197,11 +200,11 @@ def test_a_stranger_learns_nothing(keys: Path) -> None:
         for tls in (anyone, another):
             said = b""
             with contextlib.suppress(OSError):
-                reader, writer = await asyncio.open_connection("127.0.0.1", PORT_OF_TEST, ssl=tls)
-                writer.write(messages.as_frame({"do": "join"}))
-                said = await reader.read()
+                hears, asks = await asyncio.open_connection("127.0.0.1", PORT_OF_TEST, ssl=tls)
+                asks.write(messages.as_frame({"do": "join"}))
+                said = await hears.read()
             assert said == b"" and list(server.nodes) == ["lima"]
-        writer.close()
+        writer.close(), reader.feed_eof()
 
     served(keys, knock)
 
