@@ -147,6 +147,8 @@ class Server:
                     self._refuse_revoked(peer["serialNumber"], name)
                     await self._obey(node, message)
         except Refusal as refusal:
+            if node is not None:  # it was revoked while it was here
+                self._say_left(node)
             _write(writer, as_frame({"do": "refuse", "why": str(refusal)}))
             print(f"refused: {refusal}", flush=True)
         except (OSError, EOFError, asyncio.TimeoutError, KeyError, TypeError, ValueError):
@@ -211,8 +213,11 @@ class Server:
                 node.ways[str(message["peer"])] = str(message["way"])
                 self._send_through()
             case "leave":
-                for other in self.nodes.values():
-                    other.tell(do="left", peer=node.name)
+                self._say_left(node)
+
+    def _say_left(self, node: Node) -> None:
+        for other in self.nodes.values():
+            other.tell(do="left", peer=node.name)
 
     def _introduce(self, one: Node, other: Node) -> None:
         """Both learn of each other at the same time, for both must begin to write then."""
