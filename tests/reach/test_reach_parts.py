@@ -31,6 +31,7 @@ from torchtitan.reach.routers import (
     choose_way,
     judge,
     keepalive,
+    told,
 )
 from torchtitan.reach.server import Server
 from torchtitan.refusal import Refusal
@@ -89,6 +90,13 @@ def test_what_was_seen_to_open_counts_more_than_what_was_expected() -> None:
     assert choose_way(NO_UDP, KEEPS, False, False)[0] == "carried"
     way, reason = choose_way(CHANGES, KEEPS, False, True, through="zurich")
     assert way == "through" and reason.endswith("zurich is chosen to pass it on")
+
+
+def test_what_another_node_says_of_its_router_is_one_of_our_words() -> None:
+    assert told(vars(CHANGES)) == CHANGES
+    for wrong in ({"kind": "\x1b[2J"}, {"filtering": "all"}):
+        with pytest.raises(ValueError, match="is no kind of router"):
+            told(vars(CHANGES) | wrong)
 
 
 def test_packets_are_sent_as_often_as_the_router_forgets() -> None:
@@ -259,7 +267,7 @@ def test_a_key_that_its_owner_did_not_sign_is_not_taken(keys: Path) -> None:
         ("lima", {"public": "public"}),
         ("zurich", proof.sign(keys / "others/zurich", "public")),
     ):
-        with pytest.raises(Refusal, match=f"{name} shows a key that is not signed by its certificate"):
+        with pytest.raises(Refusal, match=f"{name!r} shows a key that is not signed by its certificate"):
             proof.check(keys / "oslo", name, wrong)
 
 

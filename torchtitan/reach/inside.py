@@ -5,7 +5,6 @@ A node that is silent for too long ends the connections to it, so that a run end
 
 import asyncio
 import contextlib
-import struct
 import subprocess
 import threading
 import time
@@ -18,7 +17,6 @@ from torchtitan.reach.server import Socket
 
 SILENT_SECONDS = 25.0  # through the tunnel, whatever the way
 _ASK_SECONDS, _SETTLED_SECONDS = 2.0, 3.0
-_TIME = struct.Struct("!cd")
 
 
 class Inside:
@@ -45,15 +43,14 @@ class Inside:
 
     def _take(self, socket: Socket, data: bytes, origin: tuple[str, int]) -> None:
         peer = next((peer for peer in self.peers.values() if peer.address == origin[0]), None)
-        if peer is None or len(data) != _TIME.size:
+        if peer is None or len(data) != 1:
             return
-        kind, sent = _TIME.unpack(data)
-        if kind == b"?":
-            socket.transport.sendto(b"!" + data[1:], origin)
+        if data[:1] == b"?":
+            socket.transport.sendto(b"!", origin)
             return
         if peer.is_silent:
             print(f"{self.name} - {peer.name}: it answers again, {peer.way}", flush=True)
-        peer.heard_at, peer.delay, peer.is_silent = time.monotonic(), (time.monotonic() - sent) / 2, False
+        peer.heard_at, peer.is_silent = time.monotonic(), False
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -61,7 +58,7 @@ class Inside:
             return
         self._asked_at = now
         for peer in self.peers.values():
-            self._echo.transport.sendto(_TIME.pack(b"?", now), (peer.address, measure.PORT))
+            self._echo.transport.sendto(b"?", (peer.address, measure.PORT))
             if now > (peer.heard_at or peer.made_at) + SILENT_SECONDS and not peer.is_silent:
                 peer.is_silent = True
                 self.end_connections(peer, f"has not answered for {SILENT_SECONDS:.0f} s ({peer.way or 'no way'})")

@@ -32,7 +32,7 @@ class Node:
         self.private, self.public = wireguard.new_keys()
         self.listen, self.keepalive, self.out = listen, routers.keepalive(0, None), out
         self.peers: dict[str, Peer] = {}
-        self.name, self.address, self.number, self.num_sites = "", "", 0, 0
+        self.name, self.address, self.number = "", "", 0
         self.router: Router | None = None
         self.mapped: dict[str, Endpoint] = {}  # by address of the serving machine: how WireGuard's port looks there
         self.through = ""  # a node that passes on what has no direct way
@@ -112,7 +112,10 @@ class Node:
             await self._take_welcome(welcome)
             beats = asyncio.create_task(self._beat())
             while message := await asyncio.wait_for(read_message(reader), SILENT_SECONDS):
-                self._obey(message)
+                try:
+                    self._obey(message)
+                except (KeyError, TypeError, ValueError) as error:
+                    print(f"{self.name}: a message that is none is left out ({type(error).__name__})", flush=True)
         finally:
             if beats:
                 beats.cancel()
@@ -121,7 +124,7 @@ class Node:
     async def _take_welcome(self, welcome: dict[str, Any]) -> None:
         is_new = not self.name
         self.name, self.address, self.number = welcome["name"], welcome["address"], int(welcome["number"])
-        self.num_sites, self._said, self.mapped = int(welcome["sites"]), None, {}
+        self._said, self.mapped = None, {}
         self.relay_ports.clear()
         self.through = str(welcome["through"])
         self._asker = find.Asker(bytes.fromhex(welcome["session"]), bytes.fromhex(welcome["key"]))
@@ -152,9 +155,8 @@ class Node:
             await self._inside.start()
             self._note()
             print(f"{self.name}: {self.interface.name} has {self.address}, packets of {mtu} bytes", flush=True)
-
-        if is_new and seen.mapped:
-            self._background.append(asyncio.create_task(self._learn_patience(server)))
+            if seen.mapped:
+                self._background.append(asyncio.create_task(self._learn_patience(server)))
 
     async def _learn_patience(self, server: Endpoint) -> None:
         least, below = await asyncio.to_thread(find.held, self._asker, server, self.stop.is_set)
@@ -168,7 +170,7 @@ class Node:
         pairs = {
             peer.name: {"way": peer.way, "for": peer.reason, "address": peer.address} for peer in self.peers.values()
         }
-        router = self.router.to_json() if self.router else {}
+        router = vars(self.router) if self.router else {}
         write_state(self.interface.name, {"name": self.name, "address": self.address, "router": router, "pairs": pairs})
 
     def _tell(self, **message: Any) -> None:
@@ -197,7 +199,7 @@ class Node:
         assert self.router
         own = [a for a, of in own_addresses().items() if not is_local(a) and of != self.interface.name]
         candidates = [*self.mapped.values(), *((address, self.listen) for address in own)]
-        said = {"candidates": list(dict.fromkeys(candidates)), "router": self.router.to_json()}
+        said = {"candidates": list(dict.fromkeys(candidates)), "router": vars(self.router)}
         if said != self._said:
             self._said = said
             self._tell(do="here", **said)
@@ -230,7 +232,7 @@ class Node:
             if peer:
                 self._drop(name, "came back")
             number = int(message["number"])
-            key, router = bytes.fromhex(message["key"]), Router(**message["router"])
+            key, router = bytes.fromhex(message["key"]), routers.told(message["router"])
             peer = Peer(name, number, self.number, str(message["address"]), public, key, [], router)
             self.peers[name] = peer
             self._set(peer)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.reach import messages
-from torchtitan.reach.routers import Endpoint, Router
+from torchtitan.reach.routers import Endpoint, Router, told
 
 _BURST_SECONDS, _FAST, _SLOW, _RARE = 3.0, 0.2, 2.0, 10.0
 _LOST_SECONDS = 6.5  # without an answer on a direct way: three questions in a row
@@ -38,7 +38,6 @@ class Peer:
     used: str = ""  # the endpoint that WireGuard was given
     reason: str = ""
     heard_at: float = 0.0  # through the tunnel
-    delay: float = 0.0
     is_silent: bool = False
     made_at: float = field(default_factory=time.monotonic)
 
@@ -65,7 +64,7 @@ class Peer:
             self.news_at, self.asked_at = time.monotonic(), 0.0
         self.fresh = self.fresh if key == self.key else messages.Fresh()
         self.candidates, self.key, self.public = candidates, key, public
-        self.router = Router(**message["router"])
+        self.router = told(message["router"])
 
     def tick(self, send: Send) -> None:
         """Ask if it is time; a way that gives no answer any more is lost."""

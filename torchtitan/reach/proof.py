@@ -40,7 +40,7 @@ def check(keys: Path, name: str, said: dict[str, Any]) -> str:
         key.verify(bytes.fromhex(said["signature"]), _text(said["public"]), _KIND)
     except (KeyError, TypeError, ValueError, InvalidSignature) as error:
         raise Refusal(
-            f"{name} shows a key that is not signed by its certificate ({error or type(error).__name__}); "
+            f"{name!r} shows a key that is not signed by its certificate ({error or type(error).__name__}); "
             "do not trust this serving machine"
         ) from None
     return str(said["public"])

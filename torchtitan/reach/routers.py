@@ -6,14 +6,23 @@ written to, or only from an address and port that was written to.
 """
 
 import ipaddress
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 Endpoint = tuple[str, int]
 SAME, OTHER = "one port for all", "another port for each destination"
 _INSIDE = [ipaddress.ip_network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")]
 ANYONE, ADDRESS, PORT = "anyone", "addresses written to", "ports written to"
+
+_WORDS = {
+    "none": "no router: others reach this machine directly",
+    "firewall": "a firewall without translation: it lets in what was written to",
+    "open": "an open router: it lets others in",
+    "keeps": "a router that keeps one port for all destinations",
+    "changes": "a router that takes another port for each destination",
+    "no UDP": "no UDP passes to the serving machine and back",
+}
 
 
 @dataclass(frozen=True)
@@ -29,27 +38,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Router:
-    kind: str  # none, firewall, open, keeps, changes, no UDP
+    kind: str  # of _WORDS
     mapping: str = ""
     filtering: str = ""
     count: int = 0  # routers in a row that have an address of their own network
     reason: str = field(default="", compare=False)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def in_words(self) -> str:
-        rows = {
-            "none": "no router: others reach this machine directly",
-            "firewall": "a firewall without translation: it lets in what was written to",
-            "open": "an open router: it lets others in",
-            "keeps": "a router that keeps one port for all destinations",
-            "changes": "a router that takes another port for each destination",
-            "no UDP": "no UDP passes to the serving machine and back",
-        }
         many = f" ({self.count} routers in a row)" if self.count > 1 else ""
-        return rows[self.kind] + many
+        return _WORDS[self.kind] + many
 
 
 def judge(seen: Seen) -> Router:
@@ -83,6 +81,14 @@ def can_open(one: Router, other: Router) -> tuple[bool, str]:
     if fixed.filtering == PORT:
         return False, "one router takes a new port for each destination, and the other lets in only ports written to"
     return True, f"one router takes a new port for each destination, but the other lets in {fixed.filtering}"
+
+
+def told(values: Mapping[str, Any]) -> Router:
+    """What another node says of its router. A ValueError, if that is none of these words."""
+    router = Router(str(values["kind"]), str(values["mapping"]), str(values["filtering"]), int(values["count"]))
+    if router.kind not in _WORDS or {router.mapping, router.filtering} - {"", SAME, OTHER, ANYONE, ADDRESS, PORT}:
+        raise ValueError(f"{router.kind!r} is no kind of router")
+    return router
 
 
 def keepalive(least: int, below: int | None) -> int:
