@@ -17,7 +17,7 @@ import pytest
 from tests.reach.world import ADDRESS, CONFIG, NAMES, PYTHON, World
 from tests.tiny_runs import read_records, train_here
 from torchtitan.config.load import load_config
-from torchtitan.node.hosts import read_hosts
+from torchtitan.launch.ssh.hosts import read_hosts
 from torchtitan.swarm.certificates import make
 from torchtitan.tools.plan.places.network import read_cluster_network
 
