@@ -187,14 +187,10 @@ def test_a_node_that_is_killed_ends_the_run_with_a_sentence_and_is_found_again(
 def test_at_the_end_nothing_is_left(network: Network) -> None:
     world = network.world
     world.run("lima", *PYTHON, "-m", "torchtitan", "reach", "leave")
-    for pid in world.processes("oslo"):
-        if b"join" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            world.run("oslo", "kill", f"-{signal.SIGKILL.value}", str(pid))
+    world.end_reach("oslo", signal.SIGKILL)
     world.run("oslo", *PYTHON, "-m", "torchtitan", "reach", "leave")  # what a killed one leaves
     for node in ("zurich", "kyoto", "quito", "meet"):
-        for pid in world.processes(node):
-            if b"reach" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                world.run(node, "kill", f"-{signal.SIGINT.value}", str(pid), check=False)
+        world.end_reach(node, signal.SIGINT)
     wait_until(lambda: not any(world.processes(node) for node in (*NAMES, "meet")), 20, lambda: network.log("zurich"))
     for node in NAMES:
         assert "reach0" not in world.run(node, "ip", "link") and world.run(node, "ls", "/run/wireguard") == ""

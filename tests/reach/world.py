@@ -4,6 +4,7 @@ zurich has no router; lima's keeps its ports; oslo's changes them for each desti
 quito's lets no UDP out. Their outside addresses are 198.51.100.21 to .25.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -168,6 +169,12 @@ class World:
             [*entered(self.holder.pid), "ip", "netns", "pids", f"reach-{node}"], capture_output=True, text=True
         ).stdout
         return [int(word) for word in re.findall(r"\d+", listed)]
+
+    def end_reach(self, node: str, number: int) -> None:
+        for pid in self.processes(node):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if b"torchtitan\0reach" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, number)
 
     def stop(self) -> None:
         for node in ("meet", *NAMES):
