@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +42,24 @@ def test_a_report_says_what_the_machine_is(program: Program) -> None:
     said = program.ask(do="report")
     assert said["cores"] >= 1 and said["memory_bytes"] > 2**28 and said["git"] == ["https://example.org/mine"]
     assert isinstance(program.ask(do="port")["port"], int)
+
+
+def test_who_names_the_rows_that_it_has_waits_for_others(tmp_path: Path) -> None:
+    waits = Program(tmp_path)
+    mark = waits.ask(do="runs")["mark"]
+    begun = time.monotonic()
+    assert waits.ask(do="runs", known=mark, seconds=1) | {"id": 0} == {**waits.ask(do="runs"), "id": 0}
+    assert time.monotonic() - begun > 1
+    asked = waits.send(do="runs", known=mark, seconds=60)
+    part = tmp_path / "runs/new/node/0"
+    part.mkdir(parents=True)
+    job = {"code": HASH, "rank": 0, "nodes": 1, "started": 1.0, "host": socket.gethostname()}
+    (part / "job.json").write_text(json.dumps(job))
+    answer = waits.read()
+    assert (answer["id"], answer["runs"][0]["run"]) == (asked, "new") and answer["mark"] != mark
+    waits.send(do="runs", known=answer["mark"], seconds=60)
+    waits.close()
+    assert time.monotonic() - begun < 20
 
 
 def test_the_lines_of_nvidia_smi_become_devices() -> None:

@@ -28,7 +28,8 @@ from torchtitan.node.messages import CHUNK_BYTES, FileRow, RunRow
 from torchtitan.refusal import Refusal
 from torchtitan.tools.runs import parse_config
 
-_SECONDS = 2  # between two looks at the folders
+_SECONDS, _SOON = 2, 0.2  # between two looks at the folders; while somebody looks at runs
+_IDLE = 9  # times the CPU's time for a look, if that is more
 _LOG_BYTES, _SEARCH_BYTES, _MOST_MATCHES, _LINE = 2**16, 2**23, 200, 2000
 _SAMPLE = re.compile(r"sample after step ([0-9]+): (.*)")
 _MOST_CURVES = 32  # runs whose records are kept in memory
@@ -96,7 +97,7 @@ class Library:
         self._entries: dict[str, Entry] = {}
         self._curves: dict[str, Curves] = {}
         self._lock = threading.Lock()
-        self.version = 0  # counts the changes of the list
+        self._version = 0
 
     def start(self) -> None:
         self.refresh()
@@ -104,9 +105,11 @@ class Library:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(_SECONDS)
+            spent = time.thread_time()
             with suppress(OSError, ValueError):  # a folder went, or was written, while it was looked at
                 self.refresh()
+            soon = max(_SOON, _IDLE * (time.thread_time() - spent))
+            time.sleep(min(soon, _SECONDS) if self._nodes.is_asked() else _SECONDS)
 
     def refresh(self) -> None:
         here, tags = self._nodes.members[HERE], self._tags()
@@ -119,7 +122,13 @@ class Library:
                 entry = Entry(_page(member, row, tags), row, Remote(member, row.run), member)
                 found.setdefault(entry.page.id, entry)
         if found != self._entries:
-            self._entries, self.version = found, self.version + 1
+            self._entries, self._version = found, self._version + 1
+
+    @property
+    def version(self) -> int:
+        """Counts the changes of the list."""
+        self._nodes.ask_soon()
+        return self._version
 
     def entries(self) -> list[Entry]:
         return list(self._entries.values())
@@ -129,6 +138,7 @@ class Library:
         return [entry.page for entry in self.entries() if set(tags) <= set(entry.page.tags)]
 
     def find(self, id: str) -> Entry:
+        self._nodes.ask_soon()
         if (entry := self._entries.get(id)) is None:
             raise Unknown(f"run = {id[:80]!a} is not known; /api/runs lists those that are")
         return entry

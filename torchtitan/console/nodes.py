@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from torchtitan.root import ROOT, VERSION
 
 HERE = "this machine"
 _SECONDS = 5  # between two reports
+_PAUSE_SECONDS = 0.05  # between two answers with changed runs, while somebody looks at runs
+_ASKED_SECONDS = 10
 _HOUR = 3600 // _SECONDS
 # The installed command, else the checkout that was set up there last. A key with a forced command runs that instead.
 _PROGRAM = """
@@ -42,8 +44,10 @@ class Member:
         self._utilisation: deque[float] = deque(maxlen=_HOUR)
         self._is_over = threading.Event()
 
-    def start(self) -> None:
+    def start(self, is_asked: Callable[[], bool]) -> None:
         threading.Thread(target=self._watch, daemon=True, name=f"watch {self.name}").start()
+        if not self.is_here:
+            threading.Thread(target=self._follow_runs, args=(is_asked,), daemon=True, name=f"runs {self.name}").start()
 
     def close(self) -> None:
         self._is_over.set()
@@ -55,13 +59,22 @@ class Member:
         while not self._is_over.is_set():
             try:
                 self.report = self.node.ask(messages.Report, 30)
-                if not self.is_here:
-                    self.runs = self.node.ask(messages.Runs, 30).runs
                 self.last_seen, self.trouble = time.time(), ""
                 self._utilisation.append(_utilisation(self.report))
             except Refusal as error:
                 self.trouble = inert(str(error).encode())
             self._is_over.wait(_SECONDS)
+
+    def _follow_runs(self, is_asked: Callable[[], bool]) -> None:
+        """While somebody looks at runs, the node answers as soon as its runs have changed."""
+        mark, pause = "", 0.0
+        while not self._is_over.wait(pause):
+            pause = _PAUSE_SECONDS if is_asked() else _SECONDS
+            try:
+                answer = self.node.ask(messages.Runs, 30, known=mark, seconds=_SECONDS)
+                self.runs, mark = answer.runs, answer.mark if is_asked() else ""
+            except Refusal:
+                pause = _SECONDS
 
     @property
     def is_bare(self) -> bool:
@@ -100,9 +113,18 @@ class Nodes:
             node = Node(host.host, ssh_command(host.host, program, ssh))
             self.members[host.host] = Member(host, node, is_here=False)
 
+        self._asked = 0.0
+
     def start(self) -> None:
         for member in self.members.values():
-            member.start()
+            member.start(self.is_asked)
+
+    def ask_soon(self) -> None:
+        """Somebody looks at runs: for some seconds, changes are looked for often."""
+        self._asked = time.monotonic()
+
+    def is_asked(self) -> bool:
+        return time.monotonic() - self._asked < _ASKED_SECONDS
 
     def close(self) -> None:
         for member in self.members.values():
@@ -114,8 +136,10 @@ class Nodes:
         return self.members[name]
 
     def pages(self) -> list[NodePage]:
-        own = self.members[HERE].report
-        return [member.page(own) for member in self.members.values()]
+        return [self.page(name) for name in self.members]
+
+    def page(self, name: str) -> NodePage:
+        return self.members[name].page(self.members[HERE].report)
 
 
 def _utilisation(report: messages.ReportAnswer) -> float:

@@ -61,7 +61,11 @@ class Report(WithId):
 
 
 class Runs(WithId):
+    """Asks for all rows. With the `mark` of an answer in `known`, it waits up to `seconds` for others than those."""
+
     do: Literal["runs"] = "runs"
+    known: Label = ""
+    seconds: Annotated[int, Field(ge=0, le=60)] = 0
 
 
 class Port(WithId):
@@ -216,6 +220,7 @@ class RunsAnswer(WithId):
     kind: Literal["runs"] = "runs"
     runs: Annotated[list[RunRow], Field(max_length=MOST_ROWS)]
     left_out: Size = 0
+    mark: Label = ""  # changes with the rows
 
 
 class PortAnswer(WithId):

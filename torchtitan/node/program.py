@@ -1,10 +1,12 @@
 """Reads requests from a stream of lines, and writes answers, until the input ends. What was started goes on."""
 
 import base64
+import hashlib
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,8 @@ from torchtitan.node.report import report
 from torchtitan.refusal import Refusal
 
 _MOST_AT_ONCE = 32  # requests; nothing more is read meanwhile
+_LOOK_SECONDS = 0.1  # between two looks at the runs for who waits for a change
+_IDLE = 19  # times the CPU's time for a look, if that is more
 
 
 class Program:
@@ -28,7 +32,8 @@ class Program:
         self._home, self._folders, self._archives, self._jobs = home, folders, archives, jobs
         self._checkpoints = Checkpoints(folders)
         self._out, self._writes = out, threading.Lock()
-        self._free = threading.Semaphore(_MOST_AT_ONCE)
+        self._free, self._is_over = threading.Semaphore(_MOST_AT_ONCE), threading.Event()
+        self._pause = _LOOK_SECONDS
 
     def serve(self, lines: BinaryIO) -> None:
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
@@ -39,6 +44,7 @@ class Program:
                     self._say(Refused(id=None, why=f"a line has more than {LINE_BYTES} bytes; send data in pieces"))
                 elif line.strip():
                     self._take(line, pool)
+            self._is_over.set()
 
     def _take(self, line: bytes, pool: ThreadPoolExecutor) -> None:
         try:
@@ -73,8 +79,16 @@ class Program:
         return report(request.id, self._home, self._archives.git)
 
     def _runs(self, request: messages.Runs) -> Message:
-        rows = self._folders.rows()
-        return messages.RunsAnswer(id=request.id, runs=rows[:MOST_ROWS], left_out=max(0, len(rows) - MOST_ROWS))
+        end = time.monotonic() + request.seconds
+        while True:
+            self._is_over.wait(self._pause if request.known else 0)
+            is_last, spent = time.monotonic() >= end or self._is_over.is_set(), time.thread_time()
+            rows = self._folders.rows()
+            mark = hashlib.sha256(repr(rows).encode()).hexdigest()
+            self._pause = max(_LOOK_SECONDS, _IDLE * (time.thread_time() - spent))
+            if mark != request.known or is_last:
+                shown, left_out = rows[:MOST_ROWS], max(0, len(rows) - MOST_ROWS)
+                return messages.RunsAnswer(id=request.id, runs=shown, left_out=left_out, mark=mark)
 
     def _port(self, request: messages.Port) -> Message:
         with socket.socket() as s:

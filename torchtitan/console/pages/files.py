@@ -13,16 +13,17 @@ from torchtitan.console.answers import ExportCheckpoint, FileRow, GenerateText, 
 from torchtitan.console.library import age
 from torchtitan.console.pages.frame import LINK, Parts, do, look, person_of, size, table
 
-_SECONDS = 1
+_SECONDS = 0.25
 _TAIL = 2**15  # bytes that are shown first
 _MOST_PIECES = 200
+_UNOPENED = -1
 _COLUMNS = [("path", "File"), ("size", "Size"), ("changed", "Changed")]
 
 
 class _LogView:
     def __init__(self, parts: Parts, id: str) -> None:
         self._library, self._id = parts.library, id
-        self._start = self._next = 0  # what is shown, in bytes of the file
+        self._start, self._next = 0, _UNOPENED  # what is shown, in bytes of the file
         self._rest = ""  # a line that has not ended yet
         with ui.element("div").classes("line").style("margin-bottom: 10px"):
             self.names = ui.select([], label="Log").props("dense outlined").style("min-width: 220px")
@@ -36,7 +37,7 @@ class _LogView:
         self.matches = ui.element("div").classes("mono")
         self.log = ui.scroll_area().classes("log mono").props('tabindex=0 aria-label="Log"')
         self._shown: list[ui.label] = []
-        self.names.on_value_change(lambda: self.open_at(-_TAIL))
+        self.names.on_value_change(self.forget)
         self.needle.on("keydown.enter", self.search)
         self.needle.on("clear", self.matches.clear)
         ui.timer(_SECONDS, self.tick)
@@ -44,9 +45,15 @@ class _LogView:
     async def tick(self) -> None:
         page = await look(self._library.page, self._id) if not self.names.value else None
         if page is not None and page.logs:
-            self.names.set_options(page.logs, value=page.logs[0])  # this opens it
+            self.names.set_options(page.logs, value=page.logs[0])
+        if self._next == _UNOPENED:
+            await self.open_at(-_TAIL)
         elif self.names.value and self.follow.value:
             self.add(await look(self._library.log, self._id, str(self.names.value), self._next))
+
+    def forget(self) -> None:
+        """The next tick opens the log that is chosen now; so no tick adds to it what belongs elsewhere."""
+        self._next = _UNOPENED
 
     async def open_at(self, position: int) -> None:
         if not self.names.value:

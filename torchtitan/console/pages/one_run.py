@@ -16,7 +16,7 @@ from torchtitan.console.pages.meetings import add_meetings
 from torchtitan.console.pages.runs import edit_tags
 from torchtitan.console.predictions import in_words
 
-_SECONDS = 1
+_SECONDS, _CHART_SECONDS = 0.25, 1  # charts are large, and sent whole
 _CHARTS = {  # title -> the curves in it
     "Loss": ("loss", "validation_loss"),
     "Tokens per second": ("tokens_per_second",),
@@ -175,7 +175,7 @@ def _add_curves(parts: Parts, id: str) -> None:
                 draw(pictures[title], title, lines, controls.values())
 
     controls.on_change(show)
-    ui.timer(_SECONDS, show)
+    ui.timer(_CHART_SECONDS, show)
 
 
 def _lines(curves: Curves, names: tuple[str, ...], axis: str) -> dict[str, Points]:
@@ -201,7 +201,7 @@ def _add_samples(parts: Parts, id: str) -> None:
                 ui.label(f"Step {step:,}").classes("dim small")
                 ui.label(text).classes("sample mono")
 
-    ui.timer(_SECONDS * 5, show)
+    ui.timer(_CHART_SECONDS * 5, show)
 
 
 def _add_configuration(parts: Parts, id: str) -> None:

@@ -7,11 +7,12 @@ from nicegui import ui
 from torchtitan.console.answers import Run, TagRun
 from torchtitan.console.door.people import Person
 from torchtitan.console.library import age
+from torchtitan.console.nodes import HERE
 from torchtitan.console.pages.frame import LINK, OUTLINED, STATE, Parts, do, framed, heading, size, table
 from torchtitan.node.messages import ValidationError
 from torchtitan.refusal import Refusal
 
-_SECONDS = 1
+_SECONDS = 0.05  # between looks whether the list has changed, which cost nothing
 _COLUMNS = [("name", "Run"), ("state", "State"), ("progress", "Step"), ("loss", "Loss"), ("speed", "Tokens/s")]
 _COLUMNS += [("started", "Started"), ("tags", "Tags"), ("node", "Node"), ("description", "Description")]
 _NUMBERS = ("progress", "loss", "speed")
@@ -54,7 +55,6 @@ def add(parts: Parts) -> None:
         seen = [-1]
 
         def show() -> None:
-            machine.text = _machine(parts)
             if seen[0] != parts.library.version:
                 seen[0] = parts.library.version
                 tags.set_options(known := known_tags(parts))
@@ -62,6 +62,9 @@ def add(parts: Parts) -> None:
                 shown.rows = [row(run) for run in parts.library.runs(tags.value or [])]
                 now = {one["id"] for one in shown.rows}
                 shown.selected = [one for one in shown.selected if one["id"] in now]
+
+        def show_machine() -> None:
+            machine.text = _machine(parts)
 
         async def choose_tags() -> None:
             await edit_tags(parts, person, [one["id"] for one in shown.selected])
@@ -74,7 +77,9 @@ def add(parts: Parts) -> None:
             label.on_click(choose_tags).bind_enabled_from(shown, "selected", bool)
             train.on_click(start)
         show()
+        show_machine()
         ui.timer(_SECONDS, show)
+        ui.timer(1, show_machine)
 
 
 def known_tags(parts: Parts) -> list[str]:
@@ -121,7 +126,7 @@ def row(run: Run) -> dict[str, Any]:
 
 def _machine(parts: Parts) -> str:
     """This machine in a line."""
-    node = parts.nodes.pages()[0]
+    node = parts.nodes.page(HERE)
     if node.report is None or not node.is_connected:
         return f"{node.name}: {node.trouble}"
     report = node.report
