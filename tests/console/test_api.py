@@ -124,8 +124,12 @@ def test_the_api_describes_itself_and_refuses_what_is_not_in_it(console):
     paths = console.client.get("/openapi.json").json()["paths"]
     assert {"/api/runs", "/api/runs/{id}", "/api/runs/{id}/metrics", "/api/nodes", "/api/runs/{id}/stop"} <= set(paths)
     assert console.client.get("/api/else").status_code == 404
-    wrong = console.client.request("TRACE", "/api/runs")
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, POST")
+    for method in ("TRACE", "QUERY"):
+        wrong = console.client.request(method, "/api/runs")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, POST")
+        assert console.client.request(method, "/api/else").json()["detail"].startswith("/api/else is not served")
+    stop = console.client.get("/openapi.json").json()["components"]["schemas"]["Stop"]["properties"]["seconds"]
+    assert (stop["minimum"], stop["maximum"]) == (0, 3600)
     assert console.client.post("/api/runs/a/stop", json={"seconds": True}).status_code == 422
     id = id_of(console, "one")
     assert console.client.get(f"/api/runs/{id}/metrics?after=many").status_code == 422

@@ -239,7 +239,7 @@ class Checked(Answer):
 
 
 class Stop(Wish):
-    seconds: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=3600)] = 60
+    seconds: Annotated[int, Field(ge=0, le=3600), BeforeValidator(_whole)] = 60
 
 
 class Done(Answer):

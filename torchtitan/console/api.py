@@ -25,7 +25,6 @@ from torchtitan.refusal import Refusal
 from torchtitan.root import VERSION
 
 _MOST_RECORDS = 5000
-_METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"]
 
 
 _BYTES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
@@ -73,7 +72,7 @@ def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit, ke
 
     served = [route for route in api.routes if isinstance(route, APIRoute)]
 
-    @api.api_route("/{rest:path}", methods=_METHODS, include_in_schema=False)
+    @api.api_route("/{rest:path}", methods=[], operation_id="nothing", include_in_schema=False)  # any method
     def nothing(rest: str, request: Request) -> Response:
         """What would else get a page of NiceGUI's."""
         here = [route for route in served if route.matches(request.scope)[0] is Match.PARTIAL]
