@@ -45,7 +45,8 @@ def test_other_machines_appear_are_set_up_and_run_what_the_console_sends(console
     assert refused.status_code == 409 and "which bare does not share" in refused.json()["detail"]
     assert are_over("shared")
     alone = SHORT.replace("[checkpoint]\nenable = true", "[checkpoint]\nenable = false")
-    assert call.post("/api/runs", json=wish | {"config": alone, "name": "two"}, timeout=200).status_code == 201
+    started = call.post("/api/runs", json=wish | {"config": alone, "name": "two"}, timeout=200)
+    assert started.status_code == 201 and started.json()["id"] in [run["id"] for run in parts("two")]
     wait_for(are_over("two"))
     found = sorted((run["rank"], run["node"], run["nodes"], run["state"]) for run in parts("two"))
     assert found == [(0, "keyed", 2, "ended"), (1, "bare", 2, "ended")]

@@ -116,7 +116,6 @@ class Actions:
             is_shared = needs_disk(check_text(wish.config, wish.name))
             job = Job(wish.name, wish.config, is_shared, plan=wish.plan, again=bool(again))
             parts = self._start(job, members, again)
-        self._library.refresh()
         return Started(id=self._library.id_of(members[0].name, parts[0].folder), name=wish.name)
 
     def _start(self, job: Job, members: Sequence[Member], code: str = "") -> list[Part]:

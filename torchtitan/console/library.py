@@ -30,6 +30,7 @@ from torchtitan.tools.runs import parse_config
 
 _SECONDS, _SOON = 2, 0.2  # between two looks at the folders; while somebody looks at runs
 _IDLE = 9  # times the CPU's time for a look, if that is more
+_TOLD_SECONDS = 20
 _LOG_BYTES, _SEARCH_BYTES, _MOST_MATCHES, _LINE = 2**16, 2**23, 200, 2000
 _SAMPLE = re.compile(r"sample after step ([0-9]+): (.*)")
 _MOST_CURVES = 32  # runs whose records are kept in memory
@@ -135,6 +136,7 @@ class Library:
 
     def runs(self, tags: Sequence[str] = ()) -> list[Run]:
         """Those that have all these tags."""
+        self._nodes.ask_soon()
         return [entry.page for entry in self.entries() if set(tags) <= set(entry.page.tags)]
 
     def find(self, id: str) -> Entry:
@@ -151,8 +153,15 @@ class Library:
         return [one for one in self.entries() if one.row.is_own and (one.row.run, one.row.head) == same]
 
     def id_of(self, node: str, folder: str) -> str:
-        found = (one.page.id for one in self._entries.values() if one.row.folder == folder and one.page.node == node)
-        return next(found, "")
+        """Of a run that was just started there: its node tells of it within seconds."""
+        end = time.monotonic() + _TOLD_SECONDS
+        while True:
+            self._nodes.ask_soon()
+            self.refresh()
+            pages = (one.page for one in self.entries() if one.row.folder == folder and one.page.node == node)
+            if (found := next(pages, None)) or time.monotonic() > end:
+                return found.id if found else ""
+            time.sleep(_SOON)
 
     def configuration(self, id: str) -> str:
         """The TOML text of the run, or of the job that is to become it."""
