@@ -63,9 +63,6 @@ def add(parts: Parts) -> None:
                 now = {one["id"] for one in shown.rows}
                 shown.selected = [one for one in shown.selected if one["id"] in now]
 
-        def show_machine() -> None:
-            machine.text = _machine(parts)
-
         async def choose_tags() -> None:
             await edit_tags(parts, person, [one["id"] for one in shown.selected])
 
@@ -77,9 +74,8 @@ def add(parts: Parts) -> None:
             label.on_click(choose_tags).bind_enabled_from(shown, "selected", bool)
             train.on_click(start)
         show()
-        show_machine()
         ui.timer(_SECONDS, show)
-        ui.timer(1, show_machine)
+        ui.timer(1, lambda: machine.set_text(_machine(parts)))
 
 
 def known_tags(parts: Parts) -> list[str]:
