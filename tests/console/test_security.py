@@ -87,11 +87,23 @@ def test_a_forged_form_an_embedding_and_a_fetch_from_another_site_get_nothing(co
 def test_a_socket_needs_the_consoles_origin_and_host_and_a_page_of_its_person(console):
     assert console.shake_hands(Origin="").startswith(b"HTTP/1.1 403")
     assert console.shake_hands(Host="evil.example", Origin="http://evil.example").startswith(b"HTTP/1.1 403")
-    assert console.shake_hands("&client_id=00000000-0000-0000-0000-000000000000").startswith(b"HTTP/1.1 403")
+    assert console.shake_hands().startswith(b"HTTP/1.1 403")
     assert console.client.get("/_nicegui_ws/socket.io/?EIO=4&transport=polling").status_code == 403
     page = console.client.get("/", headers=PAGE).text
     client = client_of(page)
     assert console.shake_hands(f"&client_id={client}").startswith(b"HTTP/1.1 101")
+
+
+def test_a_socket_of_a_page_that_was_not_sent_here_learns_only_that(console):
+    """So that a page which an earlier console sent loads again."""
+    from websockets.sync.client import connect
+
+    address = f"ws://127.0.0.1:{console.port}/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
+    query = "&client_id=00000000-0000-0000-0000-000000000000&implicit_handshake=true&next_message_id=0&tab_id=1"
+    with connect(address + query, origin=console.address) as line:
+        assert line.recv(5).startswith("0{")
+        line.send("40")
+        assert line.recv(5) == '44{"message":"Implicit handshake failed"}'
 
 
 def test_an_event_that_names_another_page_ends_the_socket(console):

@@ -67,6 +67,7 @@ def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit, ke
     _add_files(api, library)
     _add_checkpoints(api, actions)
     _add_designs(api, actions, kept)
+    _add_runs(api, actions)
     _add_actions(api, actions, audit)
     _add_links(api, nodes, actions)
 
@@ -200,17 +201,7 @@ def _add_designs(api: APIRouter, actions: Actions, kept: Kept) -> None:
         return answers.Done()
 
 
-def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
-    @api.post("/check")
-    def check(who: Who, wish: answers.CheckText) -> answers.Checked:
-        """The mistakes of a configuration."""
-        return answers.Checked(mistakes=actions.check(who, wish))
-
-    @api.post("/plan")
-    def plan(who: Who, wish: answers.PlanText) -> list[answers.Proposal]:
-        """The planner's best layouts for a configuration on these nodes, the fastest first. It takes seconds."""
-        return actions.plan(who, wish)
-
+def _add_runs(api: APIRouter, actions: Actions) -> None:
     @api.post("/runs", status_code=201)
     def start(who: Who, wish: answers.StartRun) -> answers.Started:
         """Start a run; it goes on when the console ends."""
@@ -245,6 +236,18 @@ def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
     def delete(who: Who, id: Id) -> answers.Done:
         """Delete the folder of a run that is over, for good."""
         return actions.delete(who, id)
+
+
+def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
+    @api.post("/check")
+    def check(who: Who, wish: answers.CheckText) -> answers.Checked:
+        """The mistakes of a configuration."""
+        return answers.Checked(mistakes=actions.check(who, wish))
+
+    @api.post("/plan")
+    def plan(who: Who, wish: answers.PlanText) -> list[answers.Proposal]:
+        """The planner's best layouts for a configuration on these nodes, the fastest first. It takes seconds."""
+        return actions.plan(who, wish)
 
     @api.post("/nodes/{name}/install")
     def install(who: Who, name: Id) -> answers.Done:

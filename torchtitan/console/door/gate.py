@@ -135,10 +135,8 @@ class Gate:
         """A socket serves one page, and the person to whom that page was sent."""
         asked = {name: values[0] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         client = asked.get("client_id", "")
-        owner = self.owner_of(client)
-        same = owner and person and (owner.token, owner.name, owner.role) == (person.token, person.name, person.role)
-        is_right = scope["path"] == SOCKET and same and asked.get("transport") == "websocket"
-        if person is None or not is_right or not self.limits.open_socket(person.address):
+        is_right = scope["path"] == SOCKET and client and asked.get("transport") == "websocket"
+        if not (person and is_right and self._is_of(client, person) and self.limits.open_socket(person.address)):
             await send({"type": "websocket.close", "code": 1008})
             return
 
@@ -151,7 +149,7 @@ class Gate:
                     self.limits.messages.take(person.address)
                 except Denied:
                     return gone
-                if not self.people.is_still(person) or not _is_for(client, message):
+                if not (self.people.is_still(person) and self._is_of(client, person) and _is_for(client, message)):
                     return gone
             return message
 
@@ -167,6 +165,11 @@ class Gate:
             await self.app(scope, checked, sent)
         finally:
             self.limits.close_socket(person.address)
+
+    def _is_of(self, client: str, person: Person) -> bool:
+        """A page that nobody here was sent is of an earlier console: NiceGUI has it load again."""
+        owner = self.owner_of(client)
+        return owner is None or (owner.token, owner.name, owner.role) == (person.token, person.name, person.role)
 
 
 class _Page:

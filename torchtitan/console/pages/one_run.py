@@ -1,5 +1,6 @@
 """One run: live curves, the log of each rank, files and checkpoints, its configuration."""
 
+from collections.abc import Callable
 from typing import Any
 
 from nicegui import ui
@@ -63,13 +64,7 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
         heading(run.name)
         state = ui.label().classes("state")
         ui.element("div").classes("grow")
-        if person.may("operator"):
-            ui.button("Tags", on_click=lambda: edit_tags(parts, person, [run.id])).props(OUTLINED)
-            clone = ui.button("Clone", on_click=lambda: ui.navigate.to(f"/new?source={run.id}"))
-            clone.props(OUTLINED)
-        resume = ui.button("Resume").props(OUTLINED)
-        stop = ui.button("Stop").props("outline dense color=negative padding='xs md'")
-        delete = ui.button("Delete").props("outline dense color=negative padding='xs md'")
+        show_buttons = _add_buttons(parts, person, run)
     facts = ui.element("div").classes("facts number")
     ui.label(run.folder).classes("dim small mono").style("overflow-wrap: anywhere")
     shown: list[Any] = [None]
@@ -80,15 +75,10 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
         except Unknown:
             state.text = "deleted"
             return
-        is_live = now.state == "running"
-        stop.visible = is_live and now.is_own and person.may("operator")
-        delete.visible = not is_live and now.is_own and person.may("admin")
         if shown[0] == now:
             return
         shown[0] = now
-        resume.visible = False
-        if now.is_own and person.may("operator") and now.state in ("stopped", "failed", "lost"):
-            ui.timer(0.1, offer, once=True)
+        show_buttons(now)
         state.text = now.state
         state.classes(replace=f"state {now.state}")
         facts.clear()
@@ -97,6 +87,27 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
                 with ui.element("div"):
                     ui.label(name)
                     ui.label(value)
+
+    show()
+    ui.timer(_SECONDS, show)
+
+
+def _add_buttons(parts: Parts, person: Person, run: Run) -> Callable[[Run], None]:
+    """What a person may do to the run; returns what shows the buttons that fit its state."""
+    if person.may("operator"):
+        ui.button("Tags", on_click=lambda: edit_tags(parts, person, [run.id])).props(OUTLINED)
+        ui.button("Clone", on_click=lambda: ui.navigate.to(f"/new?source={run.id}")).props(OUTLINED)
+    resume = ui.button("Resume").props(OUTLINED)
+    stop = ui.button("Stop").props("outline dense color=negative padding='xs md'")
+    delete = ui.button("Delete").props("outline dense color=negative padding='xs md'")
+
+    def show(now: Run) -> None:
+        is_live, is_operators = now.state == "running", now.is_own and person.may("operator")
+        stop.visible = is_live and is_operators
+        delete.visible = not is_live and now.is_own and person.may("admin")
+        resume.visible = False
+        if is_operators and now.state in ("stopped", "failed", "lost"):
+            ui.timer(0.1, offer, once=True)
 
     async def offer() -> None:
         page = await look(parts.library.page, run.id)
@@ -124,8 +135,7 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
     resume.on_click(go_on)
     stop.on_click(end)
     delete.on_click(remove)
-    show()
-    ui.timer(_SECONDS, show)
+    return show
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
