@@ -3,8 +3,8 @@
 #
 #     ./run_tests.sh                       all tests
 #     ./run_tests.sh tests/data -k stream  any arguments of pytest
-#     ./run_tests.sh --quick               in under three minutes: without tests/distributed, the dry run, the planner's long
-#                                          searches, the compiler, an installation, and the memory of a conversion
+#     ./run_tests.sh --quick               a few minutes: without tests/console, tests/distributed and tests/reach, ssh, the dry run,
+#                                          the planner's long searches, the compiler, an installation, a conversion's memory
 #     ./run_tests.sh --lint
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+_SLOW = {"console", "distributed", "reach"}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script starts the suite in the background
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "distributed" in item.path.parts:
+        if _SLOW.intersection(item.path.parts):
             item.add_marker("slow")
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))  # the longest part begins first
 
