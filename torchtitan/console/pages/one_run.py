@@ -1,6 +1,7 @@
 """One run: live curves, the log of each rank, files and checkpoints, its configuration."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from nicegui import ui
@@ -39,8 +40,11 @@ def add(parts: Parts) -> None:
             run = parts.library.find(id).page
         except Unknown:
             with framed("Run"):
-                ui.label("There is no such run any more.").classes("trouble")
+                ui.label("There is no such run.").classes("trouble")
                 ui.link("All runs", "/")
+                ui.timer(
+                    1, lambda: _load_again_if_known(parts, id)
+                )  # after its start, a console hears of nodes' runs late
             return
         with framed(run.name) as person:
             _add_head(parts, person, run)
@@ -57,6 +61,12 @@ def add(parts: Parts) -> None:
                     add_meetings(parts, id, meetings)
                 with ui.tab_panel(hang):
                     add_hang(parts, id, hang, banner)
+
+
+def _load_again_if_known(parts: Parts, id: str) -> None:
+    with suppress(Unknown):
+        parts.library.find(id)
+        ui.navigate.reload()
 
 
 def _add_head(parts: Parts, person: Person, run: Run) -> None:
