@@ -65,9 +65,9 @@ class Folders:
                 raise Refusal(
                     f"run = {start.run} exists already; choose another name, or ask with `again` to go on with it"
                 ) from None
-        (part / "job.toml").write_text(start.config, encoding="utf-8")
+        processes.write_whole(part / "job.toml", start.config)  # whole: another resume may read it at this moment
         if start.plan:
-            (part / PLAN).write_text(start.plan, encoding="utf-8")
+            processes.write_whole(part / PLAN, start.plan)
         return part
 
     def over(self, run: str) -> bool:

@@ -77,12 +77,12 @@ def end_all(mark: str, keeper: int | None, seconds: float = 10) -> list[int]:
     return []
 
 
-def write_whole(file: Path, values: Mapping[str, Any]) -> None:
-    """Write a record completely or not at all, readable by this user alone."""
+def write_whole(file: Path, values: Mapping[str, Any] | str) -> None:
+    """Write a record or a text completely or not at all, readable by this user alone."""
     part = file.with_name(f".{file.name}.{os.getpid()}.{time.monotonic_ns()}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-        json.dump(values, out)
+        out.write(values if isinstance(values, str) else json.dumps(values))
         out.flush()
         os.fsync(out.fileno())
     os.replace(part, file)
