@@ -31,10 +31,10 @@ from torchtitan.console.database import Audit, Kept
 from torchtitan.console.door.people import People, Person
 from torchtitan.console.library import Entry, Library
 from torchtitan.console.nodes import HERE, Member, Nodes
-from torchtitan.console.proposals import propose
 from torchtitan.console.resume import plan_resume
 from torchtitan.console.text import inert
 from torchtitan.console.verbs.call import call
+from torchtitan.console.verbs.proposals import propose
 from torchtitan.console.verbs.submissions import submit
 from torchtitan.launch.ssh.install import bring_up
 from torchtitan.launch.ssh.pack import packed_checkout

@@ -8,7 +8,7 @@ from torchtitan.console.answers import DesignRow, SaveDesign
 from torchtitan.console.door.people import Person
 from torchtitan.console.library import age
 from torchtitan.console.pages.frame import OUTLINED, Parts, confirmed, do
-from torchtitan.console.proposals import data_sheets
+from torchtitan.console.verbs.proposals import data_sheets
 from torchtitan.node.messages import ValidationError, why
 from torchtitan.refusal import Refusal
 

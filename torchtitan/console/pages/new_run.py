@@ -13,7 +13,7 @@ from torchtitan.console.pages import keys
 from torchtitan.console.pages.designs import choose_design
 from torchtitan.console.pages.frame import OUTLINED, Parts, do, framed, heading
 from torchtitan.console.pages.submit import submit
-from torchtitan.console.proposals import data_sheets
+from torchtitan.console.verbs.proposals import data_sheets
 from torchtitan.console.verbs.submissions import sites
 from torchtitan.launch.ssh.parts import new_name
 from torchtitan.refusal import Refusal
