@@ -21,7 +21,15 @@ Toml = Annotated[str, Field(max_length=2**18)]
 Plain = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # as a database can keep it
 Tag = Annotated[str, Field(pattern=r"^\w[\w.:-]{0,39}$")]
 MOST_TAGS = 20  # of a run
-Version = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+def _whole(given: object) -> object:
+    """JSON has no integers: 60.0 is one."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+WHOLE = BeforeValidator(_whole)  # after the bounds: before them, the schema would have none
+Version = Annotated[int, Field(ge=0, lt=2**53), WHOLE]
 
 
 class Answer(BaseModel):
@@ -107,11 +115,6 @@ class NodePage(Answer):
     report: ReportAnswer | None
 
 
-def _whole(given: object) -> object:
-    """JSON has no integers: 60.0 is one."""
-    return int(given) if isinstance(given, float) and given.is_integer() else given
-
-
 class Wish(Answer):
     """What a request holds: nothing is taken for what it is not."""
 
@@ -145,8 +148,8 @@ class SubmitRun(Wish):
     site: Literal["slurm", "k8s", "jobset"]
     config: Toml
     name: RunName
-    nodes: Annotated[int, Field(ge=1, le=10000)] = 1
-    gpus: Annotated[int, Field(ge=0, le=1024)] = 8
+    nodes: Annotated[int, Field(ge=1, le=10000), WHOLE] = 1
+    gpus: Annotated[int, Field(ge=0, le=1024), WHOLE] = 8
     image: Value = ""
     mounts: Annotated[list[Value], Field(max_length=16)] = []
     only_print: bool = False
@@ -192,7 +195,7 @@ class ExportCheckpoint(Wish):
 
 class GenerateText(ExportCheckpoint):
     prompt: Prompt
-    tokens: NewTokens = 100  # at most so many are added
+    tokens: Annotated[NewTokens, WHOLE] = 100  # at most so many are added
     temperature: Temperature = 0.8
 
 
@@ -239,7 +242,7 @@ class Checked(Answer):
 
 
 class Stop(Wish):
-    seconds: Annotated[int, Field(ge=0, le=3600), BeforeValidator(_whole)] = 60
+    seconds: Annotated[int, Field(ge=0, le=3600), WHOLE] = 60
 
 
 class Done(Answer):

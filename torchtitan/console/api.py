@@ -42,7 +42,7 @@ def person_of(request: Request) -> Person:
 Who = Annotated[Person, Depends(person_of)]
 Id = Annotated[str, Path(max_length=100)]
 Position = Annotated[int, Query(ge=-(2**40), le=2**53, description="bytes; a negative one counts from the end")]
-Tags = Annotated[list[answers.Tag] | None, Query(max_length=answers.MOST_TAGS)]
+Tags = Annotated[list[answers.Tag], Query(max_length=answers.MOST_TAGS, default_factory=list)]
 _CODES = (400, 401, 403, 404, 409, 413, 421, 429, 502)
 _MAY_REFUSE: dict[int | str, dict[str, object]] = {code: {"model": Refusing} for code in _CODES}
 
@@ -96,9 +96,9 @@ def _add_reading(api: APIRouter, library: Library, nodes: Nodes) -> None:
         return nodes.pages()
 
     @api.get("/runs")
-    def list_runs(tag: Tags = None) -> list[answers.Run]:
+    def list_runs(tag: Tags) -> list[answers.Run]:
         """Every run, the newest first; with `tag`, once or several times, those that have all of these."""
-        return library.runs(tag or ())
+        return library.runs(tag)
 
     @api.get("/runs/{id}")
     def one_run(id: Id) -> answers.RunPage:
