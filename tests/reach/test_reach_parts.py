@@ -348,3 +348,12 @@ def test_files_name_no_node_that_is_not_here(tmp_path: Path) -> None:
         "node-2": "10.88.0.2",
     }
     assert measure.facts()["memory_gib"] > 0
+
+
+def test_a_result_that_cannot_be_written_leaves_the_network_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("no folder")
+    found = {"names": ["zurich"], "facts": [measure.facts()], "delay_ms": [[0]], "gbit": [[0]]}
+    Inside("zurich", "10.88.0.1", {}, tmp_path / "taken")._write(found)
+    assert "taken could not be written: File exists; the network stays up" in capsys.readouterr().out

@@ -109,4 +109,7 @@ class Inside:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             print(f"{self.name}: the result of another node is none of ours ({error})", flush=True)
             return
+        except OSError as error:
+            print(f"{self.name}: {self.out} could not be written: {error.strerror}; the network stays up", flush=True)
+            return
         print("\n".join([*lines, f"written: {', '.join(map(str, files))}"]), flush=True)

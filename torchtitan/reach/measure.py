@@ -126,8 +126,9 @@ def write_files(folder: Path, result: Found, addresses: Mapping[str, str], ways:
     case["memory_gib"] = [round(float(each["memory_gib"]), 2) for each in about]
     if all(each["tflops"] for each in about):
         case |= {key: [each[key] for each in about] for key in ("kind", "tflops")}
-    rests_on = f"reach's measurement of {time.strftime('%Y-%m-%d')}, and the data sheets of GPUs"
     gpus = per_node if all(each["gpus"] for each in about) else 0
+    sheets = ", and the data sheets of GPUs" if gpus else ""
+    rests_on = f"reach's measurement of {time.strftime('%Y-%m-%d')}{sheets}"
     nodes = [{"host": addresses[name], "address": addresses[name], "gpus": gpus} for name in names]
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
