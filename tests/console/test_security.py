@@ -261,6 +261,20 @@ def handshake(console: Served, client: str, cookie: str) -> bytes:
         return tls.recv(4096).split(b"\r\n")[0]
 
 
+def test_a_database_that_fails_is_named_and_lets_nobody_in(guarded):
+    console, tokens = guarded
+    with sqlite3.connect(console.home / "console/console.db") as plain:
+        for name in ("tokens", "designs"):
+            plain.execute(f"alter table {name} rename to away_{name}")
+        try:
+            unknown = console.client.get("/api/runs", headers=bearer("0000000000000000.x"))
+            assert unknown.status_code == 503 and "the console's database fails" in unknown.json()["detail"]
+        finally:
+            for name in ("tokens", "designs"):
+                plain.execute(f"alter table away_{name} rename to {name}")
+    assert console.client.get("/api/designs", headers=bearer(tokens["viewer"])).status_code == 200
+
+
 def test_a_revoked_token_is_refused_within_seconds_and_no_secret_is_stored(guarded):
     console, _ = guarded
     shown = token(console.home, "short-lived", "admin")

@@ -7,12 +7,13 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Match
 
 from torchtitan.console import answers
 from torchtitan.console.actions import Actions
-from torchtitan.console.database import Audit, Kept
+from torchtitan.console.database import Audit, Kept, no_database
 from torchtitan.console.door.limits import Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown
@@ -43,7 +44,7 @@ Who = Annotated[Person, Depends(person_of)]
 Id = Annotated[str, Path(max_length=100)]
 Position = Annotated[int, Query(ge=-(2**40), le=2**53, description="bytes; a negative one counts from the end")]
 Tags = Annotated[list[answers.Tag], Query(max_length=answers.MOST_TAGS, default_factory=list)]
-_CODES = (400, 401, 403, 404, 409, 413, 421, 429, 502)
+_CODES = (400, 401, 403, 404, 409, 413, 421, 429, 502, 503)
 _MAY_REFUSE: dict[int | str, dict[str, object]] = {code: {"model": Refusing} for code in _CODES}
 
 
@@ -57,6 +58,10 @@ def build_app() -> FastAPI:
         status = next((code for kind, code in kinds.items() if isinstance(error, kind)), 409)
         why = f"it cannot be read now: {error.strerror or 'it is gone'}" if isinstance(error, OSError) else str(error)
         return JSONResponse({"detail": why}, error.status if isinstance(error, Denied) else status)
+
+    @app.exception_handler(SQLAlchemyError)
+    async def failed(_: Request, error: Exception) -> Response:
+        return JSONResponse({"detail": no_database(error)}, 503)
 
     return app
 

@@ -81,6 +81,10 @@ def open_database(home: Path, url: str | None = None) -> Engine:
     return engine
 
 
+def no_database(error: Exception) -> str:
+    return f"the console's database fails ({type(error).__name__}); look at its disk, or at what --database names"
+
+
 def _in_parallel(connection: Any, _: object) -> None:
     """`console token` writes while the console reads."""
     connection.execute("PRAGMA journal_mode=WAL")

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchtitan.console.database import Audit
+from torchtitan.console.database import Audit, no_database
 from torchtitan.console.door.limits import Denied, Limits, address_of, within_size
 from torchtitan.console.door.people import People, Person
 
@@ -63,6 +64,9 @@ class Gate:
             self._origin(scope, headers, host)
             self.limits.take(scope, headers)
             person = self._person(scope, headers)
+        except SQLAlchemyError as error:
+            await _deny(scope, receive, send, Denied(503, no_database(error)))
+            return
         except Denied as error:
             await _deny(scope, receive, send, error)
             return
