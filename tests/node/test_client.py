@@ -13,7 +13,7 @@ import pytest
 from tests.node.machines import CODE, HASH, ROOT, archive
 from torchtitan.launch.ssh import client
 from torchtitan.launch.ssh.client import Broken, Node, local_command, ssh_command
-from torchtitan.launch.ssh.hosts import read_hosts
+from torchtitan.launch.ssh.hosts import Host, in_planned_order, read_hosts
 from torchtitan.node import messages
 from torchtitan.refusal import Refusal
 
@@ -186,6 +186,18 @@ def test_hosts_are_the_same_in_both_files(tmp_path: Path) -> None:
     lines.write_text("# ours\na.example.org address=10.0.0.1 gpus=8\n\nuser@b  # its own address\n")
     toml.write_text('[[node]]\nhost = "a.example.org"\naddress = "10.0.0.1"\ngpus = 8\n[[node]]\nhost = "user@b"\n')
     assert read_hosts(lines) == read_hosts(toml) and read_hosts(lines)[0].gpus == 8
+
+
+def test_hosts_come_in_the_order_of_the_plan_and_those_that_it_leaves_out_do_not(tmp_path: Path) -> None:
+    hosts = [Host(host="a.example.org", name="zurich"), Host(host="lima"), Host(host="user@b", name="oslo")]
+    config = tmp_path / "planned.toml"
+    assert in_planned_order(hosts, config) == hosts
+    config.with_suffix(".nodes").write_text("lima\nzurich\n")
+    assert in_planned_order(hosts, config) == [hosts[1], hosts[0]]
+    with pytest.raises(Refusal, match=r"planned.nodes: the plan uses zurich, and the hosts are lima, oslo; .* name=, "):
+        in_planned_order(hosts[1:], config)
+    with pytest.raises(Refusal, match=r"two hosts are lima, and .*planned.nodes names one; give each its own name="):
+        in_planned_order([*hosts, Host(host="c", name="lima")], config)
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,25 @@ def test_the_serving_machine_refuses_by_name(keys: Path, tmp_path: Path) -> None
         serve.run(parser.parse_args(["--keys", str(keys), "--through", "rome"]), [])
 
 
+def test_a_node_that_is_revoked_while_it_is_here_is_put_out_and_the_others_hear_of_it(
+    keys: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(keys, tmp_path / "keys")
+
+    async def put_out(server: Server) -> tuple[dict[str, Any], dict[str, Any]]:
+        _, (reader, writer) = await meet(own, "oslo")
+        _, (hears, _) = lima = await meet(own, "lima")
+        revoke(own, "oslo")
+        writer.write(messages.as_frame({"do": "beat"}))  # each node sends one every 2 s
+        found = [await asyncio.wait_for(messages.read_message(each), 5) for each in (reader, hears)]
+        assert list(server.nodes) == ["lima"] and lima
+        return found[0], found[1]
+
+    refused, left = served(own, put_out)
+    assert refused == {"do": "refuse", "why": "the certificate of oslo is revoked"}
+    assert left == {"do": "left", "peer": "oslo"}
+
+
 def test_a_key_that_its_owner_did_not_sign_is_not_taken(keys: Path) -> None:
     said = proof.sign(keys / "lima", "public")
     assert proof.check(keys / "zurich", "lima", said) == "public"

@@ -1,7 +1,7 @@
 """Five nodes behind real routers, and a serving machine, as network namespaces of this machine.
 
 zurich has no router; lima's keeps its ports; oslo's changes them for each destination; kyoto stands behind two;
-quito's lets no UDP out. Their outside addresses are 198.51.100.21 to .25.
+quito's lets no UDP out. Their outside addresses are 198.51.100.21 to .25. oslo's router forgets a way after 8 s.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchtitan.tools.netem.namespaces import entered, unshared
 ROOT = Path(__file__).parents[2]
 CONFIG, PYTHON = str(ROOT / "train_configs/debug_model.toml"), [sys.executable]
 NAMES = "zurich", "lima", "oslo", "kyoto", "quito"
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 SERVER, SECOND = "198.51.100.10", "198.51.100.11"
 ADDRESS = {name: f"10.88.0.{number}" for number, name in enumerate(NAMES, 1)}
 OUTSIDE = {name: f"198.51.100.{21 + number}" for number, name in enumerate(NAMES)}
@@ -54,6 +56,7 @@ add meet; plug meet eth0 198.51.100.10/24 sky; ip -n reach-meet address add 198.
 add zurich; plug zurich eth0 198.51.100.21/24 sky
 router home 198.51.100.22/24 192.168.1.1/24 sky ""
 router plant 198.51.100.23/24 192.168.1.1/24 sky "random,fully-random"
+ip netns exec reach-plant sh -c 'echo 8 > /proc/sys/net/netfilter/nf_conntrack_udp_timeout'
 router provider 198.51.100.24/24 100.64.0.1/24 sky ""
 router flat 100.64.0.2/24 192.168.1.1/24 in-provider ""
 ip -n reach-flat route add default via 100.64.0.1
@@ -68,6 +71,23 @@ for node in meet zurich lima oslo kyoto quito; do  # as on most machines, a host
 done
 echo ready
 exec sleep 1000
+"""
+# lima and oslo get addresses of IPv6; their routers translate none, and let in what was written to.
+IPV6 = """
+set -e
+house() {  # node, its router, its number, the other's number and router
+  ip -n reach-$2 address add 2001:db8::$3/64 dev out nodad
+  ip -n reach-$2 address add 2001:db8:$3::1/64 dev in nodad
+  ip netns exec reach-$2 sh -c 'echo 1 > /proc/sys/net/ipv6/conf/all/forwarding'
+  ip -n reach-$2 route add 2001:db8:$4::/64 via 2001:db8::$4
+  echo "table ip6 door { chain way { type filter hook forward priority 0; policy drop;
+    iifname in accept; ct state established,related accept; }; }" > /run/$2.nft6
+  ip netns exec reach-$2 nft -f /run/$2.nft6
+  ip -n reach-$1 address add 2001:db8:$3::2/64 dev eth0 nodad
+  ip -n reach-$1 route add default via 2001:db8:$3::1
+}
+house lima home 22 23
+house oslo plant 23 22
 """
 AS_NODE = """mkdir -p /run/wireguard
 mount --bind /run/of/"$0" /run/wireguard; mount --bind /run/hosts."$0" /etc/hosts; hostname "$0"
@@ -106,10 +126,13 @@ class World:
         ]
         return [*entered(self.holder.pid), *there, *command]
 
-    def run(self, node: str, *command: str, check: bool = True) -> str:
-        done = subprocess.run(self.words(node, list(command)), capture_output=True, text=True, timeout=60)
+    def run(self, node: str, *command: str, check: bool = True, timeout: float = 60) -> str:
+        done = subprocess.run(self.words(node, list(command)), capture_output=True, text=True, timeout=timeout)
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def add_ipv6(self) -> None:
+        subprocess.run([*entered(self.holder.pid), "sh", "-c", IPV6], check=True)
 
     def start(self, node: str, command: list[str], log: Path, **env: str) -> "subprocess.Popen[str]":
         with log.open("a") as file:
@@ -144,6 +167,25 @@ class World:
         ]
         words += more
         return self.start(node, words, log)
+
+    @contextlib.contextmanager
+    def open_to_ssh(self, folder: Path) -> Iterator[str]:
+        """Inside, an sshd at each node's address in the network; the ssh command whose key may run the node program."""
+        for key in ("host", "mine"):
+            subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-f", folder / key], check=True)
+        self.run("meet", "mkdir", "-p", "/run/sshd")
+        daemons = []
+        for name in NAMES:
+            program = f"cd {ROOT}; exec {sys.executable} -m torchtitan node --home {folder}/{name}"
+            (folder / f"{name}.keys").write_text(f'command="{program}",restrict {(folder / "mine.pub").read_text()}')
+            words = {"ListenAddress": ADDRESS[name], "HostKey": folder / "host", "PidFile": "none", "UsePAM": "no"}
+            words |= {"AuthorizedKeysFile": folder / f"{name}.keys", "StrictModes": "no", "SetEnv": "OMP_NUM_THREADS=1"}
+            options = [f"-o{key}={value}" for key, value in words.items()]
+            daemons.append(self.start(name, [SSHD, "-De", "-f", "/dev/null", *options], folder / f"{name}.sshd"))
+        yield f"ssh -i {folder}/mine -o StrictHostKeyChecking=no -o UserKnownHostsFile={folder}/known"
+        for daemon in daemons:
+            daemon.kill()
+            daemon.wait()
 
     def train(self, nodes: list[str], log: Path, port: int, options: list[str]) -> "list[subprocess.Popen[Any]]":
         """One rank a node, with the interface that the launcher chooses there."""

@@ -15,7 +15,7 @@ from torchtitan.reach import measure
 from torchtitan.reach.peer import Peer
 from torchtitan.reach.server import Socket
 
-SILENT_SECONDS = 25.0  # through the tunnel, whatever the way
+SILENT_SECONDS = 22.0  # through the tunnel, whatever the way
 _ASK_SECONDS, _SETTLED_SECONDS = 2.0, 3.0
 
 

@@ -129,7 +129,7 @@ def write_files(folder: Path, result: Found, addresses: Mapping[str, str], ways:
     gpus = per_node if all(each["gpus"] for each in about) else 0
     sheets = ", and the data sheets of GPUs" if gpus else ""
     rests_on = f"reach's measurement of {time.strftime('%Y-%m-%d')}{sheets}"
-    nodes = [{"host": addresses[name], "address": addresses[name], "gpus": gpus} for name in names]
+    nodes = [{"name": name, "host": addresses[name], "address": addresses[name], "gpus": gpus} for name in names]
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
         "cluster.toml": "".join(f"# {way}\n" for way in ways) + tomli_w.dumps({"rests_on": rests_on, "case": [case]}),

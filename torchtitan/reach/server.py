@@ -217,7 +217,8 @@ class Server:
 
     def _say_left(self, node: Node) -> None:
         for other in self.nodes.values():
-            other.tell(do="left", peer=node.name)
+            if other is not node:
+                other.tell(do="left", peer=node.name)
 
     def _introduce(self, one: Node, other: Node) -> None:
         """Both learn of each other at the same time, for both must begin to write then."""

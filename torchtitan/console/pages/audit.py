@@ -5,7 +5,7 @@ from typing import Any
 
 from nicegui import ui
 
-from torchtitan.console.pages.frame import Parts, framed, heading, look, table
+from torchtitan.console.pages.frame import Parts, filter_field, framed, heading, look, table
 
 _COLUMNS = [("when", "When"), ("who", "Who"), ("what", "What"), ("target", "Target"), ("outcome", "Outcome")]
 _COLUMNS += [("address", "Address")]
@@ -22,7 +22,7 @@ def add(parts: Parts) -> None:
                 if not person.may("admin"):
                     ui.label(f"{person.name} is {person.role}; an admin can read this.").classes("dim")
                     return
-                wanted = ui.input(placeholder="Filter").props('dense outlined clearable aria-label="Filter actions"')
+                wanted = filter_field("actions")
             shown = table(_COLUMNS, "id", pagination={"rowsPerPage": 50}).props('no-data-label="Nothing is found"')
 
         async def show() -> None:

@@ -106,8 +106,8 @@ class Controls:
 
 
 def add_controls() -> Controls:
-    axis = ui.select(AXES, value="step", label="Over").props("dense outlined").style("min-width: 130px")
-    log = ui.checkbox("Log scale").props("dense")
+    axis = ui.select(AXES, value="step", label="Over").style("min-width: 130px")
+    log = ui.checkbox("Log scale")
     with ui.element("div").classes("line"):
         ui.label("Smoothing").classes("dim")
         weight = ui.slider(min=0, max=0.98, step=0.02, value=0).props('aria-label="Smoothing"').style("width: 140px")

@@ -19,11 +19,9 @@ def add(parts: Parts) -> None:
             with ui.element("div").classes("line"):
                 heading("Compare")
                 ui.element("div").classes("grow")
-                which = ui.select(known, value=chosen, multiple=True, label="Runs").props("dense outlined use-chips")
+                which = ui.select(known, value=chosen, multiple=True, label="Runs").props("use-chips")
                 which.style("min-width: 260px; max-width: 620px")
-                name = (
-                    ui.select(["loss"], value="loss", label="Curve").props("dense outlined").style("min-width: 160px")
-                )
+                name = ui.select(["loss"], value="loss", label="Curve").style("min-width: 160px")
                 controls = add_controls()
             picture = chart("loss", large=True)
             heading("Keys that differ", 2)

@@ -7,7 +7,7 @@ from nicegui import ui
 from torchtitan.console.answers import DesignRow, SaveDesign
 from torchtitan.console.door.people import Person
 from torchtitan.console.library import age
-from torchtitan.console.pages.frame import OUTLINED, Parts, confirmed, do
+from torchtitan.console.pages.frame import Parts, asking, confirmed, do
 from torchtitan.console.verbs.proposals import data_sheets
 from torchtitan.node.messages import ValidationError, why
 from torchtitan.refusal import Refusal
@@ -26,13 +26,10 @@ class Form(Protocol):
 
 
 async def choose_design(parts: Parts, person: Person, form: Form) -> None:
-    with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 720px); max-width: 92vw"):
-        ui.label("Designs").style("font-weight: 600")
+    with asking("Designs") as dialog:
         with ui.element("div").classes("line w-full"):
-            name = (
-                ui.input("Name of the design", value=form.design).props("dense outlined maxlength=80").classes("grow")
-            )
-            save = ui.button("Save").props("unelevated dense padding='xs md'")
+            name = ui.input("Name of the design", value=form.design).props("maxlength=80").classes("grow")
+            save = ui.button("Save").props("unelevated")
         holder = ui.element("div").classes("rows w-full")
         ui.button("Back", on_click=dialog.close).props("flat")
 
@@ -50,7 +47,7 @@ async def choose_design(parts: Parts, person: Person, form: Form) -> None:
             ui.label(row.name).style("overflow-wrap: anywhere")
             ui.label(f"by {row.who}, {age(row.changed)} ago; {', '.join(row.nodes)}").classes("dim small grow")
             for word, act in (("Open", open_it), ("Clone", clone), ("Delete", delete)):
-                button = ui.button(word, on_click=lambda act=act: act(row)).props(OUTLINED)
+                button = ui.button(word, on_click=lambda act=act: act(row)).props("outline")
                 button.props(f'aria-label="{word} {row.name}"')
 
     async def keep() -> None:
@@ -82,17 +79,13 @@ async def choose_design(parts: Parts, person: Person, form: Form) -> None:
     save.on_click(keep)
     await show()
     await dialog
-    dialog.delete()
 
 
 def _save(parts: Parts, person: Person, form: Form, name: str) -> DesignRow:
-    wish: dict[str, Any] = {
-        "name": name,
-        "version": form.version if name == form.design else 0,
-        "config": form.editor.value,
-    }
+    wish: dict[str, Any] = {"name": name, "config": form.editor.value, "nodes": form.nodes.value}
     try:
-        made = SaveDesign(**wish, nodes=form.nodes.value, machines=form.machines)
+        version = form.version if name == form.design else 0
+        made = SaveDesign(**wish, machines=form.machines, version=version)
     except ValidationError as error:
         raise Refusal(f"the design cannot be kept: {why(error)}; use letters, digits, . _ and - in its name") from None
     return parts.actions.save_design(person, made)

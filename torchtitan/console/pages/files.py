@@ -11,7 +11,7 @@ from nicegui import ui
 
 from torchtitan.console.answers import ExportCheckpoint, FileRow, GenerateText, LogPiece, Made, RunPage
 from torchtitan.console.library import age
-from torchtitan.console.pages.frame import LINK, Parts, do, look, person_of, size, table
+from torchtitan.console.pages.frame import LINK, Parts, do, filter_field, look, person_of, size, table
 
 _SECONDS = 0.25
 _TAIL = 2**15  # bytes that are shown first
@@ -26,12 +26,12 @@ class _LogView:
         self._start, self._next = 0, _UNOPENED  # what is shown, in bytes of the file
         self._rest = ""  # a line that has not ended yet
         with ui.element("div").classes("line").style("margin-bottom: 10px"):
-            self.names = ui.select([], label="Log").props("dense outlined").style("min-width: 220px")
-            self.needle = ui.input(placeholder="Search").props('dense outlined clearable aria-label="Search the log"')
-            self.follow = ui.checkbox("Follow", value=True).props("dense")
-            ui.button("Earlier", on_click=self.earlier).props("flat dense")
-            ui.button("Start of file", on_click=lambda: self.open_at(0)).props("flat dense")
-            ui.button("End", on_click=lambda: self.open_at(-_TAIL)).props("flat dense")
+            self.names = ui.select([], label="Log").style("min-width: 220px")
+            self.needle = ui.input(placeholder="Search").props('clearable aria-label="Search the log"')
+            self.follow = ui.checkbox("Follow", value=True)
+            ui.button("Earlier", on_click=self.earlier).props("flat")
+            ui.button("Start of file", on_click=lambda: self.open_at(0)).props("flat")
+            ui.button("End", on_click=lambda: self.open_at(-_TAIL)).props("flat")
             self.place = ui.label().classes("dim small number")
             self.download = ui.link("Download", "").props("download").classes("small")
         self.matches = ui.element("div").classes("mono")
@@ -98,9 +98,8 @@ class _LogView:
             more = "" if found.next >= found.size else f", looked at the first {found.next:,} bytes"
             ui.label(f"{len(found.matches)} lines{more}").classes("dim small")
             for match in found.matches[:50]:
-                ui.button(match.line[:160], on_click=lambda at=match.position: self.open_at(at)).props(
-                    "flat dense no-caps align=left size=sm"
-                ).classes("w-full mono")
+                row = ui.button(match.line[:160], on_click=lambda at=match.position: self.open_at(at))
+                row.props("flat no-caps align=left size=sm padding=none").classes("w-full mono")
 
 
 def add_log(parts: Parts, id: str) -> None:
@@ -110,8 +109,8 @@ def add_log(parts: Parts, id: str) -> None:
 def add_files(parts: Parts, id: str) -> None:
     saved = _Checkpoints(parts, id)
     with ui.element("div").classes("line").style("margin: 10px 0"):
-        wanted = ui.input(placeholder="Filter files").props('dense outlined clearable aria-label="Filter files"')
-        ui.button("Look again", on_click=lambda: show()).props("flat dense")
+        wanted = filter_field("files")
+        ui.button("Look again", on_click=lambda: show()).props("flat")
     shown = table(_COLUMNS, "path", ("size", "changed"), pagination={"rowsPerPage": 50})
     shown.add_slot("body-cell-path", LINK.replace("<a ", "<a download "))
     shown.bind_filter_from(wanted, "value")
@@ -141,14 +140,12 @@ class _Checkpoints:
         self._none = ui.label("No checkpoint is saved yet.").classes("dim")
         self._line = ui.element("div").classes("line")
         with self._line:
-            self._which = ui.select([], label="Checkpoint").props("dense outlined").style("min-width: 140px")
-            self._prompt = ui.input("Prompt").props("dense outlined maxlength=8192").classes("grow")
-            self._tokens = ui.number("Tokens", value=100, min=1, max=1000, precision=0).props("dense outlined")
-            self._heat = ui.number("Temperature", value=0.8, min=0, max=100, step=0.1).props("dense outlined")
-            self._generate = ui.button("Generate from this", on_click=self.generate)
-            self._export = ui.button("Export", on_click=self.export)
-        for button in (self._generate, self._export):
-            button.props("outline dense padding='xs md'")
+            self._which = ui.select([], label="Checkpoint").style("min-width: 140px")
+            self._prompt = ui.input("Prompt").props("maxlength=8192").classes("grow")
+            self._tokens = ui.number("Tokens", value=100, min=1, max=1000, precision=0)
+            self._heat = ui.number("Temperature", value=0.8, min=0, max=100, step=0.1)
+            self._generate = ui.button("Generate from this", on_click=self.generate).props("outline")
+            self._export = ui.button("Export", on_click=self.export).props("outline")
         self._text = ui.label().classes("sample mono")
 
     def show(self, page: RunPage) -> None:

@@ -19,8 +19,11 @@ ICON = Path(__file__).parent / "icon.svg"
 CSS = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 _PAGES = {"Runs": "/", "Nodes": "/nodes", "New run": "/new", "Compare": "/compare"}
 _OF_ADMINS = {"Audit": "/audit"}
-OUTLINED = "outline dense padding='xs md'"
-_SMALL = "flat round dense size=sm color=grey"
+for _field in (ui.input, ui.select, ui.number, ui.input_chips):
+    _field.default_props("dense outlined")
+ui.button.default_props("dense padding='xs md'")
+ui.checkbox.default_props("dense")
+_SMALL = "flat round size=sm color=grey"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -69,7 +72,7 @@ def framed(title: str) -> Iterator[Person]:
             turn.props(f'{_SMALL} aria-label="Dark or light"')
             if person.token:
                 with ui.element("form").props('method="post" action="/logout"'):
-                    ui.button("Log out").props("flat dense size=sm color=grey type=submit")
+                    ui.button("Log out").props("flat size=sm color=grey type=submit")
     with ui.element("div").classes("main").props('id="content"'):
         yield person
 
@@ -96,24 +99,52 @@ async def look(action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T |
         return None
 
 
+def live(read: Callable[[], T | None], show: Callable[[T], Any], seconds: float) -> None:
+    """Show what can be read, now and whenever it has changed. It is read in a thread."""
+    shown: list[T] = []
+
+    async def again() -> None:
+        found = await look(read)
+        if found is not None and [found] != shown:
+            shown[:] = [found]
+            show(found)
+
+    ui.timer(seconds, again)
+
+
+@contextmanager
+def asking(title: str, width: int = 720) -> Iterator[ui.dialog]:
+    """A dialog: await it for its answer. Inside, elements come into it."""
+    with ui.dialog() as dialog, ui.card().style(f"min-width: min(92vw, {width}px); max-width: 92vw"):
+        ui.label(title).style("font-weight: 600; overflow-wrap: anywhere")
+        yield dialog
+    dialog.on("hide", dialog.delete)
+
+
+def choose(dialog: ui.dialog, word: str, color: str = "primary") -> ui.button:
+    """The row of buttons below a dialog: its answer is True, or False."""
+    with ui.row():
+        go = ui.button(word, on_click=lambda: dialog.submit(True)).props(f"color={color} unelevated")
+        ui.button("Back", on_click=lambda: dialog.submit(False)).props("flat autofocus")
+    return go
+
+
 async def confirmed(question: str, word: str) -> bool:
-    with ui.dialog() as dialog, ui.card():
-        ui.label(question)
-        with ui.row():
-            ui.button(word, on_click=lambda: dialog.submit(True)).props("color=negative unelevated")
-            ui.button("Cancel", on_click=lambda: dialog.submit(False)).props("flat autofocus")
-    answer = await dialog
-    dialog.delete()
-    return bool(answer)
+    with asking(question, 320) as dialog:
+        choose(dialog, word, "negative")
+    return bool(await dialog)
+
+
+def filter_field(what: str) -> ui.input:
+    return ui.input(placeholder="Filter").props(f'clearable aria-label="Filter {what}"')
 
 
 def table(columns: list[tuple[str, str]], key: str, numbers: tuple[str, ...] = (), **more: Any) -> ui.table:
     """A dense table; a column is its name in the rows and its title."""
-    shown = [
-        {"name": name, "label": title, "field": name, "sortable": True, "align": "left"} for name, title in columns
-    ]
-    for column in shown:
-        column["align"] = "right" if column["name"] in numbers else "left"
+    alike = {"sortable": True, "align": "left"}
+    shown = [{"name": name, "label": title, "field": name} | alike for name, title in columns]
+    for name in numbers:
+        next(column for column in shown if column["name"] == name)["align"] = "right"
     made = ui.table(rows=[], columns=shown, row_key=key, **more)
     return made.props("dense flat wrap-cells").classes("w-full")
 

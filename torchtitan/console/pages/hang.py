@@ -1,12 +1,11 @@
 """A hang: which ranks the others waited for, as the run's watch wrote it, and the stacks of each rank."""
 
-from typing import Any
+import time
 
 from nicegui import ui
 
 from torchtitan.console.answers import Hang
-from torchtitan.console.library import age
-from torchtitan.console.pages.frame import Parts, look
+from torchtitan.console.pages.frame import Parts, live, look
 
 _SECONDS = 5
 
@@ -15,33 +14,25 @@ def add_hang(parts: Parts, id: str, tab: ui.tab, banner: ui.label) -> None:
     """The tab and the banner are there once there is a report."""
     tab.visible = banner.visible = False
     report = ui.label().classes("sample mono").style("max-width: none")
-    names = ui.select([], label="Stacks of").props("dense outlined").style("min-width: 220px")
+    names = ui.select([], label="Stacks of").style("min-width: 220px")
     stack = ui.label().classes("sample mono").style("max-width: none")
-    shown: list[Any] = [None]
 
-    async def show() -> None:
-        found = await look(parts.library.hang, id)
-        if found is None:
-            return
+    def show(found: Hang) -> None:
         banner.text = _in_short(found)
         banner.classes(replace="dim" if found.went_on else "trouble")
-        if found == shown[0]:
-            return
-        shown[0] = found
         tab.visible = banner.visible = True
         report.text = found.report
         names.set_options(found.stacks, value=next(iter(found.stacks), None))
-        await open_stack()
 
     async def open_stack() -> None:
         piece = await look(parts.library.log, id, str(names.value), 0) if names.value else None
         stack.text = piece.text if piece else ""
 
     names.on_value_change(open_stack)
-    ui.timer(0.1, show, once=True)
-    ui.timer(_SECONDS, show)
+    live(lambda: parts.library.hang(id), show, _SECONDS)
 
 
 def _in_short(hang: Hang) -> str:
     after = "; steps were recorded since" if hang.went_on else ""
-    return f"Hang, {age(hang.written)} ago: {hang.report.partition(chr(10))[0]}{after}. The tab Hang shows each rank."
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hang.written))
+    return f"Hang at {moment}: {hang.report.partition(chr(10))[0]}{after}. The tab Hang shows each rank."

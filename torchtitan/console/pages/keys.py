@@ -21,7 +21,7 @@ def meanings() -> dict[str, str]:
 
 def add_lookup() -> None:
     """A field for a part of a key's name or meaning, and the keys that have it."""
-    wanted = ui.input("Look up a key").props("dense outlined clearable maxlength=80").classes("w-full")
+    wanted = ui.input("Look up a key").props("clearable maxlength=80").classes("w-full")
     holder = ui.element("div").classes("rows").style("margin-top: 8px")
 
     def show() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nicegui import ui
 
-from torchtitan.console.pages.frame import Parts, heading, look, table
+from torchtitan.console.pages.frame import Parts, heading, live, table
 from torchtitan.console.text import inert
 
 _FILE, _BYTES, _MOST = "swarm.jsonl", 2**19, 500
@@ -62,9 +62,7 @@ def add_meetings(parts: Parts, id: str, tab: ui.tab) -> None:
     numbers = tuple(name for name, _ in _MEETINGS if name != "sites")
     meetings = table(_MEETINGS, "key", numbers=numbers, pagination={"rowsPerPage": 50})
 
-    async def show() -> None:
-        found = await look(lambda: read_meetings(parts.library.find(id).place.read))
-        if found and found != meetings.rows:
-            meetings.rows, sites.rows, tab.visible = found, sites_of(found), True
+    def show(found: list[dict[str, Any]]) -> None:
+        meetings.rows, sites.rows, tab.visible = found, sites_of(found), bool(found)
 
-    ui.timer(_SECONDS, show)
+    live(lambda: read_meetings(parts.library.find(id).place.read), show, _SECONDS)

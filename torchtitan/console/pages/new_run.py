@@ -11,7 +11,7 @@ from torchtitan.console.door.people import Person
 from torchtitan.console.nodes import HERE
 from torchtitan.console.pages import keys
 from torchtitan.console.pages.designs import choose_design
-from torchtitan.console.pages.frame import OUTLINED, Parts, do, framed, heading
+from torchtitan.console.pages.frame import Parts, asking, choose, do, framed, heading
 from torchtitan.console.pages.submit import submit
 from torchtitan.console.verbs.proposals import data_sheets
 from torchtitan.console.verbs.submissions import sites
@@ -43,17 +43,17 @@ class Form:
         self.design, self.version = name, 0
         with ui.element("div").classes("line"):
             known = [*self._texts, *([name] if name not in self._texts else [])]
-            start = ui.select(known, value=name, label="Start from").props("dense outlined").style("min-width: 220px")
-            self.name = ui.input("Name of the run", value=new_name(name)).props("dense outlined maxlength=80")
+            start = ui.select(known, value=name, label="Start from").style("min-width: 220px")
+            self.name = ui.input("Name of the run", value=new_name(name)).props("maxlength=80")
             nodes = list(parts.nodes.members)
             self.nodes = ui.select(nodes, value=[HERE], multiple=True, label="Nodes, rank 0 first")
-            self.nodes.props("dense outlined use-chips").style("min-width: 220px")
+            self.nodes.props("use-chips").style("min-width: 220px")
             ui.element("div").classes("grow")
             if found := sites():
-                ui.button("Submit", on_click=lambda: self.submit(found)).props(OUTLINED)
-            ui.button("Designs", on_click=lambda: choose_design(parts, person, self)).props(OUTLINED)
-            ui.button("Plan", on_click=self.plan).props(OUTLINED)
-            self.review_button = ui.button("Review", on_click=self.review).props("unelevated dense padding='xs md'")
+                ui.button("Submit", on_click=lambda: self.submit(found)).props("outline")
+            ui.button("Designs", on_click=lambda: choose_design(parts, person, self)).props("outline")
+            ui.button("Plan", on_click=self.plan).props("outline")
+            self.review_button = ui.button("Review", on_click=self.review).props("unelevated")
         with ui.element("div").classes("split"):
             self.editor = ui.codemirror(self.origin, language="TOML", theme="basicLight", line_wrapping=True)
             self.editor.props('aria-label="Configuration"')
@@ -98,16 +98,11 @@ class Form:
 
     async def plan(self) -> None:
         """Layouts that the planner proposes on the chosen nodes; one of them may replace the configuration."""
-        with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 900px); max-width: 92vw"):
+        with asking(f"Layouts on {', '.join(self.nodes.value)}", 900) as dialog:
             with ui.element("div").classes("line"):
-                ui.label(f"Layouts on {', '.join(self.nodes.value)}").style("font-weight: 600")
-                sheet = (
-                    ui.select(data_sheets(), label="Machines like")
-                    .bind_value(self, "machines")
-                    .props("dense outlined")
-                    .style("min-width: 160px")
-                )
-                search = ui.button("Search").props("unelevated dense padding='xs md'")
+                sheet = ui.select(data_sheets(), label="Machines like").bind_value(self, "machines")
+                sheet.style("min-width: 160px")
+                search = ui.button("Search").props("unelevated")
             holder = ui.element("div").classes("w-full")
             ui.button("Back", on_click=dialog.close).props("flat")
 
@@ -123,7 +118,6 @@ class Form:
 
         search.on_click(found)
         await dialog
-        dialog.delete()
 
     def _show(self, number: int, proposal: Proposal, dialog: ui.dialog) -> None:
         def take() -> None:
@@ -133,7 +127,7 @@ class Form:
         with ui.element("div").classes("line"):
             ui.label(f"{number}. {proposal.layout}").classes("grow")
             ui.label(f"{proposal.seconds:.3f} s a step, {proposal.memory_gib:.1f} GiB").classes("dim")
-            ui.button("Take", on_click=take).props(OUTLINED)
+            ui.button("Take", on_click=take).props("outline")
         if number == 1:
             ui.label(f"rests on {proposal.rests_on}").classes("small")
         if proposal.drawing:
@@ -155,19 +149,14 @@ class Form:
             return
         before, now = self.origin.splitlines(), text.splitlines()
         diff = "\n".join(difflib.unified_diff(before, now, "before", "now", lineterm=""))
-        with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 720px); max-width: 92vw"):
-            ui.label(f"Review of {self.name.value}").style("font-weight: 600")
+        with asking(f"Review of {self.name.value}") as dialog:
             ui.label(f"Nodes: {', '.join(self.nodes.value)}. The run goes on when the console ends.").classes("dim")
             ui.label(diff or "The configuration is as it was.").classes("diff mono w-full")
             if mistakes:
                 ui.label("`check` on this machine says:\n" + "\n".join(mistakes)).classes("trouble mono")
-            with ui.row():
-                go = ui.button("Start", on_click=lambda: dialog.submit(True)).props("unelevated")
-                go.set_enabled(not mistakes or self.nodes.value != [HERE])
-                ui.button("Back", on_click=lambda: dialog.submit(False)).props("flat autofocus")
+            choose(dialog, "Start").set_enabled(not mistakes or self.nodes.value != [HERE])
         if await dialog:
             await self.start(text)
-        dialog.delete()
 
     async def start(self, text: str) -> None:
         self.review_button.disable()

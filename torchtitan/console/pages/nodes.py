@@ -42,7 +42,7 @@ def _add_links(parts: Parts, person: Person) -> None:
         with ui.element("div").classes("line"):
             heading("Links", 2)
             about = ui.label().classes("dim small")
-            button = ui.button("Measure links").props("outline dense")
+            button = ui.button("Measure links").props("outline")
         with ui.element("div").classes("charts") as charts:
             maps = [chart(title) for title in _MAPS]
 
@@ -77,7 +77,7 @@ class _NodeView:
                 self.versions = ui.label().classes("dim small")
                 self.differs = ui.label().classes("warn small")
             self.trouble = ui.label().classes("trouble small")
-            self.install = ui.button("Install the recipe there", on_click=self._install).props("outline dense")
+            self.install = ui.button("Install the recipe there", on_click=self._install).props("outline")
             self.install.style("align-self: start")
             self.facts = ui.label().classes("number")
             self.devices = table(_DEVICES, "key", ("memory", "utilisation")).props("hide-pagination")

@@ -12,7 +12,18 @@ from torchtitan.console.door.people import Person
 from torchtitan.console.library import Unknown, age, keys_of
 from torchtitan.console.pages.charts import Points, add_controls, chart, draw
 from torchtitan.console.pages.files import add_files, add_log
-from torchtitan.console.pages.frame import OUTLINED, Parts, confirmed, do, framed, heading, look, size, table
+from torchtitan.console.pages.frame import (
+    Parts,
+    confirmed,
+    do,
+    filter_field,
+    framed,
+    heading,
+    live,
+    look,
+    size,
+    table,
+)
 from torchtitan.console.pages.hang import add_hang
 from torchtitan.console.pages.meetings import add_meetings
 from torchtitan.console.pages.runs import edit_tags
@@ -42,9 +53,7 @@ def add(parts: Parts) -> None:
             with framed("Run"):
                 ui.label("There is no such run.").classes("trouble")
                 ui.link("All runs", "/")
-                ui.timer(
-                    1, lambda: _load_again_if_known(parts, id)
-                )  # after its start, a console hears of nodes' runs late
+                ui.timer(1, lambda: _load_again_if_known(parts, id))  # a console hears late of the runs of nodes
             return
         with framed(run.name) as person:
             _add_head(parts, person, run)
@@ -105,11 +114,11 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
 def _add_buttons(parts: Parts, person: Person, run: Run) -> Callable[[Run], None]:
     """What a person may do to the run; returns what shows the buttons that fit its state."""
     if person.may("operator"):
-        ui.button("Tags", on_click=lambda: edit_tags(parts, person, [run.id])).props(OUTLINED)
-        ui.button("Clone", on_click=lambda: ui.navigate.to(f"/new?source={run.id}")).props(OUTLINED)
-    resume = ui.button("Resume").props(OUTLINED)
-    stop = ui.button("Stop").props("outline dense color=negative padding='xs md'")
-    delete = ui.button("Delete").props("outline dense color=negative padding='xs md'")
+        ui.button("Tags", on_click=lambda: edit_tags(parts, person, [run.id])).props("outline")
+        ui.button("Clone", on_click=lambda: ui.navigate.to(f"/new?source={run.id}")).props("outline")
+    resume = ui.button("Resume").props("outline")
+    stop = ui.button("Stop").props("outline color=negative")
+    delete = ui.button("Delete").props("outline color=negative")
 
     def show(now: Run) -> None:
         is_live, is_operators = now.state == "running", now.is_own and person.may("operator")
@@ -206,13 +215,8 @@ def _lines(curves: Curves, names: tuple[str, ...], axis: str) -> dict[str, Point
 def _add_samples(parts: Parts, id: str) -> None:
     """Texts at steps; a run writes them where metrics.sample_freq asks for them."""
     holder = ui.element("div").classes("facts-list")
-    shown: list[Any] = [None]
 
-    async def show() -> None:
-        samples = await look(parts.library.samples, id)
-        if samples is None or samples == shown[0]:
-            return
-        shown[0] = samples
+    def show(samples: list[tuple[int, str]]) -> None:
         holder.clear()
         with holder:
             if not samples:
@@ -221,17 +225,16 @@ def _add_samples(parts: Parts, id: str) -> None:
                 ui.label(f"Step {step:,}").classes("dim small")
                 ui.label(text).classes("sample mono")
 
-    ui.timer(_CHART_SECONDS * 5, show)
+    live(lambda: parts.library.samples(id), show, _CHART_SECONDS * 5)
 
 
 def _add_configuration(parts: Parts, id: str) -> None:
     with ui.element("div").classes("line"):
-        wanted = ui.input(placeholder="Filter keys").props('dense outlined clearable aria-label="Filter keys"')
+        wanted = filter_field("keys")
     shown = table([("key", "Key"), ("value", "Value")], "key", pagination={"rowsPerPage": 0})
     shown.bind_filter_from(wanted, "value").style("margin-top: 10px")
 
-    async def show() -> None:
-        text = await look(parts.library.configuration, id)
-        shown.rows = [{"key": key, "value": value} for key, value in keys_of(text or "").items()]
+    def show(text: str) -> None:
+        shown.rows = [{"key": key, "value": value} for key, value in keys_of(text).items()]
 
-    ui.timer(0.1, show, once=True)
+    live(lambda: parts.library.configuration(id), show, _CHART_SECONDS * 5)

@@ -8,7 +8,19 @@ from torchtitan.console.answers import Run, TagRun
 from torchtitan.console.door.people import Person
 from torchtitan.console.library import age
 from torchtitan.console.nodes import HERE
-from torchtitan.console.pages.frame import LINK, OUTLINED, STATE, Parts, do, framed, heading, size, table
+from torchtitan.console.pages.frame import (
+    LINK,
+    STATE,
+    Parts,
+    asking,
+    choose,
+    do,
+    filter_field,
+    framed,
+    heading,
+    size,
+    table,
+)
 from torchtitan.node.messages import ValidationError
 from torchtitan.refusal import Refusal
 
@@ -26,18 +38,18 @@ def add(parts: Parts) -> None:
             machine = ui.label().classes("dim small")
             with ui.element("div").classes("line"):
                 heading("Runs")
-                wanted = ui.input(placeholder="Filter").props('dense outlined clearable aria-label="Filter runs"')
-                tags = ui.select([], multiple=True, value=[], label="Tags").props("dense outlined clearable use-chips")
+                wanted = filter_field("runs")
+                tags = ui.select([], multiple=True, value=[], label="Tags").props("clearable use-chips")
                 tags.style("min-width: 130px")
                 ui.element("div").classes("grow")
                 if person.may("operator"):
-                    label = ui.button("Tag").props(OUTLINED)
-                overlay = ui.button("Compare").props(OUTLINED)
+                    label = ui.button("Tag").props("outline")
+                overlay = ui.button("Compare").props("outline")
                 overlay.on_click(
                     lambda: ui.navigate.to("/compare?runs=" + ",".join(row["id"] for row in shown.selected))
                 )
                 if person.may("operator"):
-                    train = ui.button("Train the debug model").props("unelevated dense padding='xs md'")
+                    train = ui.button("Train the debug model").props("unelevated")
             shown = table(_COLUMNS, "id", _NUMBERS, selection="multiple", pagination={"rowsPerPage": 50})
             shown.add_slot("body-cell-name", LINK)
             shown.add_slot("body-cell-state", STATE)
@@ -87,18 +99,14 @@ async def edit_tags(parts: Parts, person: Person, ids: list[str]) -> None:
     runs = [run for run in parts.library.runs() if run.id in ids]
     had = set.intersection(*(set(run.tags) for run in runs)) if runs else set()
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 420px); max-width: 92vw"):
-        ui.label(f"Tags of {title}").style("font-weight: 600; overflow-wrap: anywhere")
+    with asking(f"Tags of {title}", 420) as dialog:
         chosen = ui.input_chips("Tags", value=sorted(had), new_value_mode="add-unique")
-        chosen.props("dense outlined hint='Type a word and press Enter'").classes("w-full")
+        chosen.props("hint='Type a word and press Enter'").classes("w-full")
         ui.label("In use: " + (", ".join(known_tags(parts)) or "none yet")).classes("dim small")
-        with ui.row():
-            ui.button("Save", on_click=lambda: dialog.submit(True)).props("unelevated")
-            ui.button("Cancel", on_click=dialog.close).props("flat")
+        choose(dialog, "Save")
     if await dialog:
         for run in runs:
             await do(_tag, parts, person, run.id, sorted({*chosen.value} - had), sorted(had - {*chosen.value}))
-    dialog.delete()
 
 
 def _tag(parts: Parts, person: Person, id: str, add: list[str], remove: list[str]) -> None:

@@ -6,34 +6,25 @@ from nicegui import ui
 
 from torchtitan.console.answers import SubmitRun
 from torchtitan.console.door.people import Person
-from torchtitan.console.pages.frame import Parts, do
+from torchtitan.console.pages.frame import Parts, asking, choose, do
 
 
 async def submit(parts: Parts, person: Person, sites: list[str], config: str, name: str) -> None:
     """A dialog. The script is shown for what the form holds now, and what was shown is sent."""
     shown: list[SubmitRun] = []
-    with ui.dialog() as dialog, ui.card().style("min-width: min(92vw, 900px); max-width: 92vw"):
-        ui.label(f"Submit {name}").style("font-weight: 600")
+    with asking(f"Submit {name}", 900) as dialog:
         with ui.element("div").classes("line"):
             site = ui.select(sites, value=sites[0], label="Site")
             nodes = ui.number("Nodes", value=1, min=1, precision=0)
             gpus = ui.number("GPUs a node", value=8, min=0, precision=0)
             image = ui.input("Image")
             mounts = ui.input("Mounts, WHAT:/WHERE")
-            for field in (site, nodes, gpus, image, mounts):
-                field.props("dense outlined")
         script = ui.label().classes("diff mono w-full")
-        with ui.row():
-            ui.button("Show the script", on_click=lambda: show()).props("outline")
-            send = ui.button("Submit", on_click=lambda: dialog.submit(True)).props("unelevated")
-            ui.button("Back", on_click=lambda: dialog.submit(False)).props("flat autofocus")
+        ui.button("Show the script", on_click=lambda: show()).props("outline")
+        send = choose(dialog, "Submit")
         send.disable()
-
-    def changed() -> None:
-        send.disable()
-
     for field in (site, nodes, gpus, image, mounts):
-        field.on_value_change(changed)
+        field.on_value_change(lambda: send.disable())
 
     async def show() -> None:
         numbers = {"nodes": int(nodes.value or 0), "gpus": int(gpus.value or 0)}
@@ -53,4 +44,3 @@ async def submit(parts: Parts, person: Person, sites: list[str], config: str, na
         said = await do(parts.actions.submit, person, shown[0])
         if said is not None:
             ui.notify(f"{said.text or 'submitted'}. The run appears among the runs once it has started.", timeout=0)
-    dialog.delete()

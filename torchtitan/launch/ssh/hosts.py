@@ -6,9 +6,10 @@ gpu1.example.org address=10.0.0.1 gpus=8        # a host as ssh knows it
 host = "gpu1.example.org"
 address = "10.0.0.1"
 gpus = 8
+name = "zurich"         # as a plan calls it; without one, by its host
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from torchtitan.launch.ssh.client import ssh_command
 from torchtitan.node.messages import HostName, why
 from torchtitan.refusal import Refusal
 
-_FIELDS = "host, address= (in the training network) and gpus= (0 trains on the CPU)"
+_FIELDS = "host, address= (in the training network), gpus= (0 trains on the CPU) and name= (of a plan)"
 
 
 class Host(BaseModel):
@@ -29,6 +30,11 @@ class Host(BaseModel):
     address: HostName | None = None
     gpus: Annotated[int, Field(ge=0, le=1024)] | None = None  # None: as run_llama_train.sh decides there
     watch: list[str] = []  # folders there, whose runs the console shows and leaves alone
+    name: str = ""
+
+    @property
+    def planned_as(self) -> str:
+        return self.name or self.host
 
 
 def read_hosts(file: Path) -> list[Host]:
@@ -38,6 +44,22 @@ def read_hosts(file: Path) -> list[Host]:
     if hosts := [_host(place, row) for place, row in rows]:
         return hosts
     raise Refusal(f"{file} names no host; write one a line")
+
+
+def in_planned_order(hosts: Sequence[Host], config: Path) -> list[Host]:
+    """Those that the plan of this configuration uses, in its order; all of them where no plan has named its nodes."""
+    if not (order := config.with_suffix(".nodes")).is_file():
+        return list(hosts)
+    by_name: dict[str, Host] = {}
+    for host in hosts:
+        if by_name.setdefault(host.planned_as, host) is not host:
+            raise Refusal(f"two hosts are {host.planned_as}, and {order} names one; give each its own name=")
+    names = order.read_text(encoding="utf-8").splitlines()
+    if missing := [name for name in names if name not in by_name]:
+        known = ", ".join(by_name)
+        why = f"the hosts are {known}; give them these names by name=, or delete {order} to use all in their own order"
+        raise Refusal(f"{order}: the plan uses {', '.join(missing)}, and {why}")
+    return [by_name[name] for name in names]
 
 
 def _tables(file: Path, text: str) -> Iterator[tuple[str, Any]]:

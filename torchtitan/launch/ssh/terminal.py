@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torchtitan.config.load import load_config, to_toml
 from torchtitan.launch.ssh.client import Broken, Node, printable, ssh_command
-from torchtitan.launch.ssh.hosts import Host, read_hosts
+from torchtitan.launch.ssh.hosts import Host, in_planned_order, read_hosts
 from torchtitan.launch.ssh.install import NOT_FOUND, bring_up, program
 from torchtitan.launch.ssh.pack import Packed, packed_checkout
 from torchtitan.launch.ssh.parts import SECONDS_AFTER_A_FAILURE, Job, Part, at_once, end, needs_disk, new_name, start
@@ -43,7 +43,10 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     """The exit code of the run."""
     if not args.hosts:
         raise Refusal("no --hosts is given; name a file with one host a line, or a nodes.toml")
-    hosts, ssh = read_hosts(Path(args.hosts)), shlex.split(args.ssh)
+    named, ssh = read_hosts(Path(args.hosts)), shlex.split(args.ssh)
+    hosts = in_planned_order(named, Path(args.config))
+    if hosts != named:
+        _say(f"as planned, ranks are on {', '.join(host.planned_as for host in hosts)}, in this order")
     checked = load_config(["--job.config_file", args.config, *options])
     # A model beside the file lies in the same place of the checkout there; each node's own code checks all again.
     config = to_toml(checked).replace(f'"{ROOT}/', '"')
@@ -53,7 +56,9 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
         return 0
     name = args.name or new_name(Path(args.config).stem)
     environment = dict(given.split("=", 1) for given in args.env)
-    return run_on_hosts(args, hosts, Job(name, config, needs_disk(checked), environment))
+    plan = Path(args.config).parent / checked.job.plan if checked.job.plan else None
+    said = plan.read_text(encoding="utf-8") if plan and plan.is_file() else ""  # the run says at its end if it is gone
+    return run_on_hosts(args, hosts, Job(name, config, needs_disk(checked), environment, said))
 
 
 def run_on_hosts(

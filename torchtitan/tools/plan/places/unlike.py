@@ -14,6 +14,7 @@ from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Config
 from torchtitan.models.families import plan_model
 from torchtitan.models.spec import Blueprint
+from torchtitan.observe.planned import described
 from torchtitan.refusal import Refusal
 from torchtitan.tools.plan.choice import changed, left_out, to_text
 from torchtitan.tools.plan.like import job_of, none_passes, write_plan
@@ -115,7 +116,8 @@ class Unlike:
         for found in self.found:
             plan, name = found.plan, _named(found)
             order = [network.names[node] for nodes in plan.nodes for node in nodes]
-            planned = changed(self.config, found.choice, self.job, {len(plan.layers): plan.layers})
+            counts = {len(plan.layers): plan.layers}
+            planned = changed(self.config, found.choice, self.job, counts, path.with_suffix(".json").name)
             try:
                 text, checked = to_text(planned, len(order) * network.per_node)
                 plan_model(checked)
@@ -128,8 +130,9 @@ class Unlike:
                 f"Predicted: {plan.seconds:.3f} s a step, at most {gib:.1f} GiB; rests on {self.rests_on}.",
                 f"NODE_RANK 0, 1, ... are the nodes {' '.join(order)}",
             ]
-            said = {"seconds": plan.seconds, "memory_gib": gib, "parts": plan.parts}
-            write_plan(path, head, command, text, said | {"rests_on": self.rests_on, "nodes": order})
+            said = {"layout": name, "seconds": plan.seconds, "memory_gib": gib, "parts": plan.parts}
+            said |= {"rests_on": self.rests_on, "nodes": order, "run": described(checked.model_dump())}
+            write_plan(path, head, command, text, said)
             path.with_suffix(".nodes").write_text("\n".join(order) + "\n", encoding="utf-8")
             print(f"{path}, {path.with_suffix('.nodes')}, {path.with_suffix('.json')}: {name}")
             return
