@@ -5,11 +5,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from safetensors.torch import load
 from torch import Tensor
 
-from tests.console.served import HOSTILE, TOML, Served, served, write_run
+from tests.console.served import HOSTILE, TOML, Served, served, wait_for, write_run
+from tests.node.machines import FILES, commit
+from tests.node.test_launch_ssh import linux
 from torchtitan.config.load import check_text
 from torchtitan.observe.planned import described
 
@@ -184,6 +187,26 @@ def generate_and_export(console: Served, id: str, step: int = 2) -> dict[str, Te
     made = console.client.post(f"/api/runs/{id}/export", json=wish, timeout=300)
     assert made.json()["folder"] == f"export/step-{step}", made.text
     return load(console.client.get(f"/api/runs/{id}/files/{made.json()['folder']}/model.safetensors").content)
+
+
+@linux
+def test_the_code_of_a_run_may_be_a_commit_of_a_repository_that_is_allowed(tmp_path):
+    made = commit(tmp_path / "mine/recipe", FILES)
+    with served(tmp_path / "home", tmp_path / "runs", "--git", f"file://{tmp_path}/mine") as console:
+
+        def start(**code: str) -> httpx.Response:
+            config = TOML.replace("debug model", "lines = 3 .")
+            return console.client.post("/api/runs", json={"config": config, "name": "theirs", "code": code})
+
+        assert start(git=f"file://{tmp_path}/mine/recipe", commit="main").status_code == 422
+        refused = start(git=f"file://{tmp_path}/other", commit=made).json()["detail"]
+        assert f"it allows addresses below: file://{tmp_path}/mine" in refused
+        run = f"/api/runs/{start(git=f'file://{tmp_path}/mine/recipe', commit=made).json()['id']}"
+        wait_for(lambda: console.client.get(run).json()["run"]["state"] == "ended")
+        assert console.client.get(run).json()["run"]["code"] == made
+        assert console.client.get(f"{run}/logs/node/0/output.log").json()["text"] == "line 0\nline 1\nline 2\n"
+        audited = console.client.get("/api/audit").json()[0]
+        assert audited["target"] == f"theirs on this machine, file://{tmp_path}/mine/recipe at {made}"
 
 
 def test_the_console_never_loads_torch(console):

@@ -50,7 +50,8 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (folder / "sbatch").chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-        with served(folder / "home", folder / "runs", "--links", str(folder / "links.toml")) as running:
+        more = ["--links", str(folder / "links.toml"), "--git", "https://example.org/mine"]
+        with served(folder / "home", folder / "runs", *more) as running:
             yield running
 
 
@@ -153,6 +154,13 @@ def test_a_mistake_is_named_as_one_types_and_a_run_is_reviewed_and_started(page,
     page.get_by_label("Look up a key").fill("warmup_st")
     page.get_by_text("lr_scheduler.warmup_steps").wait_for()
     page.get_by_label("Name of the run").fill("typed")
+    page.get_by_label("Git repository").fill("https://example.org/mine/fork")
+    page.get_by_label("Its commit").fill("main")
+    page.get_by_role("button", name="Review").click()
+    page.get_by_text("python -m torchtitan.tools.start --job.dump_folder").wait_for()
+    page.get_by_role("button", name="Start").click()
+    page.get_by_text("a commit the 40 digits of `git rev-parse HEAD`").wait_for()
+    page.get_by_label("Git repository").fill("")
     page.get_by_role("button", name="Review").click()
     page.get_by_role("button", name="Start").click()
     page.wait_for_url("**/run/typed-*", timeout=60_000)

@@ -64,7 +64,20 @@ def archive(files: Mapping[str, str], more: Callable[[tarfile.TarFile], None] = 
     return gzip.compress(raw.getvalue(), mtime=0)
 
 
-CODE = archive({"torchtitan/launch/start.py": "", "torchtitan/tools/start.py": JOB, "torchtitan/__main__.py": PROBE})
+def commit(repository: Path, files: Mapping[str, str]) -> str:
+    """A new repository with these files; its commit."""
+    for name, text in files.items():
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text(text)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
+        subprocess.run(["git", *identity, *words], cwd=repository, check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, check=True, capture_output=True, text=True)
+    return head.stdout.strip()
+
+
+FILES = {"torchtitan/launch/start.py": "", "torchtitan/tools/start.py": JOB, "torchtitan/__main__.py": PROBE}
+CODE = archive(FILES)
 HASH = hashlib.sha256(CODE).hexdigest()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.node.machines import CODE, HASH, ROOT, Program, archive, pieces
+from tests.node.machines import CODE, HASH, ROOT, Program, archive, commit, pieces
 from torchtitan.launch.ssh.pack import pack
 from torchtitan.node import archives, processes, report
 from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES
@@ -235,23 +235,17 @@ def test_what_a_job_lacks_is_said(program: Program) -> None:
 
 
 def test_code_comes_from_allowed_repositories_at_a_commit(tmp_path: Path) -> None:
-    repository = tmp_path / "mine/recipe"
-    (repository / "torchtitan/launch").mkdir(parents=True)
-    (repository / "torchtitan/launch/start.py").write_text("")
-    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
-        subprocess.run(["git", *identity, *words], cwd=repository, check=True)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, check=True, capture_output=True, text=True)
-    commit = head.stdout.strip()
+    made = commit(tmp_path / "mine/recipe", {"torchtitan/launch/start.py": ""})
     code = Program(tmp_path / "home", "--git", f"file://{tmp_path}/mine")
     address = f"file://{tmp_path}/mine/recipe"
     for wrong in (f"file://{tmp_path}/mined", f"{address}/../../x", "ext::id", "https://example.org/a"):
-        answer = code.ask(do="has", code={"git": wrong, "commit": commit})
+        answer = code.ask(do="has", code={"git": wrong, "commit": made})
         assert answer["kind"] == "refused", answer
     assert "git fetch fails" in code.ask(do="has", code={"git": address, "commit": "0" * 40})["why"]
-    assert code.ask(do="has", code={"git": address, "commit": commit})["is_here"]
-    assert code.ask(do="has", code={"git": address, "commit": commit})["is_here"]
-    assert [path.name for path in (tmp_path / "home/code").iterdir()] == [commit]
+    assert not code.ask(do="has", code=made)["is_here"]
+    for known in ({"git": address, "commit": made}, {"git": address, "commit": made}, made):
+        assert code.ask(do="has", code=known)["is_here"]
+    assert [path.name for path in (tmp_path / "home/code").iterdir()] == [made]
     code.close()
 
 

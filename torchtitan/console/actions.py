@@ -45,7 +45,7 @@ from torchtitan.node.checkpoints import EXPORT_SECONDS, GENERATE_SECONDS
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 
-_CHECK_SECONDS = 120
+_CHECK_SECONDS, _FETCH_SECONDS = 120, 660
 _MOST_CHECKS = 2  # processes at a time
 DEBUG_MODEL = "debug_model"
 
@@ -111,17 +111,21 @@ class Actions:
         members = [self._nodes.find(name) for name in wish.nodes or [HERE]]
         if len(set(wish.nodes)) < len(wish.nodes):
             raise Refusal(f"nodes = {', '.join(wish.nodes)} names one twice; name each once")
+        code: messages.Code | None = again or wish.code
         target = f"{wish.name} on {', '.join(member.name for member in members)}"
+        target += f", {code.git} at {code.commit}" if isinstance(code, messages.Git) else ""
         with self._done_by(person, "operator", "resume" if again else "start", target):
             is_shared = needs_disk(check_text(wish.config, wish.name))
             job = Job(wish.name, wish.config, is_shared, plan=wish.plan, again=bool(again))
-            parts = self._start(job, members, again)
+            parts = self._start(job, members, code)
         return Started(id=self._library.id_of(members[0].name, parts[0].folder), name=wish.name)
 
-    def _start(self, job: Job, members: Sequence[Member], code: str = "") -> list[Part]:
-        """Start it with code that is there, or with the checkout of this console."""
+    def _start(self, job: Job, members: Sequence[Member], code: messages.Code | None = None) -> list[Part]:
+        """Start it with code that is there or that the nodes fetch, or with the checkout of this console."""
         parts = [Part(member.host, member.node, rank) for rank, member in enumerate(members)]
-        if not code:
+        if isinstance(code, messages.Git):
+            at_once(lambda part: part.node.ask(messages.Has, _FETCH_SECONDS, code=code), parts)
+        elif code is None:
             with packed_checkout() as packed:
                 at_once(lambda part: part.node.put(packed.file, packed.code), parts)
             code = packed.code

@@ -6,6 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from torchtitan.node.messages import (
     FileRow,
+    Git,
     NewTokens,
     Prompt,
     ReportAnswer,
@@ -122,11 +123,12 @@ class Wish(Answer):
 
 
 class StartRun(Wish):
-    """A configuration as TOML text. The code is the console's checkout; without `nodes`, this machine trains."""
+    """A configuration as TOML text. Without `code`, it is the console's checkout; without `nodes`, here."""
 
     config: Toml
     name: RunName
     nodes: Annotated[list[str], Field(max_length=256)] = []
+    code: Git | None = None
     plan: Annotated[str, Field(max_length=2**16)] = ""  # the `plan` of a proposal, kept beside the run
 
 

@@ -102,14 +102,16 @@ class Nodes:
         remote_home: str,
         shown: Sequence[Path] = (),
         links: Path = Path("clusters/here.toml"),
+        git: Sequence[str] = (),
     ) -> None:
-        self.ssh, self.remote_home, self.links = ssh, remote_home, links
+        self.ssh, self.remote_home, self.links, self._git = ssh, remote_home, links, git
+        allowed = [word for address in git for word in ("--git", address)]
         watched = [word for path in shown for word in ("--watch", str(path.expanduser().resolve()))]
-        here = Node(HERE, [*local_command(str(home)), *watched], cwd=ROOT)
+        here = Node(HERE, [*local_command(str(home)), *allowed, *watched], cwd=ROOT)
         self.members = {HERE: Member(Host(host=HERE), here, is_here=True)}
         for host in read_hosts(file) if file else ():
             watched = [word for folder in host.watch for word in ("--watch", folder)]
-            program = ["sh", "-c", _PROGRAM, "sh", remote_home, *watched]
+            program = ["sh", "-c", _PROGRAM, "sh", remote_home, *allowed, *watched]
             node = Node(host.host, ssh_command(host.host, program, ssh))
             self.members[host.host] = Member(host, node, is_here=False)
 
@@ -134,6 +136,11 @@ class Nodes:
         if name not in self.members:
             raise Refusal(f"node = {name[:80]!a} is not known; use one of {', '.join(self.members)}")
         return self.members[name]
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether some node takes code from a repository."""
+        return bool(self._git or [one for one in self.members.values() if one.report and one.report.git])
 
     def pages(self) -> list[NodePage]:
         return [self.page(name) for name in self.members]

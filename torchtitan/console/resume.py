@@ -25,8 +25,8 @@ def plan_resume(parts: Sequence[Entry]) -> tuple[StartRun, str]:
     if [part.row.rank for part in parts] != list(range(head.row.nodes or 1)):
         shown = ", ".join(part.page.node for part in parts)
         raise Refusal(f"{run} ran on {head.row.nodes} nodes, and only {shown} show it; connect the others")
-    if not re.fullmatch("[0-9a-f]{64}", code := head.row.code or ""):
-        raise Refusal(f"{run} ran commit {code[:40]}, which the console did not send; resume it where it was started")
+    if not re.fullmatch("[0-9a-f]{40}([0-9a-f]{24})?", code := head.row.code or ""):
+        raise Refusal(f"{run} ran {code[:40] or 'unknown code'}, which no console sent; resume it where it was started")
     texts = [_read(part, f"node/{part.row.rank}/job.toml") for part in parts]
     _need_same(run, texts, _read(head, "config.toml"))
     checkpoint = check_text(texts[0], head.page.name).checkpoint

@@ -40,7 +40,7 @@ def serve(args: argparse.Namespace, engine: Engine, needs_login: bool) -> None:
     listener = _listen(args.host, args.port)
     file = Path(args.nodes) if args.nodes else None
     shown = [Path(path) for path in (args.runs or ["outputs"]) + args.watch]
-    nodes = Nodes(home, file, shlex.split(args.ssh), args.node_home, shown, Path(args.links))
+    nodes = Nodes(home, file, shlex.split(args.ssh), args.node_home, shown, Path(args.links), args.git)
     library = Library(home, shown, nodes, kept.tags)
     actions = Actions(home, library, nodes, people, audit, kept)
     rules = Rules(_names(args.host, args.name), is_tls=bool(args.certificate), needs_login=needs_login)

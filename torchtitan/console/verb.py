@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ssh", default="ssh", help="the ssh command with its options (default: %(default)s)")
     links: dict[str, Any] = {"default": "clusters/here.toml", "metavar": "FILE"}
     parser.add_argument("--links", **links, help="shown as a map: the file of `probe --hosts` (default: %(default)s)")
+    git: dict[str, Any] = several | {"metavar": "ADDRESS"}
+    parser.add_argument("--git", **git, help="runs may use commits of repositories at or below this address, too")
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
     parser.add_argument("--login", action="store_true", help="ask for a token on loopback, too, where others log in")
     parser.add_argument("--certificate", metavar="FILE", help="the TLS certificate, as PEM")

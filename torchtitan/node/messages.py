@@ -25,6 +25,7 @@ RunName = Annotated[str, Field(pattern=_NAME)]
 AnyRun = Annotated[str, Field(pattern=_NAME + r"|^@[0-9]{1,3}(/[^\x00-\x1f\x7f]{1,512})?$")]
 FilePath = Annotated[str, Field(min_length=1, max_length=1024, pattern=_PLAIN)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Hash = Annotated[str, Field(pattern="^([0-9a-f]{64}|[0-9a-f]{40})$")]
 Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,79}$")]
 Value = Annotated[str, Field(max_length=1024, pattern=_PLAIN)]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:\[][A-Za-z0-9_.:%\]-]{0,252}$")]
@@ -47,7 +48,7 @@ class Git(Message):
     commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
 
 
-Code = Sha256 | Git  # an archive that was put, or a commit
+Code = Hash | Git  # what is here: an archive that was put, or a commit that was fetched; or a commit to fetch
 
 
 class WithId(Message):

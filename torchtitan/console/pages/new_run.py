@@ -16,6 +16,7 @@ from torchtitan.console.pages.submit import submit
 from torchtitan.console.verbs.proposals import data_sheets
 from torchtitan.console.verbs.submissions import sites
 from torchtitan.launch.ssh.parts import new_name
+from torchtitan.node.messages import Git, ValidationError, why
 from torchtitan.refusal import Refusal
 
 _SECONDS = 0.4  # between what one types and the check
@@ -54,6 +55,10 @@ class Form:
             ui.button("Designs", on_click=lambda: choose_design(parts, person, self)).props("outline")
             ui.button("Plan", on_click=self.plan).props("outline")
             self.review_button = ui.button("Review", on_click=self.review).props("unelevated")
+        with ui.element("div").classes("line") as code:
+            self.git = ui.input("Git repository, if not this checkout").props("maxlength=512").classes("grow")
+            self.commit = ui.input("Its commit, 40 digits").props("maxlength=40").classes("grow")
+        code.visible = parts.nodes.may_fetch
         with ui.element("div").classes("split"):
             self.editor = ui.codemirror(self.origin, language="TOML", theme="basicLight", line_wrapping=True)
             self.editor.props('aria-label="Configuration"')
@@ -150,13 +155,26 @@ class Form:
         before, now = self.origin.splitlines(), text.splitlines()
         diff = "\n".join(difflib.unified_diff(before, now, "before", "now", lineterm=""))
         with asking(f"Review of {self.name.value}") as dialog:
-            ui.label(f"Nodes: {', '.join(self.nodes.value)}. The run goes on when the console ends.").classes("dim")
+            ui.label("Each node runs, and goes on when the console ends:").classes("dim")
+            ui.label("\n".join(self._commands())).classes("diff mono w-full")
             ui.label(diff or "The configuration is as it was.").classes("diff mono w-full")
             if mistakes:
                 ui.label("`check` on this machine says:\n" + "\n".join(mistakes)).classes("trouble mono")
             choose(dialog, "Start").set_enabled(not mistakes or self.nodes.value != [HERE])
         if await dialog:
             await self.start(text)
+
+    def _commands(self) -> list[str]:
+        """One for each node, in its copy of the code."""
+        members, lines = [self._parts.nodes.find(name) for name in self.nodes.value], []
+        for rank, member in enumerate(members):
+            run = f"{member.report.home if member.report else '~'}/runs/{self.name.value}"
+            of = f"NNODES={len(members)} NODE_RANK={rank} MASTER_ADDR={members[0].host.address or members[0].name} "
+            ranks = "" if member.host.gpus is None else f"NGPU={max(1, member.host.gpus)} "
+            place = (of if len(members) > 1 else "") + ranks + f"CONFIG_FILE={run}/node/{rank}/job.toml"
+            options = f"--job.dump_folder {run}" + " --job.plan plan.json" * bool(self._plan)
+            lines.append(f"{member.name}: {place} python -m torchtitan.tools.start {options}")
+        return lines
 
     async def start(self, text: str) -> None:
         self.review_button.disable()
@@ -167,8 +185,11 @@ class Form:
             ui.navigate.to(f"/run/{started}")
 
     def _start(self, text: str, name: str, nodes: list[str]) -> str:
+        address, commit = (str(field.value or "").strip() for field in (self.git, self.commit))
         try:
-            wish = StartRun(config=text, name=name, nodes=nodes, plan=self._plan)
-        except ValueError:
-            raise Refusal(f"name = {name[:80]!r} does not serve; use letters, digits, . _ and -") from None
+            code = Git(git=address, commit=commit) if address else None
+            wish = StartRun(config=text, name=name, nodes=nodes, code=code, plan=self._plan)
+        except ValidationError as error:
+            fix = "a name has letters, digits, . _ and -, a commit the 40 digits of `git rev-parse HEAD`"
+            raise Refusal(f"{why(error)}; {fix}") from None
         return self._parts.actions.start(self._person, wish).id

@@ -144,8 +144,9 @@ def _add_buttons(parts: Parts, person: Person, run: Run) -> Callable[[Run], None
             await do(parts.actions.stop, person, run.id)
 
     async def remove() -> None:
-        question = f"Delete {run.name} with its checkpoints? This cannot be undone."
-        if await confirmed(question, "Delete"):
+        files, _ = await look(lambda: parts.library.find(run.id).place.files()) or ((), 0)
+        frees = size(sum(file.size for file in files))
+        if await confirmed(f"Delete {run.name} with its {frees}? This cannot be undone.", "Delete"):
             done = await do(parts.actions.delete, person, run.id)
             if done is not None:
                 ui.notify(f"{size(done.freed_bytes or 0)} are free again")

@@ -82,7 +82,7 @@ def at_once(do: Callable[[T], R], things: Sequence[T]) -> list[R]:
     return [future.result() for future in futures]
 
 
-def start(job: Job, code: str, parts: Sequence[Part], ssh: Sequence[str]) -> None:
+def start(job: Job, code: messages.Code, parts: Sequence[Part], ssh: Sequence[str]) -> None:
     """Start every part. Where they have to share a disk, the head's first, to see whether they do."""
     head, *others = parts
     place: dict[str, Any] = {"run": job.name, "nodes": len(parts), "config": job.config, "code": code}
