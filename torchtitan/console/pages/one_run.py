@@ -1,5 +1,6 @@
 """One run: live curves, the log of each rank, files and checkpoints, its configuration."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -29,7 +30,8 @@ from torchtitan.console.pages.meetings import add_meetings
 from torchtitan.console.pages.runs import edit_tags
 from torchtitan.console.predictions import in_words
 
-_SECONDS, _CHART_SECONDS = 0.25, 1  # charts are large, and sent whole
+_SECONDS, _CHART_SECONDS = 0.25, 1  # charts are large, and sent whole:
+_POINTS, _LATEST_SECONDS = 400, 5  # a new point that moves one by less than a dot waits for so long
 _CHARTS = {  # title -> the curves in it
     "Loss": ("loss", "validation_loss"),
     "Tokens per second": ("tokens_per_second",),
@@ -180,18 +182,19 @@ def _add_curves(parts: Parts, id: str) -> None:
     nothing, predicted = ui.label("No step is recorded yet.").classes("dim"), ui.label()
     with ui.element("div").classes("charts"):
         pictures = {title: chart(title) for title in _CHARTS}
-    seen: list[Any] = [None]
+    seen: list[Any] = [None, 0, 0.0]  # what was drawn, of how many steps, and when
 
-    async def show() -> None:
+    async def show(asked: bool = True) -> None:
         curves = await look(parts.library.curves, id)
         if curves is None:
             return
-        length = (len(curves.training.steps), len(curves.validation.steps))
-        now = (*length, curves.training.steps[-1:], controls.values())
-        if now == seen[0]:
+        length, moment = len(curves.training.steps), time.monotonic()
+        now = (length, len(curves.validation.steps), curves.training.steps[-1:], controls.values())
+        moves = (length - seen[1]) * _POINTS >= length or moment > seen[2] + _LATEST_SECONDS
+        if now == seen[0] or not (asked or moves):
             return
-        seen[0] = now
-        nothing.visible = not length[0]
+        seen[:] = now, length, moment
+        nothing.visible = not length
         prediction = await look(parts.library.prediction, id)
         predicted.text = in_words(prediction) if prediction else ""
         for title, names in _CHARTS.items():
@@ -205,7 +208,7 @@ def _add_curves(parts: Parts, id: str) -> None:
                 draw(pictures[title], title, lines, controls.values())
 
     controls.on_change(show)
-    ui.timer(_CHART_SECONDS, show)
+    ui.timer(_CHART_SECONDS, lambda: show(asked=False))
 
 
 def _lines(curves: Curves, names: tuple[str, ...], axis: str) -> dict[str, Points]:
