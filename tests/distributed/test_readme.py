@@ -60,12 +60,10 @@ def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
         command = "python -m torchtitan check train_configs/llama3_8b.toml --world_size 8"
     if "check train_configs/llama3_8b.toml" in command:  # README downloads the tokenizer first
         shutil.copytree(ROOT / "tests/assets/tokenizer", clone / "assets/hf/Llama-3.1-8B", dirs_exist_ok=True)
-    if re.search("torchtitan (compare|download|drill)", command):
-        command += " --help"  # tests/tools/ and tests/distributed/test_drill.py run them
+    if re.search("torchtitan (compare|console|download|drill)", command):
+        command += " --help"  # tests/tools/, tests/console/ and tests/distributed/test_drill.py run them
     elif "torchtitan swarm try" in command:
         command += f" --sites 2 --steps 4 --every 2 -- {SHORT.partition(' ')[2].partition(' ')[2]}"
-    elif "torchtitan plan place" in command:
-        command += " --steps 100"
     elif "run_llama_train.sh" in command and not any(word in command for word in ("--help", "PRINT_ONLY")):
         command = f"{command.replace('--training.steps 20', '')} {SHORT}"
     command = re.sub(r"(^|\s)(\.venv/bin/)?python\b", rf"\1{sys.executable}", command)

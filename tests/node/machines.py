@@ -33,6 +33,8 @@ if "node 1 fails" in text and os.environ["NODE_RANK"] == "1":
 if "deaf" in text:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print("deaf now", flush=True)
+if "variables" in text:
+    print(*(f"{name}={os.environ[name]}" for name in ("NCCL_DEBUG", "NGPU", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")))
 count = int(text.partition("lines = ")[2].split()[0])
 for number in range(count):
     while "pause" in text and number == count // 2 and not os.path.exists(os.environ["CONFIG_FILE"] + ".go"):

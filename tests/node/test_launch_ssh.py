@@ -20,7 +20,7 @@ from torchtitan.launch.ssh.client import Node, ssh_command
 from torchtitan.launch.ssh.hosts import Host
 from torchtitan.launch.ssh.install import bring_up, program
 from torchtitan.launch.ssh.pack import Packed
-from torchtitan.launch.ssh.parts import Job, Part, address_of, at_once
+from torchtitan.launch.ssh.parts import Job, Part, address_of, at_once, start
 from torchtitan.node import report
 from torchtitan.refusal import Refusal
 
@@ -180,6 +180,13 @@ def test_launch_ssh_refuses_before_it_connects(
     with pytest.raises(SystemExit) as refused:
         main(["launch", "ssh", *words])
     assert why is None or why in str(refused.value)
+
+
+def test_hosts_with_unlike_numbers_of_gpus_are_refused_before_anything_starts() -> None:
+    given = (("a", 4), ("b", 8), ("c", None))
+    parts = [Part(Host(host=name, gpus=gpus), Node(name, [])) for name, gpus in given]
+    with pytest.raises(Refusal, match=r"unlike gpus \(a 4, b 8, c None\), and a run has as many ranks on each"):
+        start(Job("run", "", needs_disk=False), HASH, parts, [])
 
 
 def test_the_nodes_meet_at_the_head_s_one_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,9 +229,13 @@ def test_what_a_job_lacks_is_said(program: Program) -> None:
     refused = program.start("refused", "refuse")
     assert "this configuration is refused" in refused["why"] and program.row("refused")["state"] == "failed"
     assert "exists already" in program.start("mine")["why"]
-    allowed = program.start("allowed", environment={"NCCL_DEBUG": "INFO", "HF_TOKEN": "x"}, ranks_here=2)
+    allowed = program.start(
+        "allowed", "variables, lines = 0", environment={"NCCL_DEBUG": "INFO", "HF_TOKEN": "x"}, ranks_here=2
+    )
     assert allowed["kind"] == "start"
     program.wait("allowed", "ended")
+    log = (program.home / "runs/allowed/node/0/output.log").read_text()
+    assert log.startswith("NCCL_DEBUG=INFO NGPU=2 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=290\n")
 
 
 def test_code_comes_from_allowed_repositories_at_a_commit(tmp_path: Path) -> None:

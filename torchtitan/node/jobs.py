@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.launch.submit.job import SECONDS_TO_SAVE
 from torchtitan.node import processes
 from torchtitan.node.archives import Archives
 from torchtitan.node.folders import PLAN, Folders, state_of
@@ -84,7 +85,8 @@ class Jobs:
                 raise Refusal(
                     f"environment.{name} may not be set by a job; leave it out, or give the node --env {name}"
                 )
-        environment = own_environment() | job.environment
+        saves = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SECONDS_TO_SAVE)}  # torchrun's own 30 s would break a save off
+        environment = saves | own_environment() | job.environment
         if job.ranks_here is not None:
             environment["NGPU"] = str(job.ranks_here)
         if job.nodes > 1:

@@ -85,6 +85,9 @@ def at_once(do: Callable[[T], R], things: Sequence[T]) -> list[R]:
 def start(job: Job, code: messages.Code, parts: Sequence[Part], ssh: Sequence[str]) -> None:
     """Start every part. Where they have to share a disk, the head's first, to see whether they do."""
     head, *others = parts
+    if len({max(1, part.host.gpus) for part in parts if part.host.gpus is not None}) > 1:
+        given = ", ".join(f"{part.name} {part.host.gpus}" for part in parts)
+        raise Refusal(f"the nodes have unlike gpus ({given}), and a run has as many ranks on each; give one number")
     place: dict[str, Any] = {"run": job.name, "nodes": len(parts), "config": job.config, "code": code}
     place |= {"plan": job.plan, "probes": job.probes, "again": job.again}
     if others:
