@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan.reach import find, join, leave, measure, messages, proof, serve, wireguard
+from torchtitan.reach import find, join, leave, measure, messages, proof, serve, server, wireguard
+from torchtitan.reach import node as node_module
 from torchtitan.reach.carry import Streams
 from torchtitan.reach.inside import Inside
 from torchtitan.reach.node import Node
@@ -149,6 +151,7 @@ def test_two_peers_open_a_way_and_nothing_that_is_sent_back_does() -> None:
 # --- the serving machine
 
 PORT_OF_TEST = 38710
+PUBLIC, ANOTHER = (base64.b64encode(bytes([each]) * 32).decode() for each in (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +182,7 @@ async def meet(keys: Path, name: str) -> tuple[dict[str, Any], Streams]:
 def test_udp_questions_are_answered_once_and_only_to_nodes_that_are_here(keys: Path) -> None:
     async def ask(server: Server) -> list[bool]:
         welcome, (reader, writer) = await meet(keys, "lima")
-        assert welcome["address"] == "10.88.0.2" and welcome["sites"] == 3
+        assert (welcome["network"], welcome["number"]) == ("10.88.0.0/24", 2)
         asker = find.Asker(bytes.fromhex(welcome["session"]), bytes.fromhex(welcome["key"]))
         question, _ = asker.question(messages.ASK)
         stranger, _ = find.Asker(asker.session, b"x" * 32).question(messages.ASK)
@@ -258,33 +261,99 @@ def test_the_serving_machine_refuses_by_name(keys: Path, tmp_path: Path) -> None
         serve.run(parser.parse_args(["--keys", str(keys), "--through", "rome"]), [])
 
 
-def test_a_node_that_is_revoked_while_it_is_here_is_put_out_and_the_others_hear_of_it(
-    keys: Path, tmp_path: Path
+def test_a_node_that_is_revoked_is_put_out_and_the_others_hear_of_it_also_after_it_hung_up(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = shutil.copytree(keys, tmp_path / "keys")
+    monkeypatch.setattr(server, "_REVOKED_SECONDS", 0.1)
 
-    async def put_out(server: Server) -> tuple[dict[str, Any], dict[str, Any]]:
-        _, (reader, writer) = await meet(own, "oslo")
-        _, (hears, _) = lima = await meet(own, "lima")
-        revoke(own, "oslo")
-        writer.write(messages.as_frame({"do": "beat"}))  # each node sends one every 2 s
-        found = [await asyncio.wait_for(messages.read_message(each), 5) for each in (reader, hears)]
-        assert list(server.nodes) == ["lima"] and lima
-        return found[0], found[1]
+    async def put_out(served: Server) -> list[dict[str, Any]]:
+        _, lima = await meet(own, "lima")
+        _, zurich = await meet(own, "zurich")
+        zurich[1].close()
+        _, oslo = await meet(own, "oslo")
+        revoke(own, "zurich"), revoke(own, "oslo")
+        said = [await asyncio.wait_for(messages.read_message(each), 5) for each in (oslo[0], oslo[0], lima[0], lima[0])]
+        assert list(served.nodes) == ["lima"] and zurich
+        (own / "syncer/revoked.json").write_text("{half")
+        lima[1].write(messages.as_frame({"do": "here", "candidates": [], "router": vars(KEEPS)}))
+        return [*said, *[await asyncio.wait_for(messages.read_message(lima[0]), 5) for _ in range(2)]]
 
-    refused, left = served(own, put_out)
+    _, refused, *left = served(own, put_out)  # oslo first hears that zurich left
     assert refused == {"do": "refuse", "why": "the certificate of oslo is revoked"}
-    assert left == {"do": "left", "peer": "oslo"}
+    for two in (left[:2], left[2:]):
+        assert sorted(each["peer"] for each in two) == ["oslo", "zurich"] and {each["do"] for each in two} == {"left"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"do": "here", "candidates": [["198.51.100.1", 70000]], "router": vars(KEEPS)},
+        {"do": "here", "candidates": [["198.51.100.1", 1]], "router": vars(KEEPS) | {"count": float("inf")}},
+        {"do": "relay", "peer": "lima"},
+        {"do": "relay", "peer": "rome"},
+        {"do": "way", "peer": "rome", "way": "direct"},
+    ],
+)
+def test_what_no_honest_node_says_ends_its_connection_and_reaches_nobody(keys: Path, message: dict[str, Any]) -> None:
+    async def say(served: Server) -> None:
+        _, zurich = await meet(keys, "zurich")
+        _, (reader, writer) = await meet(keys, "lima")
+        writer.write(messages.as_frame(message))
+        assert await asyncio.wait_for(reader.read(), 5) == b"" and list(served.nodes) == ["zurich"] and zurich
+
+    served(keys, say)
+
+
+def test_a_node_has_few_connections_and_one_that_carries(keys: Path) -> None:
+    async def knock(served: Server) -> None:
+        welcome, (reader, writer) = await meet(keys, "lima")
+        tls, carriers = context(keys / "lima", is_server=False), []
+        for _ in range(server._MOST_CONNECTIONS):
+            carriers.append(await asyncio.open_connection("127.0.0.1", PORT_OF_TEST, ssl=tls))
+            carriers[-1][1].write(messages.as_frame({"do": "carry"}))
+            with contextlib.suppress(EOFError):
+                await asyncio.wait_for(messages.read_message(carriers[-1][0]), 5)
+        assert await asyncio.wait_for(carriers[0][0].read(), 5) == b""  # the second took its place
+        assert not reader.at_eof() and welcome and writer
+
+    served(keys, knock)
+
+
+def test_a_pair_that_is_direct_is_relayed_no_more_and_both_of_a_pair_may_ask_at_once(keys: Path) -> None:
+    async def pair(served: Server) -> None:
+        (_, (reads, one)), (_, (_, other)) = await meet(keys, "zurich"), await meet(keys, "lima")
+        relay = served.relays.of(1, 2)
+        ports = await asyncio.gather(*(served.relays.open(relay, ["127.0.0.1"]) for _ in range(2)))
+        assert ports[0] == ports[1] == PORT_OF_TEST + 2
+        socket, got = relay.sockets["127.0.0.1"], []
+        for number in (1, 2):
+            relay.bind(number, socket, ("127.0.0.1", number))
+            relay.legs[number] = got.append
+        relay.take(1, b"relayed")
+        for writer, name in ((one, "lima"), (other, "zurich")):
+            assert relay.legs
+            writer.write(messages.as_frame({"do": "way", "peer": name, "way": "direct"}))
+            writer.write(messages.as_frame({"do": "beat"}))
+        assert await asyncio.wait_for(messages.read_message(reads), 5) == {"do": "beat"}
+        while relay.legs:
+            await asyncio.sleep(0.01)
+        relay.take(1, b"late")
+        assert got == [b"relayed"] and not relay.senders
+
+    served(keys, pair)
 
 
 def test_a_key_that_its_owner_did_not_sign_is_not_taken(keys: Path) -> None:
-    said = proof.sign(keys / "lima", "public")
-    assert proof.check(keys / "zurich", "lima", said) == "public"
+    said = proof.sign(keys / "lima", PUBLIC)
+    assert proof.check(keys / "zurich", "lima", said) == PUBLIC
     for name, wrong in (
         ("lima", said | {"public": "another"}),
         ("oslo", said),
         ("lima", {"public": "public"}),
-        ("zurich", proof.sign(keys / "others/zurich", "public")),
+        ("zurich", proof.sign(keys / "others/zurich", PUBLIC)),
+        ("syncer", proof.sign(keys / "syncer", PUBLIC)),  # a serving machine that was broken into
+        ("lima", proof.sign(keys / "lima", "x")),
     ):
         with pytest.raises(Refusal, match=f"{name!r} shows a key that is not signed by its certificate"):
             proof.check(keys / "oslo", name, wrong)
@@ -337,6 +406,45 @@ def test_the_verbs_refuse_before_they_change_anything(
 
 
 @needs_wg
+def test_a_node_takes_no_address_or_key_of_another_and_no_network_that_it_uses(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node, given = Node(keys / "zurich", "meet", PORT_OF_TEST, "reach-none", 51999, tmp_path), []
+    monkeypatch.setattr(node.interface, "set_peer", lambda *peer: given.append(peer[:3]))
+    monkeypatch.setattr(node_module, "own_addresses", lambda: {"192.168.1.5": "eth0"})
+    node.number = 1
+    for network, why in (("192.168.1.0/24", "has 192.168.1.5, an address of"), ("8.8.8.0/24", "is not a private one")):
+        with pytest.raises(Refusal, match=f"the network {network} of meet {why}.*--network"):
+            node._take_network(network)
+    node._take_network("10.88.0.0/24")
+    with pytest.raises(Refusal, match="now gives this node 10.99.0.1, not 10.88.0.1"):
+        node._take_network("10.99.0.0/24")
+
+    def hear(name: str, number: int, public: str) -> None:
+        about = {"key": "00" * 32, "candidates": [["198.51.100.2", 1]], "router": vars(KEEPS)}
+        node._obey({"do": "peer", "name": name, "number": number, "proof": proof.sign(keys / name, public)} | about)
+
+    hear("lima", 2, PUBLIC)
+    for number, public in ((3, PUBLIC), (3, node.public), (2, ANOTHER), (1, ANOTHER)):
+        hear("oslo", number, public)
+    assert [*node.peers] == ["lima"] and given == [(PUBLIC, ["10.88.0.2"], None)]
+    assert capsys.readouterr().out.count("of another node; do not trust") == 4
+    hear("oslo", 3, ANOTHER)
+    node.peers["lima"].way, node.peers["lima"].used = "through", "oslo"
+    for peer in node.peers.values():  # in any order, what is behind oslo stays there
+        node._set(peer)
+    assert given[-2:] == [(ANOTHER, ["10.88.0.3", "10.88.0.2"], None)] * 2
+
+
+@needs_wg
+def test_an_interface_that_is_there_stays_as_it_is() -> None:
+    interface = wireguard.Interface("lo")
+    with pytest.raises(Refusal, match="the interface lo is there already, .*--interface"):
+        interface.bring_up("", 51999, "10.88.0.2", 24, 1420)
+    assert not interface.is_up
+
+
+@needs_wg
 def test_a_kernel_without_wireguard_needs_wireguard_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ip", "wg"):
         (tmp_path / name).symlink_to(shutil.which(name) or "")
@@ -374,5 +482,9 @@ def test_a_result_that_cannot_be_written_leaves_the_network_up(
 ) -> None:
     (tmp_path / "taken").write_text("no folder")
     found = {"names": ["zurich"], "facts": [measure.facts()], "delay_ms": [[0]], "gbit": [[0]]}
-    Inside("zurich", "10.88.0.1", {}, tmp_path / "taken")._write(found)
+    inside = Inside("zurich", "10.88.0.1", {"lima": peer(1, 2, [])}, tmp_path / "taken")
+    inside.peers["lima"].is_silent = True  # it was killed: the others are measured without it
+    inside._write(found, "10.88.0.1")
     assert "taken could not be written: File exists; the network stays up" in capsys.readouterr().out
+    inside._write(found, "10.88.0.2")
+    assert "10.88.0.2 sent it, and 10.88.0.1 leads" in capsys.readouterr().out

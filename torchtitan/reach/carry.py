@@ -8,10 +8,9 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from torchtitan.reach.messages import as_frame, frame, read_frame, read_message
-from torchtitan.reach.server import Socket
+from torchtitan.reach.relays import CARRY_SECONDS, Socket, write
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-_MOST_BUFFERED = 1 << 20
 
 
 class Carrier:
@@ -31,9 +30,8 @@ class Carrier:
         return f"127.0.0.1:{self._sockets[number].port}"
 
     def _send(self, number: int, data: bytes) -> None:
-        writer = self._writer
-        if writer and not writer.is_closing() and writer.transport.get_write_buffer_size() < _MOST_BUFFERED:
-            writer.write(frame(number.to_bytes(2, "big") + data))
+        if self._writer:
+            write(self._writer, frame(number.to_bytes(2, "big") + data))
 
     async def _run(self) -> None:
         while True:
@@ -44,12 +42,17 @@ class Carrier:
                     await asyncio.wait_for(read_message(reader), 10)
                     for number in self._sockets:
                         self._send(number, b"")
-                    while body := await read_frame(reader):
+                    while body := await asyncio.wait_for(read_frame(reader), CARRY_SECONDS):
                         if own := self._sockets.get(int.from_bytes(body[:2], "big")):
                             own.transport.sendto(body[2:], self._to)
                 finally:
                     self._writer.close()
             await asyncio.sleep(1)
+
+    def meet_again(self) -> None:
+        """The connection may be dead without a sign, for instance after this node's address changed."""
+        if self._writer:
+            self._writer.close()
 
     def close(self) -> None:
         if self._task:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from torchtitan.reach import measure
 from torchtitan.reach.peer import Peer
-from torchtitan.reach.server import Socket
+from torchtitan.reach.relays import Socket
+from torchtitan.refusal import Refusal
 
 SILENT_SECONDS = 22.0  # through the tunnel, whatever the way
 _ASK_SECONDS, _SETTLED_SECONDS = 2.0, 3.0
@@ -24,16 +25,21 @@ class Inside:
         self.name, self.address, self.peers, self.out = name, address, peers, out
         self.measured: object = None  # the ways that the last measurement had
         self._settled: tuple[object, float] = (None, 0.0)
-        self._asked_at, self._is_measuring = 0.0, False
+        self._asked_at, self._is_measuring, self._pause = 0.0, False, _SETTLED_SECONDS
 
     async def start(self) -> None:
-        self._echo = await Socket.open(self._take, self.address, measure.PORT)
         loop = asyncio.get_running_loop()
 
-        def hand_over(found: measure.Found) -> None:
-            loop.call_soon_threadsafe(self._write, found)
+        def hand_over(found: measure.Found, origin: str) -> None:
+            loop.call_soon_threadsafe(self._write, found, origin)
 
-        self._listener = measure.listen_for_pairs(self.address, hand_over)
+        try:
+            self._echo = await Socket.open(self._take, self.address, measure.PORT)
+            self._listener = measure.listen_for_pairs(self.address, hand_over)
+        except OSError as error:
+            raise Refusal(
+                f"{self.address} port {measure.PORT} cannot be used: {error}; end what listens there"
+            ) from None
 
     def close(self) -> None:
         self._echo.transport.close()
@@ -70,19 +76,23 @@ class Inside:
 
     def _measure_if_settled(self, now: float) -> None:
         """By the node with the smallest address, once all pairs work and nothing has changed for some seconds."""
-        ways = sorted((peer.name, peer.way, peer.public) for peer in self.peers.values())
+        here = self._here()
+        ways = sorted((peer.name, peer.way, peer.public) for peer in here)
         if ways != self._settled[0]:
             self._settled = ways, now
-        leads = all(peer.leads_over for peer in self.peers.values()) and bool(ways)
-        works = all(peer.heard_at and not peer.is_silent for peer in self.peers.values())
+        leads = all(peer.leads_over for peer in here) and bool(ways)
+        works = all(peer.heard_at for peer in here)
         if leads and works and now > self._settled[1] + _SETTLED_SECONDS and ways != self.measured:
             if not self._is_measuring:
                 self._is_measuring, self.measured = True, ways
                 threading.Thread(target=self._measure, daemon=True).start()
 
+    def _here(self) -> list[Peer]:
+        return [peer for peer in self.peers.values() if not peer.is_silent]
+
     def addresses(self) -> dict[str, str]:
-        peers = sorted(self.peers.values(), key=lambda peer: peer.number)
-        both = [(self.name, self.address), *((peer.name, peer.address) for peer in peers)]
+        """Of this node and those that answer; the first leads the measurement."""
+        both = [(self.name, self.address), *((peer.name, peer.address) for peer in self._here())]
         return dict(sorted(both, key=lambda pair: tuple(map(int, pair[1].split(".")))))
 
     def _measure(self) -> None:
@@ -90,15 +100,18 @@ class Inside:
             measure.measure_all(self.addresses())
         except (OSError, KeyError, TypeError, ValueError) as error:
             print(f"{self.name}: the pairs could not be measured ({error}); they are tried again", flush=True)
-            self.measured = None
+            time.sleep(self._pause)
+            self.measured, self._pause = None, min(60.0, 2 * self._pause)
         finally:
             self._is_measuring = False
 
-    def _write(self, found: measure.Found) -> None:
+    def _write(self, found: measure.Found, origin: str) -> None:
         try:
+            if origin != (leader := next(iter(self.addresses().values()))):
+                raise ValueError(f"{origin} sent it, and {leader} leads")
             names = [str(name) for name in found["names"]]
             lines = []
-            for peer in self.peers.values():
+            for peer in self._here():
                 own, other = names.index(self.name), names.index(peer.name)
                 there, back = (1e3 * found["gbit"][a][b] for a, b in ((own, other), (other, own)))
                 rates = f"{found['delay_ms'][own][other]:.1f} ms, {there:.0f} Mbit/s there and {back:.0f} back"

@@ -39,10 +39,15 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     if (pid := keeper(args.interface)) is not None:
         raise Refusal(f"process {pid} keeps {args.interface} up; `reach leave` ends it, or give another --interface")
     leave(args.interface)  # what a killed one has left
-    host, _, port = args.host.rpartition(":") if args.host.count(":") == 1 else (args.host, "", "")
+    host, port = args.host, PORT
+    if host.startswith("[") or host.count(":") == 1:  # else an address of IPv6, without a port
+        host, _, given = host.rpartition(":") if not host.endswith("]") else (host, "", str(PORT))
+        if not given.isdecimal() or not 0 < int(given) < 2**16:
+            raise Refusal(f"{args.host}: {given!r} is no port; write HOST:PORT, or [ADDRESS]:PORT for IPv6")
+        host, port = host.strip("[]"), int(given)
 
     async def join() -> None:
-        node = Node(Path(args.keys), host, int(port or PORT), args.interface, args.listen, args.out)
+        node = Node(Path(args.keys), host, port, args.interface, args.listen, args.out)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, node.stop.set)
         await node.run()

@@ -26,14 +26,14 @@ _SECONDS = 20.0  # for one pair
 Found = dict[str, Any]
 
 
-def listen_for_pairs(address: str, take: Callable[[Found], None]) -> socket.socket:
-    """Answer other nodes in threads, until the socket is closed. `take` gets the result of a whole measurement."""
+def listen_for_pairs(address: str, take: Callable[[Found, str], None]) -> socket.socket:
+    """Answer other nodes in threads, until the socket is closed. `take` gets a result of all pairs and its sender."""
     listener = listen(PORT, address)
     allowed = threading.BoundedSemaphore(4)
 
     def answer(connection: socket.socket) -> None:
         channel = Channel(connection, _SECONDS)
-        with allowed, connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+        with connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
             connection.settimeout(_SECONDS)
             match (order := channel.receive())["do"]:
                 case "facts":
@@ -44,11 +44,13 @@ def listen_for_pairs(address: str, take: Callable[[Found], None]) -> socket.sock
                     channel.send(ready=True)
                     measure_with(connection, leads=False)
                 case "result":
-                    take(order)
+                    take(order, connection.getpeername()[0])
+        allowed.release()
 
     def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
+                allowed.acquire()
                 connection, _ = listener.accept()
                 threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
@@ -77,13 +79,14 @@ def measure_all(nodes: Mapping[str, str]) -> Found:
     names, addresses = list(nodes), list(nodes.values())
     delay = [[0.0] * len(names) for _ in names]
     gbit = [[0.0] * len(names) for _ in names]
+    about = [_ask(address, do="facts") for address in addresses]
     for pairs in plan_rounds(len(names)):
         for one, other in pairs:  # one after the other: relayed pairs share the serving machine
             trip, there, back = _ask(addresses[one], do="lead", address=addresses[other])["found"]
             delay[one][other] = delay[other][one] = round(500 * trip, 3)
             gbit[one][other], gbit[other][one] = (float(f"{8e-9 * rate:.4g}") for rate in (there, back))
     result: Found = {"do": "result", "names": names, "delay_ms": delay, "gbit": gbit}
-    result["facts"] = [_ask(address, do="facts") for address in addresses]
+    result["facts"] = about
     for address in addresses:
         _ask(address, **result)
     return result
@@ -92,14 +95,16 @@ def measure_all(nodes: Mapping[str, str]) -> Found:
 def facts() -> Found:
     """This node's devices, without torch: of a GPU the data sheet, of a CPU the speed of a product of matrices."""
     smi = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    listed = ""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    rows = []
     if shutil.which(smi[0]):
-        listed = subprocess.run(smi, capture_output=True, text=True, timeout=60).stdout
-    if rows := [line.split(", ") for line in listed.splitlines()]:
+        done = subprocess.run(smi, capture_output=True, text=True, timeout=60)
+        rows = [line.rsplit(", ", 1) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    if rows:
         name = rows[0][0].replace("-", " ")
         peak = next((tflops for known, tflops in PEAK_BF16_TFLOPS.items() if known in name), None)
-        memory = min(float(row[1]) for row in rows) / 1024
-        return {"kind": rows[0][0], "gpus": len(rows), "memory_gib": memory, "tflops": peak}
+        sizes = [int(size) / 1024 for _, size in rows if size.isdecimal()]  # a GPU may share the host's memory
+        return {"kind": rows[0][0], "gpus": len(rows), "memory_gib": min(sizes, default=host), "tflops": peak}
     import numpy as np
 
     side, seconds = 512, float("inf")
@@ -108,9 +113,8 @@ def facts() -> Found:
         begin = time.perf_counter()
         a @ a
         seconds = min(seconds, time.perf_counter() - begin)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     kind = f"CPU ({num_cores()} cores)"
-    return {"kind": kind, "gpus": 0, "memory_gib": memory, "tflops": float(f"{2e-12 * side**3 / seconds:.3g}")}
+    return {"kind": kind, "gpus": 0, "memory_gib": host, "tflops": float(f"{2e-12 * side**3 / seconds:.3g}")}
 
 
 def write_files(folder: Path, result: Found, addresses: Mapping[str, str], ways: Sequence[str]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import time
 from pathlib import Path
@@ -16,13 +17,14 @@ from torchtitan.reach.messages import as_frame, read_message
 from torchtitan.reach.peer import Peer
 from torchtitan.reach.port import Port
 from torchtitan.reach.proof import check, sign
-from torchtitan.reach.routers import Endpoint, Router, choose_way, judge
+from torchtitan.reach.routers import Endpoint, Router, choose_way, judge, to_endpoint
 from torchtitan.reach.server import SILENT_SECONDS
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.certificates import context
 
 _BEAT_SECONDS, _PAUSES = 2.0, (0.5, 1.0, 2.0, 4.0)
 _NO_UDP_SECONDS = 7.0
+_ROAM_SECONDS = 1.0
 
 
 class Node:
@@ -41,6 +43,7 @@ class Node:
         self.relay_ports: dict[str, int] = {}
         self.stop = asyncio.Event()
         self._asker = find.Asker(b"", b"")
+        self._network = ipaddress.IPv4Network("10.88.0.0/24")
         self._said: Any = None
         self._own = ""
         self._udp: Port | None = None
@@ -71,12 +74,12 @@ class Node:
                 with contextlib.suppress(OSError, asyncio.TimeoutError):
                     await asyncio.wait_for(self._writer.drain(), 1)
                 self._writer.close()
-            for each in (self._carrier, self._udp, self._inside):
-                if each:
-                    each.close()
             if self.interface.is_up:
                 self.interface.remove()
                 state_file(self.interface.name).unlink(missing_ok=True)
+            for each in (self._carrier, self._udp, self._inside):
+                if each:
+                    each.close()
 
     async def _connect(self) -> Streams:
         tls = context(self.keys, is_server=False)
@@ -93,9 +96,9 @@ class Node:
                         f"{self.host} port {self.port} serves no node ({str(error) or 'no answer'}); is "
                         "`reach serve` running there, are these keys of its authority, does its firewall let TCP in?"
                     ) from None
+                tries = 0 if self._writer else tries
                 if tries == 0:
                     print(f"{self.host} does not answer ({str(error) or 'silence'}); direct ways stay up", flush=True)
-            tries = 0 if self._writer else tries
             self._writer = None
             await asyncio.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
@@ -109,12 +112,18 @@ class Node:
             if welcome["do"] == "refuse":
                 raise Refusal(f"{self.host} refuses this node: {welcome['why']}")
             self._writer = writer
-            await self._take_welcome(welcome)
+            try:
+                await self._take_welcome(welcome)
+            except (KeyError, TypeError, ValueError) as error:
+                why = f"{self.host} sends a welcome that this version does not know ({error}); use the same one there"
+                raise error if isinstance(error, Refusal) else Refusal(why) from None
             beats = asyncio.create_task(self._beat())
             while message := await asyncio.wait_for(read_message(reader), SILENT_SECONDS):
+                if message.get("do") == "refuse":
+                    raise Refusal(f"{self.host} refuses this node: {message.get('why')}")
                 try:
                     self._obey(message)
-                except (KeyError, TypeError, ValueError) as error:
+                except (LookupError, TypeError, ValueError) as error:
                     print(f"{self.name}: a message that is none is left out ({type(error).__name__})", flush=True)
         finally:
             if beats:
@@ -122,8 +131,10 @@ class Node:
             writer.close()
 
     async def _take_welcome(self, welcome: dict[str, Any]) -> None:
-        is_new = not self.name
-        self.name, self.address, self.number = welcome["name"], welcome["address"], int(welcome["number"])
+        is_new = self._inside is None
+        self.name, self.number = str(welcome["name"]), int(welcome["number"])
+        self._take_network(str(welcome["network"]))
+        self._carrier.meet_again()
         self._said, self.mapped = None, {}
         self.relay_ports.clear()
         self.through = str(welcome["through"])
@@ -134,11 +145,22 @@ class Node:
         if is_new or own != self._own:
             self._own = own
             await self._look(welcome, is_new)
-        if self.through == self.name:
-            self.interface.pass_on()
+        self.interface.pass_on(self.through == self.name)
         for peer in self.peers.values():
             peer.may_go_through = False
             self._tell(do="way", peer=peer.name, way=peer.way)
+
+    def _take_network(self, given: str) -> None:
+        """The serving machine names the network; it cannot take addresses that this machine already uses."""
+        network = ipaddress.IPv4Network(given)
+        address, fix = str(network[self.number]), "start `reach serve` with another --network"
+        used = [each for each, of in own_addresses().items() if ":" not in each and of != self.interface.name]
+        if network.is_global or (used := [each for each in used if ipaddress.IPv4Address(each) in network]):
+            what = f"has {used[0]}, an address of this machine" if not network.is_global else "is not a private one"
+            raise Refusal(f"the network {network} of {self.host} {what}; {fix}")
+        if self.address not in ("", address):
+            raise Refusal(f"{self.host} now gives this node {address}, not {self.address}; start `reach join` again")
+        self._network, self.address = network, address
 
     async def _look(self, welcome: dict[str, Any], is_new: bool) -> None:
         server = self.servers[0], self.port
@@ -149,10 +171,11 @@ class Node:
         if is_new:
             largest = await asyncio.to_thread(find.largest_packet, self._asker, server) if seen.mapped else 1500
             mtu = largest - wireguard.OVERHEAD
-            self.interface.bring_up(self.private, self.listen, self.address, int(welcome["prefix"]), mtu)
+            self.interface.bring_up(self.private, self.listen, self.address, self._network.prefixlen, mtu)
             self._udp = Port(self.listen, self._take)
-            self._inside = Inside(self.name, self.address, self.peers, self.out)
-            await self._inside.start()
+            inside = Inside(self.name, self.address, self.peers, self.out)
+            await inside.start()
+            self._inside = inside
             self._note()
             print(f"{self.name}: {self.interface.name} has {self.address}, packets of {mtu} bytes", flush=True)
             if seen.mapped:
@@ -216,37 +239,44 @@ class Node:
                 if peer := self.peers.get(message["peer"]):
                     peer.may_go_through = bool(message["on"])
             case "relay":
-                self.relay_ports[message["peer"]] = int(message["port"])
-            case "refuse":
-                raise Refusal(f"{self.host} refuses this node: {message['why']}")
+                self.relay_ports[message["peer"]] = to_endpoint(self.servers[0], message["port"])[1]
 
     def _take_peer(self, message: dict[str, Any]) -> None:
-        name = str(message["name"])
+        name, number = str(message["name"]), int(message["number"])
+        others = [peer for peer in self.peers.values() if peer.name != name]
         try:
             public = check(self.keys, name, message["proof"])
+            if public in (self.public, *(peer.public for peer in others)):
+                raise Refusal(f"{name} shows the key of another node; do not trust it")
+            if number in (self.number, *(peer.number for peer in others)):
+                raise Refusal(f"{name} has the address of another node; do not trust this serving machine")
         except Refusal as refusal:
             print(f"error: {refusal}", flush=True)
             return
         peer = self.peers.get(name)
-        if peer is None or peer.public != public:
+        if peer is None or peer.public != public or peer.number != number:
+            address, key = str(self._network[number]), bytes.fromhex(message["key"])
+            new = Peer(name, number, self.number, address, public, key, [], routers.told(message["router"]))
             if peer:
                 self._drop(name, "came back")
-            number = int(message["number"])
-            key, router = bytes.fromhex(message["key"]), routers.told(message["router"])
-            peer = Peer(name, number, self.number, str(message["address"]), public, key, [], router)
-            self.peers[name] = peer
+            self.peers[name] = peer = new
             self._set(peer)
         peer.take_news(message, public)
 
     def _set(self, peer: Peer) -> None:
-        """Give WireGuard a peer's endpoint; one behind another node is reached at that node's."""
+        """Give WireGuard a peer's endpoint, and the addresses that are reached there: also those behind this node."""
         if peer.way == "through":
             if (hub := self.peers.get(peer.used)) is None:  # it left: another way is chosen at once
                 return
-            beyond = [each.address for each in self.peers.values() if each.used == hub.name]
-            self.interface.set_peer(hub.public, [hub.address, *beyond], None, self.keepalive)
-        else:
-            self.interface.set_peer(peer.public, [peer.address], peer.used or None, self.keepalive)
+            peer = hub
+        beyond = [each.address for each in self.peers.values() if (each.way, each.used) == ("through", peer.name)]
+        self.interface.set_peer(peer.public, [peer.address, *beyond], peer.used or None, self.keepalive)
+
+    async def _set_again(self, peer: Peer, endpoint: str) -> None:
+        """A packet that was still relayed has led WireGuard back to the relay, which now passes none on."""
+        await asyncio.sleep(_ROAM_SECONDS)
+        if self.peers.get(peer.name) is peer and (peer.way, peer.used) == ("direct", endpoint):
+            self._set(peer)
 
     def _drop(self, name: str, why: str) -> None:
         if peer := self.peers.pop(name, None):
@@ -312,5 +342,7 @@ class Node:
             peer.way, peer.used, peer.reason = way, endpoint, reason
             self._set(peer)
             self._tell(do="way", peer=peer.name, way=way)
+            if way == "direct":
+                self._background.append(asyncio.create_task(self._set_again(peer, endpoint)))
             print(f"{self.name} - {peer.name}: {way} ({endpoint}), for {reason}", flush=True)
             self._note()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.reach import messages
-from torchtitan.reach.routers import Endpoint, Router, told
+from torchtitan.reach.routers import Endpoint, Router, to_endpoint, told
 
 _BURST_SECONDS, _FAST, _SLOW, _RARE = 3.0, 0.2, 2.0, 10.0
 _LOST_SECONDS = 6.5  # without an answer on a direct way: three questions in a row
@@ -58,7 +58,7 @@ class Peer:
 
     def take_news(self, message: Mapping[str, Any], public: str) -> None:
         """Where the other is now."""
-        candidates = [(str(address), int(port)) for address, port in message["candidates"][:_MOST_CANDIDATES]]
+        candidates = [to_endpoint(*given) for given in message["candidates"][:_MOST_CANDIDATES]]
         key = bytes.fromhex(message["key"])
         if candidates != self.candidates or key != self.key or public != self.public:
             self.news_at, self.asked_at = time.monotonic(), 0.0
@@ -97,5 +97,6 @@ class Peer:
                 self.candidates = [*self.candidates[-_MOST_CANDIDATES:], origin]
                 self.asked_at = 0.0
         elif found.kind == messages.ACK and self.waiting.pop(found.counter, None) is not None:
-            self.answered_at = time.monotonic()
             self.endpoint = self.endpoint or origin
+            if origin == self.endpoint:
+                self.answered_at = time.monotonic()

@@ -1,5 +1,6 @@
 """A node signs its WireGuard key with its swarm certificate, so no serving machine can put its own in the place."""
 
+import base64
 import datetime
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.certificates import AUTHORITY, CERTIFICATE, KEY
@@ -33,12 +34,16 @@ def check(keys: Path, name: str, said: dict[str, Any]) -> str:
         own.verify_directly_issued_by(authority)
         (named,) = own.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         key, now = own.public_key(), datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None)
-        if named.value != name or not isinstance(key, ec.EllipticCurvePublicKey):
+        uses = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        is_site = ExtendedKeyUsageOID.CLIENT_AUTH in uses  # the serving machine's own has another use
+        if named.value != name or not is_site or not isinstance(key, ec.EllipticCurvePublicKey):
             raise ValueError("the certificate is another's")
         if not own.not_valid_before_utc.replace(tzinfo=None) <= now <= own.not_valid_after_utc.replace(tzinfo=None):
             raise ValueError("the certificate is out of date")
         key.verify(bytes.fromhex(said["signature"]), _text(said["public"]), _KIND)
-    except (KeyError, TypeError, ValueError, InvalidSignature) as error:
+        if len(base64.b64decode(said["public"], validate=True)) != 32:
+            raise ValueError("it is no key of WireGuard's")
+    except (KeyError, TypeError, ValueError, InvalidSignature, x509.ExtensionNotFound) as error:
         raise Refusal(
             f"{name!r} shows a key that is not signed by its certificate ({error or type(error).__name__}); "
             "do not trust this serving machine"

@@ -83,9 +83,18 @@ def can_open(one: Router, other: Router) -> tuple[bool, str]:
     return True, f"one router takes a new port for each destination, but the other lets in {fixed.filtering}"
 
 
+def to_endpoint(address: Any, port: Any) -> Endpoint:
+    """What another node says of where it is. A ValueError, if nothing can be there."""
+    if type(port) is not int or not 0 < port < 2**16:
+        raise ValueError(f"{port!r} is no port")
+    return str(ipaddress.ip_address(address)), port
+
+
 def told(values: Mapping[str, Any]) -> Router:
     """What another node says of its router. A ValueError, if that is none of these words."""
-    router = Router(str(values["kind"]), str(values["mapping"]), str(values["filtering"]), int(values["count"]))
+    if type(count := values["count"]) is not int:
+        raise ValueError(f"{count!r} is no number of routers")
+    router = Router(str(values["kind"]), str(values["mapping"]), str(values["filtering"]), count)
     if router.kind not in _WORDS or {router.mapping, router.filtering} - {"", SAME, OTHER, ANYONE, ADDRESS, PORT}:
         raise ValueError(f"{router.kind!r} is no kind of router")
     return router

@@ -11,43 +11,25 @@ import ipaddress
 import itertools
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchtitan.launch.addresses import is_local, own_addresses
 from torchtitan.reach import messages
-from torchtitan.reach.messages import as_frame, frame, read_frame, read_message
+from torchtitan.reach.messages import as_frame, read_message
+from torchtitan.reach.relays import Relays, Socket, write
+from torchtitan.reach.routers import to_endpoint, told
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.certificates import REVOKED, context, sites_of
 
-_HELLO_SECONDS, SILENT_SECONDS = 10.0, 10.0
+_HELLO_SECONDS, SILENT_SECONDS, _REVOKED_SECONDS = 10.0, 10.0, 2.0
 _LATER_SECONDS, _MOST_LATER, _MOST_CANDIDATES = 600, 16, 12
-_MOST_BUFFERED = 1 << 20  # bytes that wait for one connection; what comes then is dropped, as a full queue does
+_MOST_CONNECTIONS = 4  # of a node
+_PROOF = {"public": 64, "signature": 512, "certificate": 8192}  # characters at most
 FIRST_PAIR = 2  # ports of pairs begin so far above --port
-
-Take = Callable[["Socket", bytes, tuple[str, int]], None]
-
-
-class Socket(asyncio.DatagramProtocol):
-    """A UDP socket whose datagrams go to a function."""
-
-    def __init__(self, take: Take) -> None:
-        self._take = take
-
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
-        self.address, self.port = transport.get_extra_info("sockname")[:2]
-
-    def datagram_received(self, data: bytes, address: Any) -> None:
-        self._take(self, data, address[:2])
-
-    @staticmethod
-    async def open(take: Take, address: str, port: int) -> "Socket":
-        loop = asyncio.get_running_loop()
-        _, made = await loop.create_datagram_endpoint(lambda: Socket(take), local_addr=(address, port))
-        return made
 
 
 @dataclass
@@ -57,7 +39,7 @@ class Node:
     name: str
     number: int
     writer: asyncio.StreamWriter
-    at: str  # the address of this machine that it called
+    carrier: asyncio.StreamWriter | None = None  # of its WireGuard's packets, if it has no UDP
     session: bytes = field(default_factory=lambda: secrets.token_bytes(messages.SESSION_BYTES))
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     fresh: messages.Fresh = field(default_factory=messages.Fresh)
@@ -67,26 +49,7 @@ class Node:
     told_through: dict[str, bool] = field(default_factory=dict)
 
     def tell(self, **message: Any) -> None:
-        _write(self.writer, as_frame(message))
-
-
-class Relay:
-    """Passes a pair's datagrams from one leg to the other: a UDP address, or a connection."""
-
-    def __init__(self, numbers: tuple[int, int]) -> None:
-        self.numbers = numbers
-        self.legs: dict[int, Callable[[bytes], None]] = {}
-        self.senders: dict[tuple[str, int], int] = {}
-        self.sockets: dict[str, Socket] = {}
-
-    def bind(self, number: int, socket: Socket, to: tuple[str, int]) -> None:
-        self.senders = {at: each for at, each in self.senders.items() if each != number} | {to: number}
-        self.legs[number] = lambda data: socket.transport.sendto(data, to)
-
-    def take(self, number: int, data: bytes) -> None:
-        one, other = self.numbers
-        if leg := self.legs.get(other if number == one else one):
-            leg(data)
+        write(self.writer, as_frame(message))
 
 
 class Server:
@@ -95,14 +58,17 @@ class Server:
         self.network = ipaddress.IPv4Network(network)
         self.nodes: dict[str, Node] = {}
         self.sessions: dict[bytes, Node] = {}
-        self.relays: dict[tuple[int, int], Relay] = {}
+        self.relays = Relays(port + FIRST_PAIR, self._take_bind)
         self._asked: dict[tuple[str, int], Socket] = {}
         self._secret = secrets.token_bytes(32)
-        self._open_connections = 0
+        self._connections: Counter[str] = Counter()
+        self._revoked: dict[str, str] = {}  # serial number -> name
+        self._serials: dict[str, str] = {}  # of the certificate with which a node came last
 
     @contextlib.asynccontextmanager
     async def serving(self, host: str | None = None) -> AsyncIterator[None]:
         made, server = context(self.keys, is_server=True), None
+        watching = asyncio.create_task(self._watch_revoked())
         try:
             for address in [*own_addresses(), *([self.second] if self.second else [])]:
                 if not is_local(address):
@@ -110,11 +76,13 @@ class Server:
             server = await asyncio.start_server(self._connected, host, self.port, ssl=made, ssl_handshake_timeout=10)
             yield
         finally:
+            watching.cancel()
             if server:
                 server.close()
             for node in self.nodes.values():
                 node.writer.close()
-            for each in [*self._asked.values(), *(s for relay in self.relays.values() for s in relay.sockets.values())]:
+            self.relays.close()
+            for each in self._asked.values():
                 each.transport.close()
 
     async def _open(self, address: str) -> None:
@@ -131,64 +99,89 @@ class Server:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         node: Node | None = None
-        self._open_connections += 1
+        peer: Any = writer.get_extra_info("peercert")
+        name = next((value for part in peer["subject"] for key, value in part if key == "commonName"), "")
+        self._connections[name] += 1
         try:
-            if self._open_connections > 4 * len(sites_of(self.keys)) + 16:
+            if self._connections[name] > _MOST_CONNECTIONS:
                 return
-            peer: Any = writer.get_extra_info("peercert")
-            name = next(value for part in peer["subject"] for key, value in part if key == "commonName")
-            self._refuse_revoked(peer["serialNumber"], name)
+            serial = f"{int(peer['serialNumber'], 16):x}"
+            self._read_revoked()
+            if serial in self._revoked:
+                raise Refusal(f"the certificate of {name} is revoked")
             hello = await asyncio.wait_for(read_message(reader), _HELLO_SECONDS)
             if hello.get("do") == "carry":
-                await self._carry(self.nodes[name], reader, writer)
+                node_here = self.nodes[name]
+                if node_here.carrier:
+                    node_here.carrier.close()
+                node_here.carrier = writer
+                writer.write(as_frame({"do": "carry"}))
+                num_sites = len(sites_of(self.keys))
+                await self.relays.carry(node_here.number, reader, writer, range(1, num_sites + 1).__contains__)
             elif hello.get("do") == "join":
                 node = await self._welcome(name, hello, writer)
+                self._serials[name] = serial
                 while message := await asyncio.wait_for(read_message(reader), SILENT_SECONDS):
-                    self._refuse_revoked(peer["serialNumber"], name)
                     await self._obey(node, message)
         except Refusal as refusal:
-            if node is not None:  # it was revoked while it was here
-                self._say_left(node)
-            _write(writer, as_frame({"do": "refuse", "why": str(refusal)}))
+            write(writer, as_frame({"do": "refuse", "why": str(refusal)}))
             print(f"refused: {refusal}", flush=True)
-        except (OSError, EOFError, asyncio.TimeoutError, KeyError, TypeError, ValueError):
+        except (OSError, EOFError, asyncio.TimeoutError, KeyError, TypeError, ValueError, OverflowError):
             pass  # it hung up, or is no node of ours: whoever it is learns nothing
         finally:
-            self._open_connections -= 1
+            self._connections[name] -= 1
             if node is not None:
                 self._forget(node)
             with contextlib.suppress(OSError):
                 writer.close()
 
-    def _refuse_revoked(self, serial: str, name: str) -> None:
+    def _read_revoked(self) -> None:
         file = self.keys / REVOKED
-        if file.exists() and f"{int(serial, 16):x}" in json.loads(file.read_text()):
-            raise Refusal(f"the certificate of {name} is revoked")
+        with contextlib.suppress(ValueError):  # half of a new one: what was known stands
+            self._revoked = dict(json.loads(file.read_text())) if file.exists() else {}
+
+    async def _watch_revoked(self) -> None:
+        """A node that is revoked is put out, and the others drop its key, also if it has hung up before."""
+        while True:
+            self._read_revoked()
+            for name, serial in list(self._serials.items()):
+                if serial in self._revoked:
+                    del self._serials[name]
+                    why = f"the certificate of {name} is revoked"
+                    print(f"refused: {why}", flush=True)
+                    if node := self.nodes.get(name):
+                        node.tell(do="refuse", why=why)
+                        self._forget(node)
+                    self._say_left(name)
+            await asyncio.sleep(_REVOKED_SECONDS)
 
     async def _welcome(self, name: str, hello: dict[str, Any], writer: asyncio.StreamWriter) -> Node:
         sites = sites_of(self.keys)
         if name not in sites:
             raise Refusal(f"{name} is not in sites.json of the serving machine; copy keys/syncer there again")
-        number, at = sites.index(name) + 1, writer.get_extra_info("sockname")[0]
+        number = sites.index(name) + 1
         if number >= self.network.num_addresses - 1:
             raise Refusal(f"--network {self.network} has no address for node {number}; give a larger one")
-        await self._open(at)
+        await self._open(writer.get_extra_info("sockname")[0])
         for other in self.nodes.values():
             other.told_through.pop(name, None)
         if old := self.nodes.get(name):
             self._forget(old)
-            old.writer.close()
-        proof = {key: str(hello[key]) for key in ("public", "signature", "certificate")}
-        node = Node(name, number, writer, at, said={"proof": proof})
+        proof = {key: str(hello[key]) for key in _PROOF}
+        if any(len(proof[key]) > most for key, most in _PROOF.items()):
+            raise ValueError("no proof is so long")
+        node = Node(name, number, writer, said={"proof": proof})
         self.nodes[name], self.sessions[node.session] = node, node
-        about = {"session": node.session.hex(), "key": node.key.hex(), "port": self.port, "second": self.second}
-        about["through"] = self.through
-        address, prefix = str(self.network[number]), self.network.prefixlen
-        node.tell(do="welcome", name=name, address=address, prefix=prefix, number=number, sites=len(sites), **about)
+        about = {"session": node.session.hex(), "key": node.key.hex(), "second": self.second, "through": self.through}
+        node.tell(do="welcome", name=name, number=number, network=str(self.network), **about)
         print(f"{name} is here, from {writer.get_extra_info('peername')[0]}", flush=True)
         return node
 
     def _forget(self, node: Node) -> None:
+        """It is away: nothing of it stays open."""
+        for each in (node.writer, node.carrier):
+            if each is not None:
+                each.close()
         self.sessions.pop(node.session, None)
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
@@ -199,26 +192,37 @@ class Server:
             case "beat":
                 node.tell(do="beat")
             case "here":
-                candidates = [
-                    [str(ipaddress.ip_address(a)), int(p)] for a, p in message["candidates"][:_MOST_CANDIDATES]
-                ]
-                node.said |= {"candidates": candidates, "router": dict(message["router"])}
+                candidates = [to_endpoint(*given) for given in message["candidates"][:_MOST_CANDIDATES]]
+                node.said |= {"candidates": candidates, "router": vars(told(message["router"]))}
+                for name in {*self._revoked.values()} - {*self.nodes}:  # it may still have the key of one
+                    node.tell(do="left", peer=name)
                 for other in list(self.nodes.values()):
                     if other is not node and "router" in other.said:
                         self._introduce(node, other)
             case "relay":
-                number = sites_of(self.keys).index(message["peer"]) + 1
-                node.tell(do="relay", peer=message["peer"], port=await self._relay_port(node, number))
+                relay = self.relays.of(node.number, self._number(message["peer"]))
+                if port := await self.relays.open(relay, [address for address, _ in self._asked]):
+                    node.tell(do="relay", peer=message["peer"], port=port)
             case "way":
-                node.ways[str(message["peer"])] = str(message["way"])
+                number, way = self._number(message["peer"]), str(message["way"])[:16]
+                node.ways[message["peer"]] = way
+                peer = self.nodes.get(message["peer"])
+                if way == "direct" and peer and peer.ways.get(node.name) == "direct":
+                    # WireGuard answers to where a packet came from: one that is still relayed would lead it back.
+                    for each in (node.number, number):
+                        self.relays.of(node.number, number).drop(each)
                 self._send_through()
             case "leave":
-                self._say_left(node)
+                self._say_left(node.name)
 
-    def _say_left(self, node: Node) -> None:
+    def _number(self, name: str) -> int:
+        """A ValueError, if there is no such node."""
+        return sites_of(self.keys).index(name) + 1
+
+    def _say_left(self, name: str) -> None:
         for other in self.nodes.values():
-            if other is not node:
-                other.tell(do="left", peer=node.name)
+            if other.name != name:
+                other.tell(do="left", peer=name)
 
     def _introduce(self, one: Node, other: Node) -> None:
         """Both learn of each other at the same time, for both must begin to write then."""
@@ -247,6 +251,13 @@ class Server:
         node = self.sessions[found.session]
         return (node, found) if node.fresh.take(found.counter) else None
 
+    def _take_bind(self, data: bytes) -> tuple[int, bytes] | None:
+        if (asked := self._open_question(data)) is None or asked[1].kind != messages.BIND:
+            return None
+        node, question = asked
+        answer = node.key, node.session, messages.REPLY, b"", question.counter, messages.ANSWER
+        return node.number, messages.seal(*answer)[0]
+
     def _answer(self, socket: Socket, data: bytes, origin: tuple[str, int]) -> None:
         if (asked := self._open_question(data)) is None:
             return
@@ -268,57 +279,3 @@ class Server:
                 by.transport.sendto(answer, origin)
 
             asyncio.get_running_loop().call_later(seconds, late)
-
-    # --- relays
-
-    def _relay(self, one: int, other: int) -> Relay:
-        numbers = min(one, other), max(one, other)
-        return self.relays.setdefault(numbers, Relay(numbers))
-
-    async def _relay_port(self, node: Node, other: int) -> int:
-        """The pair's own UDP port at the address that the node called."""
-        relay = self._relay(node.number, other)
-        low, high = relay.numbers
-        port = self.port + FIRST_PAIR + (high - 1) * (high - 2) // 2 + low - 1
-
-        def take(socket: Socket, data: bytes, origin: tuple[str, int]) -> None:
-            if (number := relay.senders.get(origin)) is not None and data[:4] != messages.MAGIC:
-                relay.take(number, data)
-            elif asked := self._open_question(data):
-                sender, question = asked
-                if question.kind == messages.BIND and sender.number in relay.numbers:
-                    relay.bind(sender.number, socket, origin)
-                    answer = sender.key, sender.session, messages.REPLY, b"", question.counter, messages.ANSWER
-                    socket.transport.sendto(messages.seal(*answer)[0], origin)
-
-        if node.at not in relay.sockets:
-            relay.sockets[node.at] = await Socket.open(take, node.at, port)
-        return port
-
-    async def _carry(self, node: Node, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A node without UDP: frames of its connection, each with the number of the other node before a datagram."""
-        writer.write(as_frame({"do": "carry"}))
-        numbers = range(1, len(sites_of(self.keys)) + 1)
-        legs: dict[int, Callable[[bytes], None]] = {}
-        try:
-            while body := await read_frame(reader):
-                number, data = int.from_bytes(body[:2], "big"), body[2:]
-                if number not in numbers or number == node.number:
-                    return
-                relay = self._relay(node.number, number)
-                if number not in legs:
-                    legs[number] = relay.legs[node.number] = lambda data, n=number: _write(  # type: ignore[misc]
-                        writer, frame(n.to_bytes(2, "big") + data)
-                    )
-                if data:  # else it only says where it is
-                    relay.take(node.number, data)
-        finally:
-            for number, leg in legs.items():
-                relay = self._relay(node.number, number)
-                if relay.legs.get(node.number) is leg:
-                    del relay.legs[node.number]
-
-
-def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    if not writer.is_closing() and writer.transport.get_write_buffer_size() < _MOST_BUFFERED:
-        writer.write(data)

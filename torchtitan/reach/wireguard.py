@@ -28,7 +28,8 @@ class Interface:
         self.name, self.is_up = name, False
 
     def bring_up(self, private: str, port: int, address: str, prefix: int, mtu: int) -> None:
-        self.is_up = True
+        if Path(f"/sys/class/net/{self.name}").exists():
+            raise Refusal(f"the interface {self.name} is there already, and is not reach's; give another --interface")
         made = subprocess.run(["ip", "link", "add", self.name, "type", "wireguard"], capture_output=True, text=True)
         if made.returncode:
             if shutil.which("wireguard-go") is None:
@@ -36,6 +37,7 @@ class Interface:
                     f"this kernel has no WireGuard ({made.stderr.strip()}); load it, or apt install wireguard-go"
                 )
             _run(["wireguard-go", self.name])
+        self.is_up = True
         _run(["wg", "set", self.name, "listen-port", str(port), "private-key", "/dev/stdin"], private)
         _run(["ip", "address", "add", f"{address}/{prefix}", "dev", self.name])
         _run(["ip", "link", "set", self.name, "mtu", str(mtu), "up"])
@@ -45,9 +47,9 @@ class Interface:
         words += ["allowed-ips", ",".join(f"{address}/32" for address in addresses)]
         _run(["wg", "set", self.name, *words, *(["endpoint", endpoint] if endpoint else [])])
 
-    def pass_on(self) -> None:
-        """This node forwards between the others. The setting goes with the interface."""
-        for name, value in (("forwarding", "1"), ("send_redirects", "0")):
+    def pass_on(self, is_hub: bool) -> None:
+        """Whether this node forwards between the others. The setting goes with the interface."""
+        for name, value in (("forwarding", str(int(is_hub))), ("send_redirects", "0")):
             Path(f"/proc/sys/net/ipv4/conf/{self.name}/{name}").write_text(value)
 
     def remove_peer(self, public: str) -> None:
