@@ -6,7 +6,7 @@ import math
 import pytest
 
 from torchtitan.console.curves import Columns, Curves, smooth, thin
-from torchtitan.console.door.gate import Rules, _host_name
+from torchtitan.console.door.gate import Rules, _host_name, _is_for
 from torchtitan.console.door.limits import Bucket, Denied
 from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown, keys_of
@@ -116,6 +116,26 @@ def test_thinned_curves_keep_their_spikes_and_smoothed_ones_begin_at_the_first_v
 )
 def test_a_host_header_is_a_name_and_perhaps_a_port(given, name):
     assert _host_name(given) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "passes"),
+    [
+        ("2", True),
+        ("40", True),
+        ('42["event",{"client_id":"mine"}]', True),
+        ('42["event",{"client_id":"another"}]', False),
+        ('421["event",{"client_id":"another"}]', False),
+        ('\uff14\uff12["event",{"client_id":"another"}]', False),  # digits, too, for who reads them with int()
+        ('4\uff12["event",{"client_id":"another"}]', False),
+        ('451-["event",{"_placeholder":true,"num":0}]', False),
+        ("4x", False),
+        ("", False),
+    ],
+)
+def test_a_socket_passes_no_packet_that_may_name_another_page(text, passes):
+    assert _is_for("mine", {"type": "websocket.receive", "text": text}) == passes
+    assert not _is_for("mine", {"type": "websocket.receive", "bytes": text.encode() or b"4"})
 
 
 def test_a_bucket_fills_again_and_is_one_of_each_address():

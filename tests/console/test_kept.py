@@ -123,7 +123,11 @@ def test_tokens_and_sessions_are_kept_and_end(url, tmp_path):
     assert ada and ada.role == "operator"
     with pytest.raises(Refusal, match="has a token already"):
         people.add_token("ada", "viewer")
-    session = people.start_session(ada)
+    session, other = people.start_session(ada), people.start_session(ada)
+    shown, stays = people.of_session(session), people.of_session(other)
+    people.end_session(session)  # a page that is still open may do no more
+    fresh = People(open_database(tmp_path, url))
+    assert shown and stays and not fresh.is_still(shown) and fresh.is_still(stays) and fresh.is_still(ada)
     people.revoke_token("ada")
     again = People(open_database(tmp_path, url))  # it remembers nothing
     assert again.of_session(session) is None and not again.is_still(ada) and list(again.tokens()) == []

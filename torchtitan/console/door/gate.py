@@ -261,10 +261,13 @@ def _cookie(header: str, name: str) -> str:
 
 
 def _is_for(client: str, message: Message) -> bool:
-    """Whether an event names the page of its socket, and no other. `42` is socket.io's mark of an event."""
+    """Whether an event names the page of its socket, and no other. `42` is socket.io's mark of an event.
+
+    Of the other packets those pass that hold none: close, ping, pong; connect, disconnect, acknowledge.
+    """
     text = message.get("text") or ""
     if message.get("bytes") or not text.startswith("42"):
-        return not message.get("bytes")
+        return text.startswith(("1", "2", "3", "40", "41", "43"))
     try:
         named = json.loads(text[text.index("[") :])[1]
         return isinstance(named, dict) and named.get("client_id", client) == client

@@ -86,13 +86,16 @@ class People:
         return self._remember(f"token {token}", lambda: self._of_token(token))
 
     def of_session(self, session: str) -> Person | None:
-        return self._remember(f"session {session}", lambda: self._of_session(session))
+        return self._remember(f"session {session}", lambda: self._of_session(SESSIONS.c.hash == _hash(session)))
 
     def is_still(self, person: Person) -> bool:
-        """Whether the token is not revoked, and has the role that it had."""
+        """Whether the token is not revoked and has the role that it had, and a browser's session goes on."""
         if not person.token:
             return True
-        found = self._remember(f"id {person.token}", lambda: self._of_id(person.token))
+        if person.csrf:
+            found = self._remember(f"csrf {person.csrf}", lambda: self._of_session(SESSIONS.c.csrf == person.csrf))
+        else:
+            found = self._remember(f"id {person.token}", lambda: self._of_id(person.token))
         return found is not None and found.role == person.role
 
     def start_session(self, person: Person) -> str:
@@ -134,9 +137,9 @@ class People:
         is_right = hmac.compare_digest(_hash(secret), expected)
         return Person(row.name, row.role, row.id) if row and is_right else None
 
-    def _of_session(self, session: str) -> Person | None:
+    def _of_session(self, which: Any) -> Person | None:
         with self._engine.connect() as connection:
-            row = connection.execute(select(SESSIONS).where(SESSIONS.c.hash == _hash(session))).first()
+            row = connection.execute(select(SESSIONS).where(which)).first()
         if row is None or row.ends < time.time():
             return None
         person = self._of_id(row.token)

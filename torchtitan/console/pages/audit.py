@@ -1,11 +1,10 @@
 """Who did what and when, on what, and how it ended. For admins."""
 
-import time
 from typing import Any
 
 from nicegui import ui
 
-from torchtitan.console.pages.frame import Parts, filter_field, framed, heading, look, table
+from torchtitan.console.pages.frame import Parts, filter_field, framed, heading, look, moment, table
 
 _COLUMNS = [("when", "When"), ("who", "Who"), ("what", "What"), ("target", "Target"), ("outcome", "Outcome")]
 _COLUMNS += [("address", "Address")]
@@ -34,5 +33,4 @@ def add(parts: Parts) -> None:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time))
-    return {**row._mapping, "when": moment}
+    return {**row._mapping, "when": moment(row.time)}

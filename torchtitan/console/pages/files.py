@@ -3,17 +3,19 @@
 Every piece is the text of an element, so nothing in it is code or HTML.
 """
 
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
 from nicegui import ui
 
 from torchtitan.console.answers import ExportCheckpoint, FileRow, GenerateText, LogPiece, Made, RunPage
-from torchtitan.console.library import age
-from torchtitan.console.pages.frame import LINK, Parts, do, filter_field, look, person_of, size, table
+from torchtitan.console.library import Unknown
+from torchtitan.console.pages.frame import LINK, SIZE, Parts, do, filter_field, look, moment, person_of, table
 
-_SECONDS = 0.25
+_SECONDS, _LIST_SECONDS = 0.25, 10
 _TAIL = 2**15  # bytes that are shown first
 _MOST_PIECES = 200
 _UNOPENED = -1
@@ -25,6 +27,7 @@ class _LogView:
         self._library, self._id = parts.library, id
         self._start, self._next = 0, _UNOPENED  # what is shown, in bytes of the file
         self._rest = ""  # a line that has not ended yet
+        self._listed_at = 0.0
         with ui.element("div").classes("line").style("margin-bottom: 10px"):
             self.names = ui.select([], label="Log").style("min-width: 220px")
             self.needle = ui.input(placeholder="Search").props('clearable aria-label="Search the log"')
@@ -43,13 +46,17 @@ class _LogView:
         ui.timer(_SECONDS, self.tick)
 
     async def tick(self) -> None:
-        page = await look(self._library.page, self._id) if not self.names.value else None
-        if page is not None and page.logs:
-            self.names.set_options(page.logs, value=page.logs[0])
+        if not self.names.value or time.monotonic() > self._listed_at + _LIST_SECONDS:
+            page, self._listed_at = await look(self._library.page, self._id), time.monotonic()
+            if page is not None and page.logs and page.logs != self.names.options:
+                self.names.set_options(page.logs, value=self.names.value or page.logs[0])
         if self._next == _UNOPENED:
             await self.open_at(-_TAIL)
         elif self.names.value and self.follow.value:
-            self.add(await look(self._library.log, self._id, str(self.names.value), self._next))
+            name = str(self.names.value)
+            piece = await look(self._library.log, self._id, name, self._next)
+            if name == self.names.value:
+                self.add(piece)
 
     def forget(self) -> None:
         """The next tick opens the log that is chosen now; so no tick adds to it what belongs elsewhere."""
@@ -58,8 +65,9 @@ class _LogView:
     async def open_at(self, position: int) -> None:
         if not self.names.value:
             return
-        piece = await look(self._library.log, self._id, str(self.names.value), position)
-        if piece is None:
+        name = str(self.names.value)
+        piece = await look(self._library.log, self._id, name, position)
+        if piece is None or name != self.names.value:  # another log was chosen meanwhile
             return
         self.log.clear()
         self._shown.clear()
@@ -78,14 +86,20 @@ class _LogView:
             return
         self._next = piece.next
         lines, end, self._rest = (self._rest + piece.text).rpartition("\n")
-        if end:
+        if end or (self._rest and not piece.text and self._is_over()):
             with self.log:
-                self._shown.append(ui.label(lines))
+                self._shown.append(ui.label(lines if end else self._rest))
+            self._rest = self._rest if end else ""
             if len(self._shown) > _MOST_PIECES:
                 self._shown.pop(0).delete()
             if self.follow.value:
                 self.log.scroll_to(percent=1.0)
         self.place.text = f"bytes {self._start:,} to {self._next:,} of {piece.size:,}"
+
+    def _is_over(self) -> bool:
+        with suppress(Unknown):
+            return self._library.find(self._id).page.state != "running"
+        return True
 
     async def search(self) -> None:
         self.matches.clear()
@@ -111,7 +125,7 @@ def add_files(parts: Parts, id: str) -> None:
     with ui.element("div").classes("line").style("margin: 10px 0"):
         wanted = filter_field("files")
         ui.button("Look again", on_click=lambda: show()).props("flat")
-    shown = table(_COLUMNS, "path", ("size", "changed"), pagination={"rowsPerPage": 50})
+    shown = table(_COLUMNS, "path", ("size",), {"size": SIZE}, pagination={"rowsPerPage": 50})
     shown.add_slot("body-cell-path", LINK.replace("<a ", "<a download "))
     shown.bind_filter_from(wanted, "value")
 
@@ -188,5 +202,5 @@ def _href(id: str, path: str) -> str:
     return f"/api/runs/{quote(id)}/files/{quote(path)}"
 
 
-def _row(id: str, row: FileRow) -> dict[str, str]:
-    return {"path": row.path, "href": _href(id, row.path), "size": size(row.size), "changed": f"{age(row.changed)} ago"}
+def _row(id: str, row: FileRow) -> dict[str, Any]:
+    return {"path": row.path, "href": _href(id, row.path), "size": row.size, "changed": moment(row.changed)}

@@ -1,9 +1,11 @@
 """What every page has: the bar above, who is logged in, and how a refusal is shown."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from nicegui import Client, run, ui
@@ -139,16 +141,31 @@ def filter_field(what: str) -> ui.input:
     return ui.input(placeholder="Filter").props(f'clearable aria-label="Filter {what}"')
 
 
-def table(columns: list[tuple[str, str]], key: str, numbers: tuple[str, ...] = (), **more: Any) -> ui.table:
-    """A dense table; a column is its name in the rows and its title."""
-    alike = {"sortable": True, "align": "left"}
-    shown = [{"name": name, "label": title, "field": name} | alike for name, title in columns]
-    for name in numbers:
-        next(column for column in shown if column["name"] == name)["align"] = "right"
+def moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def table(
+    columns: list[tuple[str, str]],
+    key: str,
+    numbers: tuple[str, ...] = (),
+    formats: Mapping[str, str] = MappingProxyType({}),
+    **more: Any,
+) -> ui.table:
+    """A dense table; a column is its name in the rows and its title. A format is a function of the page's, of value
+    and row: the rows hold numbers, by which they are sorted."""
+    shown: list[dict[str, Any]] = [
+        {"name": name, "label": title, "field": name, "sortable": True} for name, title in columns
+    ]
+    for column in shown:
+        column["align"] = "right" if column["name"] in numbers else "left"
+        column |= {":format": formats[column["name"]]} if column["name"] in formats else {}
     made = ui.table(rows=[], columns=shown, row_key=key, **more)
     return made.props("dense flat wrap-cells").classes("w-full")
 
 
+SIZE = """v => { let i = 0; for (; v >= 1024 && i < 4; i++) v /= 1024;
+    return v.toFixed(i ? 1 : 0) + ' ' + ['B', 'KiB', 'MiB', 'GiB', 'TiB'][i] }"""
 LINK = """<q-td :props="props"><a :href="props.row.href">{{ props.value }}</a></q-td>"""
 STATE = """<q-td :props="props"><span :class="'state ' + props.value">{{ props.value }}</span></q-td>"""
 

@@ -1,11 +1,9 @@
 """A hang: which ranks the others waited for, as the run's watch wrote it, and the stacks of each rank."""
 
-import time
-
 from nicegui import ui
 
 from torchtitan.console.answers import Hang
-from torchtitan.console.pages.frame import Parts, live, look
+from torchtitan.console.pages.frame import Parts, live, look, moment
 
 _SECONDS = 5
 
@@ -34,5 +32,4 @@ def add_hang(parts: Parts, id: str, tab: ui.tab, banner: ui.label) -> None:
 
 def _in_short(hang: Hang) -> str:
     after = "; steps were recorded since" if hang.went_on else ""
-    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(hang.written))
-    return f"Hang at {moment}: {hang.report.partition(chr(10))[0]}{after}. The tab Hang shows each rank."
+    return f"Hang at {moment(hang.written)}: {hang.report.partition(chr(10))[0]}{after}. The tab Hang shows each rank."

@@ -82,7 +82,7 @@ class _NodeView:
             self.facts = ui.label().classes("number")
             self.devices = table(_DEVICES, "key", ("memory", "utilisation")).props("hide-pagination")
             self.chart = chart("Utilisation").style("height: 150px")
-        self._drawn = -1
+        self._drawn: float | None = None
 
     def show(self, node: NodePage) -> None:
         self.state.text = "connected" if node.is_connected else f"away, seen {age(node.last_seen) or 'never'}"
@@ -109,8 +109,8 @@ class _NodeView:
             for number, one in enumerate(report.devices)
         ]
         self.devices.visible = bool(report.devices)
-        if len(node.utilisation) != self._drawn:
-            self._drawn = len(node.utilisation)
+        if node.last_seen != self._drawn:
+            self._drawn = node.last_seen
             points = [((i - len(node.utilisation) + 1) / 12, 100 * y) for i, y in enumerate(node.utilisation)]
             name = "Devices busy, %" if report.devices else "Cores busy, %"
             draw(self.chart, name, {name: points}, ("minutes", False, 0), most=100)

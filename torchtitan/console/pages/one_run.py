@@ -10,7 +10,7 @@ from nicegui import ui
 from torchtitan.console.answers import Run
 from torchtitan.console.curves import Curves
 from torchtitan.console.door.people import Person
-from torchtitan.console.library import Unknown, age, keys_of
+from torchtitan.console.library import Unknown, keys_of
 from torchtitan.console.pages.charts import Points, add_controls, chart, draw
 from torchtitan.console.pages.files import add_files, add_log
 from torchtitan.console.pages.frame import (
@@ -22,6 +22,7 @@ from torchtitan.console.pages.frame import (
     heading,
     live,
     look,
+    moment,
     size,
     table,
 )
@@ -94,7 +95,7 @@ def _add_head(parts: Parts, person: Person, run: Run) -> None:
         try:
             now = parts.library.find(run.id).page
         except Unknown:
-            state.text = "deleted"
+            state.text, shown[0] = "deleted", None
             return
         if shown[0] == now:
             return
@@ -166,8 +167,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("Step", f"{run.step or 0:,} of {run.steps:,}" if run.steps else "none yet"),
         ("Loss", f"{run.loss:.4f}" if run.loss is not None else ""),
         ("Tokens per second", f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else ""),
-        ("Started", f"{age(run.started)} ago" if run.started else ""),
-        ("Ended", f"{age(run.ended)} ago" if run.ended else ""),
+        *((name, moment(when)) for name, when in (("Started", run.started), ("Ended", run.ended)) if when),
         ("Exit code", exit_code),
         ("Node", run.node + (f", {run.rank} of {run.nodes}" if run.nodes and run.nodes > 1 else "")),
         ("Tags", ", ".join(run.tags)),
@@ -188,12 +188,12 @@ def _add_curves(parts: Parts, id: str) -> None:
         curves = await look(parts.library.curves, id)
         if curves is None:
             return
-        length, moment = len(curves.training.steps), time.monotonic()
+        length, clock = len(curves.training.steps), time.monotonic()
         now = (length, len(curves.validation.steps), curves.training.steps[-1:], controls.values())
-        moves = (length - seen[1]) * _POINTS >= length or moment > seen[2] + _LATEST_SECONDS
+        moves = (length - seen[1]) * _POINTS >= length or clock > seen[2] + _LATEST_SECONDS
         if now == seen[0] or not (asked or moves):
             return
-        seen[:] = now, length, moment
+        seen[:] = now, length, clock
         nothing.visible = not length
         prediction = await look(parts.library.prediction, id)
         predicted.text = in_words(prediction) if prediction else ""

@@ -6,7 +6,6 @@ from nicegui import ui
 
 from torchtitan.console.answers import Run, TagRun
 from torchtitan.console.door.people import Person
-from torchtitan.console.library import age
 from torchtitan.console.nodes import HERE
 from torchtitan.console.pages.frame import (
     LINK,
@@ -18,6 +17,7 @@ from torchtitan.console.pages.frame import (
     filter_field,
     framed,
     heading,
+    moment,
     size,
     table,
 )
@@ -28,6 +28,11 @@ _SECONDS = 0.05  # between looks whether the list has changed, which cost nothin
 _COLUMNS = [("name", "Run"), ("state", "State"), ("progress", "Step"), ("loss", "Loss"), ("speed", "Tokens/s")]
 _COLUMNS += [("started", "Started"), ("tags", "Tags"), ("node", "Node"), ("description", "Description")]
 _NUMBERS = ("progress", "loss", "speed")
+_FORMATS = {
+    "progress": "(v, row) => row.steps ? `${v.toLocaleString('en')}/${row.steps.toLocaleString('en')}` : ''",
+    "loss": "v => v === null ? '' : v.toFixed(4)",
+    "speed": "v => v === null ? '' : Math.round(v).toLocaleString('en')",
+}
 
 
 def add(parts: Parts) -> None:
@@ -50,7 +55,7 @@ def add(parts: Parts) -> None:
                 )
                 if person.may("operator"):
                     train = ui.button("Train the debug model").props("unelevated")
-            shown = table(_COLUMNS, "id", _NUMBERS, selection="multiple", pagination={"rowsPerPage": 50})
+            shown = table(_COLUMNS, "id", _NUMBERS, _FORMATS, selection="multiple", pagination={"rowsPerPage": 50})
             shown.add_slot("body-cell-name", LINK)
             shown.add_slot("body-cell-state", STATE)
             shown.props('no-data-label="No run yet"').bind_filter_from(wanted, "value")
@@ -120,12 +125,9 @@ def _tag(parts: Parts, person: Person, id: str, add: list[str], remove: list[str
 def row(run: Run) -> dict[str, Any]:
     place = f" (node {run.rank} of {run.nodes})" if run.nodes and run.nodes > 1 else ""
     shown = {"name": run.name + place, "state": run.state, "node": run.node, "description": run.description}
-    shown["tags"] = ", ".join(run.tags)
-    shown["progress"] = f"{run.step or 0:,}/{run.steps:,}" if run.steps else ""
-    shown["loss"] = f"{run.loss:.4f}" if run.loss is not None else ""
-    shown["speed"] = f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else ""
-    shown["started"] = age(run.started) + " ago" if run.started else ""
-    return {"id": run.id, "href": f"/run/{run.id}"} | shown
+    shown |= {"tags": ", ".join(run.tags), "started": moment(run.started) if run.started else ""}
+    numbers = {"progress": run.step or 0, "steps": run.steps, "loss": run.loss, "speed": run.tokens_per_second}
+    return {"id": run.id, "href": f"/run/{run.id}"} | shown | numbers
 
 
 def _machine(parts: Parts) -> str:
