@@ -186,7 +186,7 @@ def test_a_run_on_two_hosts_outlives_a_broken_connection_and_ends_on_ctrl_c(host
     assert steps == list(range(1, len(steps) + 1))  # none lost, none doubled
     assert run.returncode == 75 and re.search(r"^\[bare\] stopped", said, re.MULTILINE), said
     assert (hosts.folder / "keyed/runs/long/metrics.jsonl").read_text().count("\n") >= 25
-    assert (hosts.folder / "bare/runs/long/node/1").is_dir()
+    assert len([*(hosts.folder / "bare/runs/long/node/1/ranks").glob("*/attempt_0/0/stderr.log")]) == 1
     assert hosts.processes() == {}
 
 

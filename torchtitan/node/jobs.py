@@ -63,6 +63,7 @@ class Jobs:
                 command += [] if job.probes == "auto" else ["--dtype", job.probes]
             processes.write_whole(part / "job.json", record | {"command": command})
         environment |= {"CONFIG_FILE": str(part / "job.toml"), "PYTHONUNBUFFERED": "1"}
+        environment["PET_LOG_DIR"] = str(part / "ranks")  # torchrun keeps there what each rank prints
         try:
             _check(command, place, environment)
             keeper = [sys.executable, "-m", "torchtitan.node.keeper", str(part)]
