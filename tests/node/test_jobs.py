@@ -165,7 +165,19 @@ def test_what_a_run_writes_over_its_own_records_hides_no_other_run(home: Path) -
     (home / "watched/run").mkdir(parents=True)
     (home / "watched/run/config.toml").write_text("[training]\nsteps = 7\n")
     (home / "watched/run/metrics.jsonl").write_text('{"step": "many", "loss": []}\n')
-    assert {row["run"]: row.get("step") for row in program.ask(do="runs")["runs"]} == {"@0/run": None, "good": None}
+    records = {"deep/metrics.jsonl": "[" * 60_000, "odd/.lock": f"process {10**30} on {processes.identity(1)['host']}"}
+    for name, text in records.items():
+        (home / "watched" / name).parent.mkdir()
+        (home / "watched" / name).write_text(text)
+        (home / "watched" / name).with_name("config.toml").write_text("[training]\nsteps = 7\n")
+    (home / "runs/worse/node/0").mkdir(parents=True)
+    job = {"host": processes.identity(1)["host"], "code": "", "starter": []}
+    (home / "runs/worse/node/0/job.json").write_text(json.dumps(job))
+    (home / "runs/worse/node/1").mkdir()
+    (home / "runs/worse/node/1/job.json").write_text("[" * 60_000)
+    assert {row["run"]: row.get("step") for row in program.ask(do="runs")["runs"]} == dict.fromkeys(
+        ("@0/run", "@0/deep", "@0/odd", "good")
+    )
     log = bytearray()
     follow(program, "good", log)
     assert log.count(b"line") == 3

@@ -21,7 +21,8 @@ from torchtitan.refusal import Refusal
 from torchtitan.tools import runs
 
 _PARTS, PLAN = "node", "plan.json"
-_BROKEN = (ValueError, KeyError, TypeError, OSError)  # a run's code may write anything into its own records
+# A run's code may write anything into its own records.
+_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError)
 _OVER: Mapping[str, State] = {"finished": "ended", "stopped": "stopped"}  # tools/runs.py's words, and ours
 
 

@@ -92,7 +92,7 @@ def read_record(file: Path) -> dict[str, Any]:
     """A record, or {} where there is none."""
     try:
         found = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

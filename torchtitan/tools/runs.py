@@ -120,7 +120,7 @@ def last_record(file: Path) -> Mapping[str, Any]:
     for line in reversed(lines):
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # a run's code may write anything
             continue
         return found if isinstance(found, dict) else {}
     return {}
@@ -136,7 +136,7 @@ def state_of(file: Path) -> str:
         return f"see {host}"
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return "stopped"
     except OSError:  # it is another user's
         return "running"
