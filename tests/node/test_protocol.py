@@ -16,7 +16,7 @@ import pytest
 
 from tests.node.machines import CODE, HASH, ROOT, Program, archive, commit, pieces
 from torchtitan.launch.ssh.pack import pack
-from torchtitan.node import archives, processes, report
+from torchtitan.node import archives, bounded, processes, report
 from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES
 from torchtitan.refusal import Refusal
 
@@ -66,6 +66,23 @@ def test_the_lines_of_nvidia_smi_become_devices() -> None:
     first, second = report.parse_devices("NVIDIA H100, PCIe, 81559, 512, 37\nbroken\nMIG 1g, 9728, 1, [N/A]\n")
     assert (first.name, first.memory_bytes, first.utilisation) == ("NVIDIA H100, PCIe", 81559 * 2**20, 0.37)
     assert second.utilisation is None
+
+
+def test_a_process_that_no_signal_ends_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi, begun = tmp_path / "nvidia-smi", time.monotonic()
+    smi.write_text(f"#!/bin/sh\necho $$ >>{tmp_path}/pids\nexec sleep 60\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(report, "_SMI_SECONDS", 1)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: None)  # as in a driver that hangs
+    assert report.devices() == report.devices() == []  # the second call starts none
+    with pytest.raises(subprocess.TimeoutExpired):
+        bounded.output([str(smi)], 1)
+    pids = (tmp_path / "pids").read_text().split()
+    for pid in pids:
+        os.kill(int(pid), 9)
+    assert len(pids) == 2 and time.monotonic() - begun < 30
+    report._hung.pop().wait()
 
 
 START = {"do": "start", "run": "other", "config": "", "code": HASH}

@@ -14,8 +14,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO
 
+from torchtitan.node import bounded
 from torchtitan.node.messages import Code, Git
 from torchtitan.refusal import Refusal
 
@@ -123,8 +124,7 @@ def _git(folder: Path, *words: str) -> None:
     quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1"}
     command = ["git", "-c", "protocol.ext.allow=never", *words]
     try:
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": _GIT_SECONDS}
-        done = subprocess.run(command, cwd=folder, env=os.environ | quiet, **options)
+        done = bounded.output(command, _GIT_SECONDS, cwd=folder, env=os.environ | quiet)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Refusal(f"git does not run here: {error}; put an archive instead") from None
     if done.returncode:

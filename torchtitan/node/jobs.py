@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.launch.submit.job import SECONDS_TO_SAVE
-from torchtitan.node import processes
+from torchtitan.node import bounded, processes
 from torchtitan.node.archives import Archives
 from torchtitan.node.folders import PLAN, Folders, state_of
 from torchtitan.node.messages import CLUSTER, Start, State
@@ -129,8 +129,7 @@ def _wait(part: Path, end: float) -> State:
 def _check(command: list[str], place: Path, environment: dict[str, str]) -> None:
     """Let the job's own code read its configuration and the machine, as PRINT_ONLY=1 does, before a run exists."""
     try:
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": _CHECK_SECONDS}
-        done = subprocess.run(command, cwd=place, env=environment | {"PRINT_ONLY": "1"}, **options)
+        done = bounded.output(command, _CHECK_SECONDS, cwd=place, env=environment | {"PRINT_ONLY": "1"})
     except subprocess.TimeoutExpired:
         raise Refusal(f"the code checks its configuration for over {_CHECK_SECONDS} s; look at the node") from None
     if done.returncode:

@@ -5,6 +5,7 @@ import platform
 import shutil
 import socket
 import subprocess
+import threading
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,8 @@ from torchtitan.root import VERSION
 
 _SMI_SECONDS = 20
 _ASKED = "name,memory.total,memory.used,utilization.gpu"
+_asks = threading.Lock()
+_hung: list["subprocess.Popen[str]"] = []  # the last nvidia-smi that did not end
 
 
 def report(id: int, home: Path, git: list[str]) -> ReportAnswer:
@@ -47,11 +50,21 @@ def report(id: int, home: Path, git: list[str]) -> ReportAnswer:
 def devices() -> list[Device]:
     """NVIDIA's GPUs. A driver that hangs shows none; starting a run then says so."""
     command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SMI_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return parse_devices(done.stdout) if done.returncode == 0 else []
+    none = subprocess.DEVNULL
+    with _asks:
+        if any(smi.poll() is None for smi in _hung):  # a second one would hang as well
+            return []
+        try:
+            smi = subprocess.Popen(command, stdin=none, stdout=subprocess.PIPE, stderr=none, text=True)
+        except OSError:
+            return []
+        try:
+            said = smi.communicate(timeout=_SMI_SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            smi.kill()  # without wait(): a process that hangs in the driver never ends
+            _hung[:] = [smi]
+            return []
+    return parse_devices(said) if smi.returncode == 0 else []
 
 
 def parse_devices(csv: str) -> list[Device]:
