@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.node.machines import CODE, HASH, Program, processes_of
+from tests.node.machines import CODE, HASH, ROOT, Program, processes_of
 from torchtitan.node import jobs, processes
 from torchtitan.node.archives import Archives
 from torchtitan.node.folders import Folders
@@ -128,6 +129,19 @@ def test_a_run_that_is_over_goes_on_in_its_folder_when_asked(home: Path) -> None
     (home / "runs/link").symlink_to(home / "runs/twice")
     assert "is a link" in program.start("link", again=True)["why"]
     program.close()
+
+
+STOPPED_AT_ITS_END = """
+import pathlib, sys, time
+from torchtitan.node import keeper
+keeper.processes.read_record = lambda file: time.sleep(0.5) or {"seconds": 60}
+print(keeper._keep(pathlib.Path(), {"command": [sys.executable, "-c", ""], "code": ".", "mark": "none"}))
+"""
+
+
+def test_a_keeper_sees_the_end_of_a_run_that_is_stopped_at_that_moment() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED_AT_ITS_END], cwd=ROOT, timeout=30, stdout=subprocess.PIPE)
+    assert done.stdout == b"(0, True)\n"
 
 
 def test_a_stop_during_the_start_is_kept(home: Path) -> None:

@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
     read, written = os.pipe()
     if os.fork():
         os.close(written)
-        os.read(read, 1)  # until the record below is written, or the keeper has died
+        os.read(read, 1)  # until the record and the log below are there, or the keeper has died
         os._exit(0)
     os.close(read)
     os.setsid()
@@ -35,8 +35,8 @@ def main(folder: Path) -> None:
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _ask(folder))
     processes.write_whole(folder / "keeper.json", processes.identity(os.getpid()))
-    os.close(written)
     with open(folder / "output.log", "ab", buffering=0) as log:
+        os.close(written)  # who starts the run finds its log
         log_fd = log.fileno()
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
@@ -69,7 +69,7 @@ def _keep(folder: Path, job: dict[str, Any]) -> tuple[int, bool]:
         if wish := processes.read_record(folder / "stop.json"):
             if asked is None:
                 asked = time.monotonic()
-                child.send_signal(signal.SIGINT)
+                os.kill(child.pid, signal.SIGINT)  # send_signal may reap the child, whose end would never be seen
             if time.monotonic() - asked >= wish["seconds"]:
                 processes.end_all(job["mark"], os.getpid(), seconds=1)
         time.sleep(0.05)
