@@ -22,6 +22,7 @@ from torchtitan.launch.ssh.install import bring_up, program
 from torchtitan.launch.ssh.pack import Packed
 from torchtitan.launch.ssh.parts import Job, Part, address_of, at_once, start
 from torchtitan.node import report
+from torchtitan.node.messages import MOST_ROWS
 from torchtitan.refusal import Refusal
 
 SSH = f"""#!/bin/sh
@@ -112,6 +113,19 @@ def test_a_start_that_is_refused_stops_no_other_run_of_that_name(launch: Make) -
 def test_a_run_that_has_to_share_a_disk_is_not_started_without_one(launch: Make) -> None:
     with pytest.raises(Refusal, match="which b does not share; use a --home on a disk"):
         launch("apart", "lines = 100000", needs_disk=True).start()
+
+
+@linux
+def test_a_shared_disk_is_recognised_however_many_files_the_run_has(launch: Make, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "a/runs/large/checkpoint"
+    checkpoints.mkdir(parents=True)
+    (tmp_path / "b").symlink_to("a")
+    for number in range(MOST_ROWS + 1):
+        (checkpoints / str(number)).touch()
+        os.utime(checkpoints / str(number), (9e9, 9e9))  # newer than the log, so a list of files has no room for it
+    run = launch("large", "lines = 1", needs_disk=True)
+    run.start()
+    assert run.watch() == 0
 
 
 DOCKER = f"""#!/bin/sh

@@ -17,7 +17,7 @@ import pytest
 from tests.node.machines import CODE, HASH, ROOT, Program, archive, commit, pieces
 from torchtitan.launch.ssh.pack import pack
 from torchtitan.node import archives, bounded, processes, report
-from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES
+from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES, MOST_ROWS
 from torchtitan.refusal import Refusal
 
 RECIPE = {"torchtitan/launch/start.py": ""}
@@ -177,6 +177,21 @@ def test_a_watched_run_is_read_and_nothing_else(program: Program) -> None:
     assert program.ask(do="read", run="@0/theirs", path="config.toml")["is_end"]
     followed = program.ask(do="follow", run="@0/theirs", path="metrics.jsonl")
     assert followed["is_end"] and followed["size"] == 25
+
+
+def test_of_too_many_files_the_newest_are_listed_in_a_line_that_a_client_takes(program: Program) -> None:
+    assert program.start("large")["kind"] == "start"
+    program.wait("large", "ended")
+    place = "/".join(["x" * 240] * 4)
+    (program.home / "runs/large" / place).mkdir(parents=True)
+    for number in range(MOST_ROWS + 1):
+        file = program.home / f"runs/large/{place}/{number}"
+        file.touch()
+        os.utime(file, (number, number))
+    answer = program.ask(do="files", run="large")
+    paths = [row["path"] for row in answer["files"]]
+    assert len(json.dumps(answer, separators=(",", ":"))) < LINE_BYTES and paths == sorted(paths)
+    assert "node/0/output.log" in paths and f"{place}/{MOST_ROWS}" in paths and f"{place}/500" not in paths
 
 
 def bad_member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> bytes:

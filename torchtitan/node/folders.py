@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.node import processes
-from torchtitan.node.messages import MOST_ROWS, FileRow, RunRow, Start, State
+from torchtitan.node.messages import FileRow, RunRow, Start, State, fitting
 from torchtitan.refusal import Refusal
 from torchtitan.tools import runs
 
@@ -92,8 +92,10 @@ class Folders:
         return freed
 
     def files(self, run: str) -> tuple[list[FileRow], int]:
-        rows = sorted(_walk(self.of(run)), key=lambda row: row.path)
-        return rows[:MOST_ROWS], max(0, len(rows) - MOST_ROWS)
+        """By their paths; where they are too many for an answer, the newest. And how many are left out."""
+        rows = sorted(_walk(self.of(run)), key=lambda row: row.changed, reverse=True)
+        shown = fitting(rows)
+        return sorted(shown, key=lambda row: row.path), len(rows) - len(shown)
 
     def rows(self) -> list[RunRow]:
         """Every run, the newest first."""

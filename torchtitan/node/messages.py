@@ -4,7 +4,9 @@ A request names what to `do`. It gets one answer with its `id`, whose `kind` is 
 length and pattern is bounded, so both sides may parse what they do not trust.
 """
 
-from typing import Annotated, Any, Literal
+import itertools
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -13,6 +15,7 @@ CHUNK_BYTES = 2**20  # of a file or an archive in one message
 LINE_BYTES = 4 * 2**20  # a longer line is refused unread
 CLUSTER = "cluster.toml"  # what a run that probes writes into its folder
 MOST_ROWS = 5000  # files or runs in one answer
+_ENVELOPE_BYTES = 1024  # of an answer, beside its rows
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"
 _PLAIN = r"^[^\x00-\x1f\x7f]*$"
 
@@ -39,6 +42,9 @@ State = Literal["running", "ended", "stopped", "failed", "lost"]
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+M = TypeVar("M", bound=Message)
 
 
 class Git(Message):
@@ -310,6 +316,12 @@ def read_answer(line: bytes) -> AnyAnswer:
 
 def write(message: Message) -> bytes:
     return message.model_dump_json().encode() + b"\n"
+
+
+def fitting(rows: Sequence[M]) -> list[M]:
+    """The first of these rows, as many as one answer and its line may hold."""
+    ends = itertools.accumulate(len(write(row)) for row in rows[:MOST_ROWS])
+    return [row for row, end in zip(rows[:MOST_ROWS], ends, strict=True) if end < LINE_BYTES - _ENVELOPE_BYTES]
 
 
 def why(error: ValidationError) -> str:

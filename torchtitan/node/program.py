@@ -18,7 +18,7 @@ from torchtitan.node.archives import Archives
 from torchtitan.node.checkpoints import Checkpoints
 from torchtitan.node.folders import Folders, inside, log_of, read_at
 from torchtitan.node.jobs import Jobs
-from torchtitan.node.messages import LINE_BYTES, MOST_ROWS, Message, Refused, ValidationError
+from torchtitan.node.messages import LINE_BYTES, Message, Refused, ValidationError
 from torchtitan.node.report import report
 from torchtitan.refusal import Refusal
 
@@ -87,8 +87,8 @@ class Program:
             mark = hashlib.sha256(repr(rows).encode()).hexdigest()
             self._pause = max(_LOOK_SECONDS, _IDLE * (time.thread_time() - spent))
             if mark != request.known or is_last:
-                shown, left_out = rows[:MOST_ROWS], max(0, len(rows) - MOST_ROWS)
-                return messages.RunsAnswer(id=request.id, runs=shown, left_out=left_out, mark=mark)
+                shown = messages.fitting(rows)
+                return messages.RunsAnswer(id=request.id, runs=shown, left_out=len(rows) - len(shown), mark=mark)
 
     def _port(self, request: messages.Port) -> Message:
         with socket.socket() as s:

@@ -136,8 +136,8 @@ def end(run: str, parts: Sequence[Part], seconds: int) -> list[str]:
 
 def _need_disk_of(head: Part, part: Part, run: str) -> None:
     with suppress(Refusal):
-        if any(row.path == head.log for row in part.node.ask(messages.Files, run=run).files):
-            return
+        part.node.ask(messages.Read, run=run, path=head.log, size=1)
+        return
     raise Refusal(
         f"checkpoints go to {printable(head.folder)} of {head.name}, which {part.name} does not share; use a --home on "
         f"a disk that all share, or set checkpoint.folder = 's3://...' or checkpoint.enable = false"
