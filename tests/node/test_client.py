@@ -96,6 +96,22 @@ for data in ("=A==", "QUI=" if at < 4 else "", "QQ=="):
     node.close()
 
 
+def test_a_follow_goes_on_after_a_read_that_failed_and_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_REFUSED_SECONDS", 0.05)
+    node = liar("""
+states = {2: "running", 5: "failed", 8: "failed"}
+row = dict(run="run", folder="/", state=states.get(number), is_own=True)
+if asked["do"] == "runs": say(id=id, kind="runs", runs=[row])
+elif number in (3, 6): say(id=id, kind="follow", data="QUI=", size=4, is_end=False)
+else: say(id=id, kind="refused", why="Stale file handle")
+""")
+    heard = Heard()
+    node.follow("run", "log", heard)
+    heard.wait()
+    assert heard.data == b"ABAB"
+    node.close()
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [

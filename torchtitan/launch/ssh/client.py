@@ -31,6 +31,7 @@ _MOST_STRAYS = 100  # lines of a connection that answer nothing, such as a greet
 _WAITS = (0.5, 1, 2, 5, 10, 20, 30)  # seconds between attempts to connect
 _SECONDS_TO_CLOSE = 5
 _FOLLOW_SECONDS = 0.2  # between questions whether a followed file has grown
+_REFUSED_SECONDS = 2  # the same, after the node could not read the file
 _ERROR_BYTES = 4000
 
 Sink = Callable[[int, bytes, bool], None]  # position, bytes, whether they are the last
@@ -101,20 +102,28 @@ class Node:
         threading.Thread(target=self._follow, args=(run, path, sink, position), daemon=True).start()
 
     def _follow(self, run: str, path: str, sink: Sink, position: int) -> None:
-        is_end = False
+        is_end = was_over = False
         while not (is_end or self._is_closed):
+            piece, seconds = b"", _FOLLOW_SECONDS
             try:
                 answer = self.ask(messages.Follow, run=run, path=path, position=position)
-                piece, is_end = base64.b64decode(answer.data), answer.is_end
+                piece, is_end, was_over = base64.b64decode(answer.data), answer.is_end, False
             except Broken:  # ask again for the same bytes
-                piece = b""
-            except Refusal:  # such as of a run that was deleted
-                piece, is_end = b"", True
+                pass
+            except Refusal:  # of a run that was deleted; or a disk fails for a moment, while the run goes on
+                is_end, seconds = was_over, _REFUSED_SECONDS
+                was_over = was_over or not self._may_run(run)
             if piece or is_end:
                 sink(position, piece, is_end)
                 position += len(piece)
             else:
-                self._pause(_FOLLOW_SECONDS)
+                self._pause(seconds)
+
+    def _may_run(self, run: str) -> bool:
+        try:
+            return any(row.run == run and row.state == "running" for row in self.ask(messages.Runs).runs)
+        except Refusal:
+            return True
 
     def put(self, file: Path, code: str, timeout: float = 120) -> bool:
         """Send an archive unless the node has it. Whether bytes were sent."""
