@@ -16,7 +16,7 @@ import pytest
 
 from tests.node.machines import CODE, HASH, ROOT, Program, archive, commit, pieces
 from torchtitan.launch.ssh.pack import pack
-from torchtitan.node import archives, bounded, processes, report
+from torchtitan.node import archives, bounded, folders, processes, report
 from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES, MOST_ROWS
 from torchtitan.refusal import Refusal
 
@@ -177,6 +177,20 @@ def test_a_watched_run_is_read_and_nothing_else(program: Program) -> None:
     assert program.ask(do="read", run="@0/theirs", path="config.toml")["is_end"]
     followed = program.ask(do="follow", run="@0/theirs", path="metrics.jsonl")
     assert followed["is_end"] and followed["size"] == 25
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what was opened")
+@pytest.mark.parametrize("swapped", ["run", "run/log"])
+def test_a_link_that_is_put_there_after_the_check_is_not_followed(tmp_path: Path, swapped: str) -> None:
+    for name in ("run", "secret"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log").write_text(name)
+    checked = folders.inside(tmp_path / "run", "log")
+    assert folders.read_at(checked, 0, 9) == (b"run", 3)
+    (tmp_path / swapped).rename(tmp_path / "moved")
+    (tmp_path / swapped).symlink_to(tmp_path / swapped.replace("run", "secret"))
+    with pytest.raises(Refusal, match="log is a link by now; ask again"):
+        folders.read_at(checked, 0, 9)
 
 
 def test_of_too_many_files_the_newest_are_listed_in_a_line_that_a_client_takes(program: Program) -> None:

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -121,9 +122,13 @@ def inside(top: Path, path: str) -> Path:
 
 
 def read_at(file: Path, position: int, size: int) -> tuple[bytes, int]:
-    """Bytes of a plain file, and how large it is now. A pipe or a device is not opened for long."""
+    """Bytes of a plain file that `inside` found, and how large it is. A pipe or a device is not opened for long."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
+        if sys.platform == "linux":  # a link may have been put there since the path was checked
+            opened = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
+            if opened != str(file).removesuffix(" (deleted)"):
+                raise Refusal(f"{file.name} is a link by now; ask again, or use a path that `files` lists")
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise Refusal(f"{file.name} is no plain file; use a path that `files` lists")
