@@ -131,6 +131,22 @@ def test_a_run_that_is_over_goes_on_in_its_folder_when_asked(home: Path) -> None
     program.close()
 
 
+def test_a_run_that_goes_on_has_the_variables_and_ranks_of_its_start_but_no_secret_is_kept(home: Path) -> None:
+    program, record = Program(home, "--env", "HF_TOKEN"), home / "runs/kept/node/0/job.json"
+    given = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": ""}
+    program.start("kept", "variables, lines = 0", environment=given, ranks_here=2)
+    program.wait("kept", "ended")
+    assert "secret" not in record.read_text() and record.stat().st_mode & 0o777 == 0o600
+    for again, ranks in ({}, 2), ({"environment": {"NCCL_DEBUG": "WARN"}, "ranks_here": 3}, 3):
+        assert program.start("kept", "variables, lines = 0", again=True, **again)["kind"] == "start"
+        program.wait("kept", "ended")
+        assert json.loads(record.read_text())["ranks_here"] == ranks
+    log = (home / "runs/kept/node/0/output.log").read_text().splitlines()
+    assert [line.split()[:2] for line in log] == [["NCCL_DEBUG=INFO", "NGPU=2"]] * 2 + [["NCCL_DEBUG=WARN", "NGPU=3"]]
+    assert json.loads(record.read_text())["environment"] == {"NCCL_DEBUG": "WARN"}  # and not that it was on the CPU
+    program.close()
+
+
 STOPPED_AT_ITS_END = """
 import pathlib, sys, time
 from torchtitan.node import keeper

@@ -49,10 +49,12 @@ class Folders:
         """Where this machine keeps its part, or parts, of an own run."""
         return [part for part in _parts(self.of(run)) if _is_ours(part)]
 
+    def part_of(self, start: Start) -> Path:
+        return self.own / start.run / _PARTS / str(start.rank)
+
     def prepare(self, start: Start) -> Path:
         """A new part of a run; nobody else gets the same."""
-        folder = self.own / start.run
-        part = folder / _PARTS / str(start.rank)
+        folder, part = self.own / start.run, self.part_of(start)
         if folder.is_symlink():
             raise Refusal(f"run = {start.run} is a link; choose another name")
         if start.again and part.is_dir():

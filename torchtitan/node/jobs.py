@@ -47,10 +47,14 @@ class Jobs:
         place = self._archives.place_of(job.code)
         if not place.is_dir():
             raise Refusal(f"code {place.name} is not here; send it by `put`, or ask `has` to fetch a commit")
+        job = self._as_before(job) if job.again else job
         environment = self._environment(job)
         mark = secrets.token_hex(16)
         record: dict[str, Any] = {"mark": mark, "code": str(place), "host": socket.gethostname()}
         record |= {"rank": job.rank, "nodes": job.nodes, "started": time.time()}
+        # A client that reads the run's files may read the record. What --env allows may be secret, so it is left out.
+        kept = {name: value for name, value in job.environment.items() if name not in self._more}
+        record |= {"environment": kept, "ranks_here": job.ranks_here}
         record["head"] = f"{job.head}:{job.port}" if job.nodes > 1 else None
         record["starter"] = processes.identity(os.getpid())
         with self._lock:  # of two that go on with the same run, the second finds that it runs
@@ -78,6 +82,14 @@ class Jobs:
                 processes.write_whole(part / "end.json", end)
             raise
         return part
+
+    def _as_before(self, job: Start) -> Start:
+        """A run that goes on has the variables and the ranks that it had, where its new start gives none."""
+        old = processes.read_record(self._folders.part_of(job) / "job.json")
+        kept, ranks = old.get("environment", {}), job.ranks_here or old.get("ranks_here")
+        if job.ranks_here and not kept.get("CUDA_VISIBLE_DEVICES"):  # it was on the CPU, and need not be any more
+            kept.pop("CUDA_VISIBLE_DEVICES", None)
+        return job.model_copy(update={"environment": kept | job.environment, "ranks_here": ranks})
 
     def _environment(self, job: Start) -> dict[str, str]:
         for name in job.environment:
