@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.launch.submit.job import SECONDS_TO_SAVE
+from torchtitan.launch.node import SECONDS_TO_SAVE
 from torchtitan.node import bounded, processes
 from torchtitan.node.archives import Archives
 from torchtitan.node.folders import PLAN, Folders, state_of

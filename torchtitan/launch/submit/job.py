@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtitan.launch.node import SECONDS_TO_SAVE
 from torchtitan.refusal import Refusal
 
-SECONDS_TO_SAVE = 290  # between the warning and the end of a job; Kubernetes adds ten
 _SCRIPT = "./run_llama_train.sh"
 
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torchtitan.launch.submit.job import SECONDS_TO_SAVE, Job, Submission, image_of
+from torchtitan.launch.node import SECONDS_TO_SAVE
+from torchtitan.launch.submit.job import Job, Submission, image_of
 from torchtitan.launch.submit.yaml_text import to_yaml
 
 _USER = 1000  # the Dockerfile's user, who gets write access to the volumes
