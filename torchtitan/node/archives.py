@@ -100,8 +100,11 @@ class Archives:
             yield inside
             if not (inside / _ENTRY).is_file():
                 raise Refusal(f"code {name} has no {_ENTRY}; send a checkout of this recipe")
-            if not (self._folder / name).is_dir():
+            try:
                 inside.rename(self._folder / name)
+            except OSError:  # another node of the same disk was faster
+                if not (self._folder / name).is_dir():
+                    raise
 
 
 class _Bounds:
