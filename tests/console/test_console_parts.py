@@ -1,19 +1,36 @@
 """Text that is made inert, curves that are read on, and what is refused: no process is started."""
 
+import asyncio
 import json
 import math
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
+from tests.console.served import wait_for, write_run
+from torchtitan.console import curves as curves_module
+from torchtitan.console import library as library_module
+from torchtitan.console.actions import Actions
+from torchtitan.console.answers import CheckText, PlanText, Run, SubmitRun
 from torchtitan.console.curves import Columns, Curves, smooth, thin
+from torchtitan.console.database import Audit, Kept, open_database
 from torchtitan.console.door.gate import Rules, _host_name
 from torchtitan.console.door.limits import Bucket, Denied
-from torchtitan.console.door.people import Forbidden, Person
+from torchtitan.console.door.people import Forbidden, People, Person
 from torchtitan.console.library import Library, Unknown, keys_of
 from torchtitan.console.nodes import HERE, Nodes
+from torchtitan.console.pages import compare, frame
 from torchtitan.console.pages.keys import meanings
 from torchtitan.console.predictions import in_words, read_prediction
+from torchtitan.console.resume import plan_resume
 from torchtitan.console.text import inert, whole_characters
+from torchtitan.launch.ssh.client import Broken
+from torchtitan.node.messages import RunRow
 from torchtitan.refusal import Refusal
 
 
@@ -158,3 +175,48 @@ def test_each_key_of_the_schema_is_explained_with_its_default():
     known = meanings()
     assert known["optimizer.lr"] == "Peak learning rate, reached at the end of the warmup. Default: 0.0008"
     assert "quantize.linear.float8.recipe_name" in known and all(len(meaning) > 20 for meaning in known.values())
+
+
+def library_of(home: Path, shown: Path, tags: Any = dict) -> Library:
+    return Library(home, [shown], Nodes(home, None, ["ssh"], "home"), tags)
+
+
+def test_the_list_of_runs_goes_on_after_a_look_that_failed_and_the_failure_is_logged_once(tmp_path, caplog):
+    looks: list[int] = []
+
+    def tags() -> dict[str, list[str]]:
+        looks.append(1)
+        if len(looks) < 4:
+            raise RecursionError("a hostile record")
+        return {}
+
+    write_run(tmp_path / "shown/one", steps=3)
+    library = library_of(tmp_path, tmp_path / "shown", tags)
+    library.runs()  # somebody looks at runs, so the folders are looked at often
+    library.start()
+    wait_for(library.runs, 10)
+    assert caplog.text.count("the list of runs stays as it is") == 1
+
+
+def test_an_older_look_at_the_runs_never_replaces_a_newer_one(tmp_path):
+    id, said, in_first, go_on = "", ["old"], threading.Event(), threading.Event()
+
+    def tags() -> dict[str, list[str]]:
+        now = {id: list(said)}
+        if said == ["old"] and id:
+            in_first.set()
+            go_on.wait(10)
+        return now
+
+    write_run(tmp_path / "shown/one", steps=3)
+    library = library_of(tmp_path, tmp_path / "shown", tags)
+    library.refresh()
+    id = library.runs()[0].id
+    with ThreadPoolExecutor() as pool:
+        looks = [pool.submit(library.refresh)]
+        assert in_first.wait(10)
+        said[0] = "new"
+        looks.append(pool.submit(library.refresh))
+        pool.submit(looks[1].exception, 0.5).exception()
+        go_on.set()
+    assert [look.exception() for look in looks] == [None, None] and library.runs()[0].tags == ["new"]

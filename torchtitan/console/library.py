@@ -6,6 +6,7 @@ A run is named by an id that the library gave it, so no path that a request hold
 import ast
 import base64
 import hashlib
+import logging
 import math
 import re
 import threading
@@ -97,33 +98,44 @@ class Library:
         self._nodes, self.shown, self._tags = nodes, shown, tags
         self._entries: dict[str, Entry] = {}
         self._curves: dict[str, Curves] = {}
-        self._lock = threading.Lock()
-        self._version = 0
+        self._lock, self._looking = threading.Lock(), threading.Lock()
+        self._version, self._trouble = 0, ""
 
     def start(self) -> None:
-        self.refresh()
+        self._look()
         threading.Thread(target=self._watch, daemon=True, name="runs").start()
 
     def _watch(self) -> None:
         while True:
             spent = time.thread_time()
-            with suppress(OSError, ValueError):  # a folder went, or was written, while it was looked at
-                self.refresh()
+            self._look()
             soon = max(_SOON, _IDLE * (time.thread_time() - spent))
             time.sleep(min(soon, _SECONDS) if self._nodes.is_asked() else _SECONDS)
 
+    def _look(self) -> None:
+        try:
+            self.refresh()
+        except (OSError, ValueError):  # a folder went, or was written, while it was looked at
+            pass
+        except Exception as error:  # a hostile record ends no thread
+            if self._trouble != (trouble := repr(error)):
+                self._trouble = trouble
+                logging.getLogger(__name__).exception("the list of runs stays as it is until it can be read again")
+
     def refresh(self) -> None:
-        here, tags = self._nodes.members[HERE], self._tags()
-        found: dict[str, Entry] = {}
-        for row in self._folders.rows():
-            entry = Entry(_page(here, row, tags), row, Local(self._folders, row.run), here)
-            found.setdefault(entry.page.id, entry)
-        for member in self._nodes.members.values():
-            for row in member.runs:
-                entry = Entry(_page(member, row, tags), row, Remote(member, row.run), member)
+        with self._looking:  # an older look never replaces a newer one
+            here, tags = self._nodes.members[HERE], self._tags()
+            rows: list[tuple[Member, RunRow, Place]]
+            rows = [(here, row, Local(self._folders, row.run)) for row in self._folders.rows()]
+            for member in self._nodes.members.values():
+                rows += [(member, row, Remote(member, row.run)) for row in member.runs]
+            rows.sort(key=lambda found: found[1].started or 0, reverse=True)
+            found: dict[str, Entry] = {}
+            for member, row, place in rows:
+                entry = Entry(_page(member, row, tags), row, place, member)
                 found.setdefault(entry.page.id, entry)
-        if found != self._entries:
-            self._entries, self._version = found, self._version + 1
+            if found != self._entries:
+                self._entries, self._version = found, self._version + 1
 
     @property
     def version(self) -> int:
