@@ -220,3 +220,42 @@ def test_an_older_look_at_the_runs_never_replaces_a_newer_one(tmp_path):
         pool.submit(looks[1].exception, 0.5).exception()
         go_on.set()
     assert [look.exception() for look in looks] == [None, None] and library.runs()[0].tags == ["new"]
+
+
+def test_a_search_that_is_gone_on_with_finds_every_line_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(library_module, "_SEARCH_BYTES", 2**18)
+    data = b"".join(b"line %d\n" % i for i in range(10_000, 60_000))
+    write_run(tmp_path / "shown/one", steps=3)
+    (tmp_path / "shown/one/train.log").write_bytes(data)
+    library = library_of(tmp_path, tmp_path / "shown")
+    library.refresh()
+    id = library.runs()[0].id
+    cut = data[data.rfind(b"\n", 0, 2**18) + 1 :].partition(b"\n")[0].decode()  # which two searches share
+    for text, wanted in ((cut, [cut]), ("line 1", [f"line {i}" for i in range(10_000, 20_000)])):
+        found, position = [], 0
+        while position < len(data):
+            piece = library.log(id, "train.log", position, text)
+            found, position = found + [match.line for match in piece.matches], piece.next
+        assert found == wanted
+
+
+def test_samples_are_read_on_and_one_that_was_cut_is_read_again(tmp_path):
+    part = tmp_path / "runs/one/node/0"
+    part.mkdir(parents=True)
+    job = {"host": socket.gethostname(), "code": "0" * 64, "rank": 0, "nodes": 1, "started": 1.0}
+    (part / "job.json").write_text(json.dumps(job))
+    (part / "end.json").write_text('{"state": "ended"}')
+    log, lines = part / "output.log", [f"sample after step {i}: 'text\\t{i}'\n" for i in range(1, 301)]
+    log.write_text("".join(lines) + "sample after step 301: 'a")
+    library = library_of(tmp_path, tmp_path / "none")
+    library.refresh()
+    id = library.runs()[0].id
+    assert library.samples(id)[0] == (200, "text\t200")
+    assert library.samples(id)[1] == (300, "text\t300") and len(library.samples(id)) == 200
+    with log.open("a") as more:
+        more.write("bc'\n")
+    library.samples(id)
+    assert library.samples(id)[:2] == [(301, "abc"), (300, "text\t300")]
+    log.write_text(lines[0])
+    library.samples(id)
+    assert library.samples(id) == [(1, "text\t1")]

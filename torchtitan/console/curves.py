@@ -1,17 +1,24 @@
-"""The records of a run as columns of numbers, read on from where the last look ended, and thinned for a chart."""
+"""What a run records, read on from where the last look ended: numbers as columns, thinned for a chart; and samples."""
 
+import ast
 import json
 import math
+import re
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torchtitan.console.answers import LogPiece
+from torchtitan.console.text import inert
 
 Read = Callable[[str, int, int], tuple[bytes, int]]  # path, position, bytes -> bytes, size of the file
 _PIECE = 2**19
 _END = 128
 _MOST_RECORDS = 200_000
 _MOST_KEYS = 64
+_MOST_SAMPLES = 200
 AXES = {"step": "step", "tokens_seen": "tokens", "elapsed": "seconds of training"}
 
 
@@ -84,9 +91,38 @@ class Columns:
 
 
 @dataclass
+class Samples:
+    """Texts that the run wrote with its weights at some steps; the newest are kept."""
+
+    WORDS: ClassVar[str] = "sample after step"  # by which the log is searched
+    position: int = 0  # from which it is searched next
+    _texts: dict[int, str] = field(default_factory=dict)
+
+    def read_on(self, piece: LogPiece) -> list[tuple[int, str]]:
+        """All samples after this piece of the log, the newest first."""
+        if piece.size < self.position:  # the log was written anew
+            self.position, self._texts = 0, {}
+        lines = [re.search(f"{self.WORDS} ([0-9]+): (.*)", match.line) for match in piece.matches]
+        found = self._texts | {int(line[1]): _unquoted(line[2]) for line in lines if line}
+        self._texts = dict(sorted(found.items())[-_MOST_SAMPLES:])
+        # The last line of the log may not have ended: it is searched again.
+        self.position = piece.next if piece.next < piece.size else max(0, piece.next - 2**16)
+        return sorted(self._texts.items(), reverse=True)
+
+
+def _unquoted(text: str) -> str:
+    """The log shows a sample as Python writes a string, on one line."""
+    try:
+        return inert(str(ast.literal_eval(text)).encode("utf-8", errors="replace"))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+@dataclass
 class Curves:
     """All that a run records."""
 
+    samples: Samples = field(default_factory=Samples)
     training: Columns = field(default_factory=lambda: Columns("metrics.jsonl"))
     validation: Columns = field(default_factory=lambda: Columns("validation.jsonl"))
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -3,7 +3,6 @@
 A run is named by an id that the library gave it, so no path that a request holds is ever opened unless the run has it.
 """
 
-import ast
 import base64
 import hashlib
 import logging
@@ -33,7 +32,6 @@ _SECONDS, _SOON = 2, 0.2  # between two looks at the folders; while somebody loo
 _IDLE = 9  # times the CPU's time for a look, if that is more
 _TOLD_SECONDS = 20
 _LOG_BYTES, _SEARCH_BYTES, _MOST_MATCHES, _LINE = 2**16, 2**23, 200, 2000
-_SAMPLE = re.compile(r"sample after step ([0-9]+): (.*)")
 _MOST_CURVES = 32  # runs whose records are kept in memory
 _LOG = re.compile(r"(.*/)?([^/]*\.(log|out|err)|std(out|err)[^/]*)")
 _HANG, _STACK, _REPORT_BYTES = "hang/report.txt", re.compile(r"hang/rank_[0-9]+\.txt"), 2**15
@@ -198,12 +196,15 @@ class Library:
 
     def curves(self, id: str) -> Curves:
         entry = self.find(id)
+        return self._kept(id).read_on(entry.place.read)
+
+    def _kept(self, id: str) -> Curves:
         with self._lock:
             curves = self._curves.pop(id, None) or Curves()
             self._curves[id] = curves  # the newest is last
             while len(self._curves) > _MOST_CURVES:
                 del self._curves[next(iter(self._curves))]
-        return curves.read_on(entry.place.read)
+        return curves
 
     def log(self, id: str, path: str, position: int, search: str = "") -> LogPiece:
         """A piece of a log from a position on (a negative one counts from the end), or the lines that hold a text."""
@@ -246,9 +247,8 @@ class Library:
     def samples(self, id: str) -> list[tuple[int, str]]:
         """Texts that the run wrote with its weights at some steps, from its log, the newest first."""
         log = self.find(id).row.log
-        lines = self.log(id, log, 0, "sample after step").matches if log else []
-        found = [_SAMPLE.search(match.line) for match in lines]
-        return [(int(one[1]), _unquoted(one[2])) for one in reversed(found) if one]
+        samples = self._kept(id).samples
+        return samples.read_on(self.log(id, log, samples.position, samples.WORDS)) if log else []
 
     def read(self, id: str, path: str, position: int, size: int) -> tuple[bytes, int]:
         try:
@@ -275,22 +275,14 @@ def _search(place: Place, path: str, position: int, text: str) -> LogPiece:
         *lines, tail = (rest + data).split(b"\n")
         at = position - len(data) - len(rest)
         for line in [*lines, tail] if is_last else lines:
-            if needle in line.lower() and len(matches) < _MOST_MATCHES:
+            if needle in line.lower():
                 matches.append(LogMatch(position=at, line=inert(line[:_LINE])))
             at += len(line) + 1
+            if len(matches) == _MOST_MATCHES:
+                break
         rest = tail[-(2**16) :]
-        if is_last or position >= end or len(matches) >= _MOST_MATCHES:
-            after = at if len(matches) >= _MOST_MATCHES else position
-            return LogPiece(position=start, next=min(after, size), size=size, text="", matches=matches)
-
-
-def _unquoted(text: str) -> str:
-    """The log shows a sample as Python writes a string, on one line."""
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return _word(value)
+        if is_last or position >= end or len(matches) == _MOST_MATCHES:
+            return LogPiece(position=start, next=min(at, position, size), size=size, text="", matches=matches)
 
 
 def keys_of(toml: str) -> dict[str, str]:
