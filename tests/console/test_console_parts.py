@@ -97,6 +97,14 @@ def test_steps_that_are_written_again_replace_the_earlier_ones():
     assert curves.line("loss", "tokens_seen") == [(10, 1.0), (20, 1.0), (30, 9.0)]
 
 
+def test_of_a_very_long_run_the_newest_records_are_kept(monkeypatch):
+    monkeypatch.setattr(curves_module, "_MOST_RECORDS", 100)
+    file, columns = File(), Columns("metrics.jsonl")
+    file.write(*({"step": i, "loss": float(i)} for i in range(1, 301)))
+    columns.read_on(file.read)
+    assert columns.points("loss") == [(i, float(i)) for i in range(201, 301)]
+
+
 def test_a_prediction_is_shown_beside_what_was_measured_unless_the_run_is_another():
     file, curves = File(), Curves()
     plan = {"layout": "1 rank", "rests_on": "a \x1b[31mguess", "seconds": 0.5, "memory_gib": 2}

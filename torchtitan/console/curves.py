@@ -16,6 +16,7 @@ from torchtitan.console.text import inert
 Read = Callable[[str, int, int], tuple[bytes, int]]  # path, position, bytes -> bytes, size of the file
 _PIECE = 2**19
 _END = 128
+_MOST_PIECES = 200  # of one look
 _MOST_RECORDS = 200_000
 _MOST_KEYS = 64
 _MOST_SAMPLES = 200
@@ -24,7 +25,7 @@ AXES = {"step": "step", "tokens_seen": "tokens", "elapsed": "seconds of training
 
 @dataclass
 class Columns:
-    """One file of records. A column has a number for each step; NaN where the record had none."""
+    """The newest 200,000 records of a file. A column has a number for each step; NaN where the record had none."""
 
     path: str
     steps: array = field(default_factory=lambda: array("q"))
@@ -35,7 +36,7 @@ class Columns:
 
     def read_on(self, read: Read) -> None:
         """A file that does not go on from these bytes was written anew, as a resumed run does: it is read anew."""
-        while True:
+        for _ in range(_MOST_PIECES):
             try:
                 piece, size = read(self.path, self._position - len(self._end), _PIECE)
             except FileNotFoundError:
@@ -48,7 +49,9 @@ class Columns:
             *lines, self._rest = (self._rest + piece).split(b"\n")
             for line in lines:
                 self._take(line)
-            if not piece or self._position >= size or len(self.steps) >= _MOST_RECORDS:
+            if len(self.steps) > 1.1 * _MOST_RECORDS:  # a tenth at a time, which is seldom
+                self._delete(slice(0, -_MOST_RECORDS))
+            if not piece or self._position >= size:
                 return
 
     def _take(self, line: bytes) -> None:
@@ -60,7 +63,8 @@ class Columns:
         if type(record.get("step")) is not int or abs(record["step"]) > 2**53:
             return
         if self.steps and record["step"] <= self.steps[-1]:
-            self._cut(record["step"])
+            # A run that went back to an earlier checkpoint writes these steps again.
+            self._delete(slice(next(i for i, known in enumerate(self.steps) if known >= record["step"]), None))
         if "step_seconds" in numbers:
             last, before = (self.steps[-1], self.values["elapsed"][-1]) if self.steps else (record["step"] - 1, 0.0)
             numbers["elapsed"] = before + numbers["step_seconds"] * (record["step"] - last)
@@ -71,12 +75,9 @@ class Columns:
         for name, column in self.values.items():
             column.append(numbers.get(name, math.nan))
 
-    def _cut(self, step: int) -> None:
-        """A run that went back to an earlier checkpoint writes these steps again."""
-        keep = next(i for i, known in enumerate(self.steps) if known >= step)
-        del self.steps[keep:]
-        for column in self.values.values():
-            del column[keep:]
+    def _delete(self, which: slice) -> None:
+        for column in (self.steps, *self.values.values()):
+            del column[which]
 
     def after(self, step: int, most: int) -> Iterator[dict[str, float]]:
         start = next((i for i, known in enumerate(self.steps) if known > step), len(self.steps))
