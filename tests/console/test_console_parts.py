@@ -267,3 +267,9 @@ def test_samples_are_read_on_and_one_that_was_cut_is_read_again(tmp_path):
     log.write_text(lines[0])
     library.samples(id)
     assert library.samples(id) == [(1, "text\t1")]
+
+
+def test_runs_of_one_name_have_a_label_each():
+    known: dict[str, Any] = {"run": "@0/a", "folder": "/a", "state": "ended", "is_own": False, "node": HERE}
+    runs = [Run(id=id, name=name, **known) for id, name in (("a-000001", "a"), ("a-000002", "a"), ("b-000003", "b"))]
+    assert list(compare.labels(runs).values()) == [f"a ({HERE}) 000001", f"a ({HERE}) 000002", f"b ({HERE})"]
