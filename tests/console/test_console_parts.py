@@ -230,6 +230,31 @@ def test_an_older_look_at_the_runs_never_replaces_a_newer_one(tmp_path):
     assert [look.exception() for look in looks] == [None, None] and library.runs()[0].tags == ["new"]
 
 
+def test_a_node_that_is_away_is_said_to_be_and_nobody_waits_for_it_and_runs_are_listed_newest_first(tmp_path):
+    (tmp_path / "nodes.toml").write_text('[[node]]\nhost = "far"\n')
+    nodes = Nodes(tmp_path, tmp_path / "nodes.toml", ["ssh"], "home")
+    far, library = nodes.find("far"), Library(tmp_path, [tmp_path / "shown"], nodes)
+    write_run(tmp_path / "shown/one", steps=3)
+    known: dict[str, Any] = {"folder": "/a", "state": "failed", "is_own": True, "rank": 0, "log": "a.log"}
+    far.runs = [RunRow(run=name, started=at, code="0" * 64, **known) for name, at in (("new", 9e9), ("old", 1.0))]
+    far.last_seen, far.trouble = 1.0, "the cable is cut"
+    library.refresh()
+    assert [run.name for run in library.runs()] == ["new", "one", "old"]
+    id = library.runs()[0].id
+    for ask in (library.page, library.configuration, library.curves, library.hang, library.prediction, library.samples):
+        with pytest.raises(Broken, match="far is away: the cable is cut"):
+            ask(id)
+    for ask in (
+        lambda: library.log(id, "a.log", 0),
+        lambda: library.read(id, "a", 0, 1),
+        lambda: plan_resume([library.find(id)]),
+    ):
+        with pytest.raises(Broken, match="far is away: the cable is cut"):
+            ask()
+    labels = compare.labels(library.runs())
+    assert compare.differences(library, list(labels)) == []
+
+
 def test_a_search_that_is_gone_on_with_finds_every_line_once(tmp_path, monkeypatch):
     monkeypatch.setattr(library_module, "_SEARCH_BYTES", 2**18)
     data = b"".join(b"line %d\n" % i for i in range(10_000, 60_000))

@@ -11,7 +11,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from torchtitan.console.answers import Hang, LogMatch, LogPiece, Prediction, Run
 from torchtitan.console.curves import Curves
 from torchtitan.console.nodes import HERE, Member, Nodes
 from torchtitan.console.text import inert, whole_characters
+from torchtitan.launch.ssh.client import Broken
 from torchtitan.node import messages
 from torchtitan.node.folders import PLAN, Folders, inside, read_at
 from torchtitan.node.messages import CHUNK_BYTES, FileRow, RunRow
@@ -70,16 +70,23 @@ class Remote:
     run: str
 
     def files(self) -> tuple[Sequence[FileRow], int]:
-        answer = self.member.node.ask(messages.Files, 20, run=self.run)
+        answer = self._ask(messages.Files)
         return answer.files, answer.left_out
 
     def read(self, path: str, position: int, size: int) -> tuple[bytes, int]:
-        wanted = {"run": self.run, "path": path, "position": position, "size": min(size, CHUNK_BYTES)}
         try:
-            answer = self.member.node.ask(messages.Read, 20, **wanted)
+            answer = self._ask(messages.Read, path=path, position=position, size=min(size, CHUNK_BYTES))
+        except Broken:
+            raise
         except Refusal as error:
             raise FileNotFoundError(str(error)) from None
         return base64.b64decode(answer.data), answer.size
+
+    def _ask(self, request: Callable[..., messages.Request], **fields: Any) -> Any:
+        """Nobody waits for a node that was there and is away."""
+        if self.member.last_seen and self.member.trouble:
+            raise Broken(f"{self.member.name} is away: {self.member.trouble}")
+        return self.member.node.ask(request, 20, run=self.run, **fields)
 
 
 @dataclass(frozen=True)
@@ -176,10 +183,8 @@ class Library:
     def configuration(self, id: str) -> str:
         """The TOML text of the run, or of the job that is to become it."""
         entry = self.find(id)
-        for path in ("config.toml", f"node/{entry.row.rank or 0}/job.toml"):
-            with suppress(OSError, Refusal):
-                return entry.place.read(path, 0, 2**18)[0].decode("utf-8", errors="replace")
-        return ""
+        found = _first(entry.place, ("config.toml", f"node/{entry.row.rank or 0}/job.toml"), 2**18)
+        return (found or b"").decode("utf-8", errors="replace")
 
     def page(self, id: str) -> RunPage:
         entry = self.find(id)
@@ -238,11 +243,10 @@ class Library:
     def prediction(self, id: str) -> Prediction | None:
         """What a plan said of the run: as its start sent it, or as the run kept it at its end."""
         entry = self.find(id)
-        for path in (f"node/{entry.row.rank or 0}/{PLAN}", "plan_measured.json"):
-            with suppress(OSError, Refusal):
-                plan = entry.place.read(path, 0, predictions.BYTES)[0]
-                return predictions.read_prediction(plan, _flat(self.configuration(id)), self.curves(id))
-        return None
+        plan = _first(entry.place, (f"node/{entry.row.rank or 0}/{PLAN}", "plan_measured.json"), predictions.BYTES)
+        if plan is None:
+            return None
+        return predictions.read_prediction(plan, _flat(self.configuration(id)), self.curves(id))
 
     def samples(self, id: str) -> list[tuple[int, str]]:
         """Texts that the run wrote with its weights at some steps, from its log, the newest first."""
@@ -255,6 +259,18 @@ class Library:
             return self.find(id).place.read(path, position, size)
         except FileNotFoundError:
             raise Unknown(f"file = {path[:80]!a} is not in this run; /files lists those that are") from None
+
+
+def _first(place: Place, paths: Sequence[str], size: int) -> bytes | None:
+    """The first of these files that the run has."""
+    for path in paths:
+        try:
+            return place.read(path, 0, size)[0]
+        except Broken:
+            raise
+        except (OSError, Refusal):
+            continue
+    return None
 
 
 def _checkpoints(files: Sequence[FileRow]) -> dict[str, str]:
