@@ -294,6 +294,28 @@ def test_samples_are_read_on_and_one_that_was_cut_is_read_again(tmp_path):
     assert library.samples(id) == [(1, "text\t1")]
 
 
+def test_what_a_viewer_is_refused_is_written_down(tmp_path):
+    library, engine = library_of(tmp_path, tmp_path / "shown"), open_database(tmp_path)
+    write_run(tmp_path / "shown/one", steps=3)
+    library.refresh()
+    nodes, audit = Nodes(tmp_path, None, ["ssh"], "home"), Audit(engine)
+    actions, eve = Actions(tmp_path, library, nodes, People(engine), audit, Kept(engine)), Person("eve", "viewer")
+    submission = SubmitRun(site="slurm", config="", name="a", only_print=True)
+    for act, *given in (
+        (actions.check, CheckText(config="")),
+        (actions.plan, PlanText(config="", machines="cpu_1x2")),
+        (actions.resume, library.runs()[0].id),
+        (actions.submit, submission),
+    ):
+        with pytest.raises(Forbidden):
+            act(eve, *given)
+    assert actions.check(Person("ada", "operator"), CheckText(config="")) == []
+    rows = [(row.who, row.what, row.target) for row in reversed(audit.newest(9))]
+    targets = {"check": "a configuration", "plan": f"layouts on {HERE}", "resume": "one", "submit": "a to slurm"}
+    assert rows == [("eve", what, target) for what, target in targets.items()]
+    assert all(row.outcome.startswith("refused: eve is viewer") for row in audit.newest(9))
+
+
 def test_runs_of_one_name_have_a_label_each():
     known: dict[str, Any] = {"run": "@0/a", "folder": "/a", "state": "ended", "is_own": False, "node": HERE}
     runs = [Run(id=id, name=name, **known) for id, name in (("a-000001", "a"), ("a-000002", "a"), ("b-000003", "b"))]
