@@ -138,6 +138,26 @@ def test_runs_below_a_folder_that_a_host_s_watch_names_are_shown_and_can_only_be
         entry.member.node.ask(messages.Stop, run=entry.row.run)
 
 
+@linux
+def test_a_run_on_a_shared_disk_is_deleted_once_and_forgotten_and_none_is_while_a_node_runs_it(look, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    nodes, engine = look(), open_database(tmp_path / "here")
+    kept, audit, ada = Kept(engine), Audit(engine), Person("ada", "admin")
+    library = Library(tmp_path / "here", [], nodes, kept.tags)
+    actions = Actions(tmp_path / "here", library, nodes, People(engine), audit, kept)
+    start(Job("shared", "lines = 100000", needs_disk=True), HASH, parts_on(nodes, tmp_path), [])
+    id = library.id_of("a", str(tmp_path / "a/runs/shared"))
+    assert actions.tag(ada, id, TagRun(add=["good"])).tags == ["good"]
+    with pytest.raises(Refusal, match="run = shared still runs on a"):
+        actions.delete(ada, id)
+    actions.stop(ada, id, 0)
+    assert (actions.delete(ada, id).freed_bytes or 0) > 0 and kept.tags() == {}
+    assert not (tmp_path / "a/runs/shared").exists()
+    outcomes = [row.outcome[:7] for row in audit.newest(9) if row.what == "delete"]
+    assert outcomes == ["done", "refused"]
+
+
 def test_a_node_that_goes_is_known_at_once_and_all_are_closed_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(client, "_SECONDS_TO_CLOSE", 1)
     node = f"cd {ROOT} && echo $$ >>{tmp_path}/pids && exec {sys.executable} -m torchtitan node --home {tmp_path}/there"

@@ -174,9 +174,21 @@ class Actions:
         return Done(state=answers[0].state)
 
     def delete(self, person: Person, id: str) -> Done:
+        """Delete the run on all its nodes; refused while one of them still runs its part."""
         entries = self._parts(id)
-        with self._done_by(person, "admin", "delete", entries[0].page.name):
-            freed = [entry.member.node.ask(messages.Delete, 300, run=entry.row.run).freed_bytes for entry in entries]
+        name, run = entries[0].page.name, entries[0].row.run
+        parts = [Part(one.member.host, one.member.node, one.row.rank or 0) for one in entries]
+        freed: list[int] = []
+        with self._done_by(person, "admin", "delete", name):
+            rows = zip(parts, at_once(lambda part: part.row(run), parts), strict=True)
+            if running := [part.name for part, row in rows if row and row.state == "running"]:
+                raise Refusal(f"run = {name} still runs on {', '.join(running)}; stop it first")
+            for part in parts:
+                try:
+                    freed.append(part.node.ask(messages.Delete, 300, run=run).freed_bytes)
+                except Refusal:
+                    if not freed or part.row(run):  # else a node before shares its disk, and has deleted it
+                        raise
             self._kept.forget([entry.page.id for entry in entries])
         self._library.refresh()
         return Done(freed_bytes=sum(freed))
