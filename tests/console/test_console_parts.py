@@ -316,6 +316,28 @@ def test_what_a_viewer_is_refused_is_written_down(tmp_path):
     assert all(row.outcome.startswith("refused: eve is viewer") for row in audit.newest(9))
 
 
+def test_long_actions_leave_what_pages_look_at_its_threads_and_a_failing_database_is_said(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(frame.ui, "notify", lambda text, **_: said.append(text))
+    end = threading.Event()
+
+    def fail() -> None:
+        raise OperationalError("", {}, Exception())
+
+    async def both() -> int | None:
+        actions = [asyncio.create_task(frame.do(end.wait)) for _ in range(32)]
+        await asyncio.sleep(0.1)
+        try:
+            return await asyncio.wait_for(frame.look(lambda: 7), 5)
+        finally:
+            end.set()
+            await asyncio.gather(*actions)
+
+    assert asyncio.run(both()) == 7
+    assert asyncio.run(frame.look(fail)) is None and asyncio.run(frame.do(fail)) is None
+    assert said == ["the console's database fails (OperationalError); look at its disk, or at what --database names"]
+
+
 def test_runs_of_one_name_have_a_label_each():
     known: dict[str, Any] = {"run": "@0/a", "folder": "/a", "state": "ended", "is_own": False, "node": HERE}
     runs = [Run(id=id, name=name, **known) for id, name in (("a-000001", "a"), ("a-000002", "a"), ("b-000003", "b"))]
