@@ -76,6 +76,11 @@ def test_a_validation_that_is_written_after_the_record_of_its_step_is_given_once
     assert found == [(10, []), (0, [10]), (0, [])]
 
 
+def test_a_new_run_begins_with_the_configuration_of_another(console):
+    page = console.client.get("/new", params={"source": id_of(console, "two")}).text
+    assert "lr = 0.001" in page and "lr = 0.001" not in console.client.get("/new", params={"source": "unknown"}).text
+
+
 def test_a_log_is_read_from_a_position_or_from_its_end_and_searched_and_is_inert(console):
     log = f"/api/runs/{id_of(console, 'one')}/logs/train.log"
     piece = console.client.get(log, params={"position": 7}).json()
