@@ -107,7 +107,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint_and_ends_as_one_that_wa
     ("changes", "why"),
     [
         ({"nodes": 2}, "ran on 2 nodes, and only this machine show it"),
-        ({"code": "code/" + "a" * 40}, "ran commit aaaa"),
+        ({"code": "code/mine"}, "ran mine, which no console sent"),
         ({"config.toml": None}, "ended before it began to train"),
         ({"checkpoint": None}, "has no complete checkpoint"),
         ({"job.toml": LONG.replace("interval = 20", "load_step = 4")}, "checkpoint.load_step = 4"),
