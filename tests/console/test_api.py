@@ -61,6 +61,26 @@ def test_metrics_go_on_after_a_step_and_a_run_that_went_back_is_read_anew(consol
     assert [(record["step"], record["loss"]) for record in again] == [(5, 7.5), (6, 1.0)]
 
 
+def test_a_validation_that_is_written_after_the_record_of_its_step_is_given_once(console):
+    folder = write_run(console.runs / "three", steps=10)
+    record = (folder / "validation.jsonl").read_text()
+    (folder / "validation.jsonl").write_text("")
+    wait_for(lambda: "three" in [run["name"] for run in console.client.get("/api/runs").json()])
+    metrics, given = f"/api/runs/{id_of(console, 'three')}/metrics", {"after": -1, "validated": -1}
+    found = []
+    for _ in range(3):
+        said = console.client.get(metrics, params=given).json()
+        found.append((len(said["records"]), [one["step"] for one in said["validation"]]))
+        given = {"after": said["next"], "validated": said["validated"]}
+        (folder / "validation.jsonl").write_text(record)
+    assert found == [(10, []), (0, [10]), (0, [])]
+
+
+def test_a_new_run_begins_with_the_configuration_of_another(console):
+    page = console.client.get("/new", params={"source": id_of(console, "two")}).text
+    assert "lr = 0.001" in page and "lr = 0.001" not in console.client.get("/new", params={"source": "unknown"}).text
+
+
 def test_a_log_is_read_from_a_position_or_from_its_end_and_searched_and_is_inert(console):
     log = f"/api/runs/{id_of(console, 'one')}/logs/train.log"
     piece = console.client.get(log, params={"position": 7}).json()

@@ -1,19 +1,36 @@
 """Text that is made inert, curves that are read on, and what is refused: no process is started."""
 
+import asyncio
 import json
 import math
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
+from tests.console.served import wait_for, write_run
+from torchtitan.console import curves as curves_module
+from torchtitan.console import library as library_module
+from torchtitan.console.actions import Actions
+from torchtitan.console.answers import CheckText, PlanText, Run, SubmitRun
 from torchtitan.console.curves import Columns, Curves, smooth, thin
+from torchtitan.console.database import Audit, Kept, open_database
 from torchtitan.console.door.gate import Rules, _host_name, _is_for
 from torchtitan.console.door.limits import Bucket, Denied
-from torchtitan.console.door.people import Forbidden, Person
+from torchtitan.console.door.people import Forbidden, People, Person
 from torchtitan.console.library import Library, Unknown, keys_of
 from torchtitan.console.nodes import HERE, Nodes
+from torchtitan.console.pages import compare, frame
 from torchtitan.console.pages.keys import meanings
 from torchtitan.console.predictions import in_words, read_prediction
+from torchtitan.console.resume import plan_resume
 from torchtitan.console.text import inert, whole_characters
+from torchtitan.launch.ssh.client import Broken
+from torchtitan.node.messages import RunRow
 from torchtitan.refusal import Refusal
 
 
@@ -78,6 +95,14 @@ def test_steps_that_are_written_again_replace_the_earlier_ones():
     file.write({"step": 3, "loss": 9.0, "tokens_seen": 30})
     curves.read_on(file.read)
     assert curves.line("loss", "tokens_seen") == [(10, 1.0), (20, 1.0), (30, 9.0)]
+
+
+def test_of_a_very_long_run_the_newest_records_are_kept(monkeypatch):
+    monkeypatch.setattr(curves_module, "_MOST_RECORDS", 100)
+    file, columns = File(), Columns("metrics.jsonl")
+    file.write(*({"step": i, "loss": float(i)} for i in range(1, 301)))
+    columns.read_on(file.read)
+    assert columns.points("loss") == [(i, float(i)) for i in range(201, 301)]
 
 
 def test_a_prediction_is_shown_beside_what_was_measured_unless_the_run_is_another():
@@ -178,3 +203,162 @@ def test_each_key_of_the_schema_is_explained_with_its_default():
     known = meanings()
     assert known["optimizer.lr"] == "Peak learning rate, reached at the end of the warmup. Default: 0.0008"
     assert "quantize.linear.float8.recipe_name" in known and all(len(meaning) > 20 for meaning in known.values())
+
+
+def library_of(home: Path, shown: Path, tags: Any = dict) -> Library:
+    return Library(home, [shown], Nodes(home, None, ["ssh"], "home"), tags)
+
+
+def test_the_list_of_runs_goes_on_after_a_look_that_failed_and_the_failure_is_logged_once(tmp_path, caplog):
+    looks: list[int] = []
+
+    def tags() -> dict[str, list[str]]:
+        looks.append(1)
+        if len(looks) < 4:
+            raise RecursionError("a hostile record")
+        return {}
+
+    write_run(tmp_path / "shown/one", steps=3)
+    library = library_of(tmp_path, tmp_path / "shown", tags)
+    library.runs()  # somebody looks at runs, so the folders are looked at often
+    library.start()
+    wait_for(library.runs, 10)
+    assert caplog.text.count("the list of runs stays as it is") == 1
+
+
+def test_an_older_look_at_the_runs_never_replaces_a_newer_one(tmp_path):
+    id, said, in_first, go_on = "", ["old"], threading.Event(), threading.Event()
+
+    def tags() -> dict[str, list[str]]:
+        now = {id: list(said)}
+        if said == ["old"] and id:
+            in_first.set()
+            go_on.wait(10)
+        return now
+
+    write_run(tmp_path / "shown/one", steps=3)
+    library = library_of(tmp_path, tmp_path / "shown", tags)
+    library.refresh()
+    id = library.runs()[0].id
+    with ThreadPoolExecutor() as pool:
+        looks = [pool.submit(library.refresh)]
+        assert in_first.wait(10)
+        said[0] = "new"
+        looks.append(pool.submit(library.refresh))
+        pool.submit(looks[1].exception, 0.5).exception()
+        go_on.set()
+    assert [look.exception() for look in looks] == [None, None] and library.runs()[0].tags == ["new"]
+
+
+def test_a_node_that_is_away_is_said_to_be_and_nobody_waits_for_it_and_runs_are_listed_newest_first(tmp_path):
+    (tmp_path / "nodes.toml").write_text('[[node]]\nhost = "far"\n')
+    nodes = Nodes(tmp_path, tmp_path / "nodes.toml", ["ssh"], "home")
+    far, library = nodes.find("far"), Library(tmp_path, [tmp_path / "shown"], nodes)
+    write_run(tmp_path / "shown/one", steps=3)
+    known: dict[str, Any] = {"folder": "/a", "state": "failed", "is_own": True, "rank": 0, "log": "a.log"}
+    far.runs = [RunRow(run=name, started=at, code="0" * 64, **known) for name, at in (("new", 9e9), ("old", 1.0))]
+    far.last_seen, far.trouble = 1.0, "the cable is cut"
+    library.refresh()
+    assert [run.name for run in library.runs()] == ["new", "one", "old"]
+    id = library.runs()[0].id
+    for ask in (library.page, library.configuration, library.curves, library.hang, library.prediction, library.samples):
+        with pytest.raises(Broken, match="far is away: the cable is cut"):
+            ask(id)
+    for ask in (
+        lambda: library.log(id, "a.log", 0),
+        lambda: library.read(id, "a", 0, 1),
+        lambda: plan_resume([library.find(id)]),
+    ):
+        with pytest.raises(Broken, match="far is away: the cable is cut"):
+            ask()
+    labels = compare.labels(library.runs())
+    assert compare.differences(library, list(labels)) == []
+
+
+def test_a_search_that_is_gone_on_with_finds_every_line_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(library_module, "_SEARCH_BYTES", 2**18)
+    data = b"".join(b"line %d\n" % i for i in range(10_000, 60_000))
+    write_run(tmp_path / "shown/one", steps=3)
+    (tmp_path / "shown/one/train.log").write_bytes(data)
+    library = library_of(tmp_path, tmp_path / "shown")
+    library.refresh()
+    id = library.runs()[0].id
+    cut = data[data.rfind(b"\n", 0, 2**18) + 1 :].partition(b"\n")[0].decode()  # which two searches share
+    for text, wanted in ((cut, [cut]), ("line 1", [f"line {i}" for i in range(10_000, 20_000)])):
+        found, position = [], 0
+        while position < len(data):
+            piece = library.log(id, "train.log", position, text)
+            found, position = found + [match.line for match in piece.matches], piece.next
+        assert found == wanted
+
+
+def test_samples_are_read_on_and_one_that_was_cut_is_read_again(tmp_path):
+    part = tmp_path / "runs/one/node/0"
+    part.mkdir(parents=True)
+    job = {"host": socket.gethostname(), "code": "0" * 64, "rank": 0, "nodes": 1, "started": 1.0}
+    (part / "job.json").write_text(json.dumps(job))
+    (part / "end.json").write_text('{"state": "ended"}')
+    log, lines = part / "output.log", [f"sample after step {i}: 'text\\t{i}'\n" for i in range(1, 301)]
+    log.write_text("".join(lines) + "sample after step 301: 'a")
+    library = library_of(tmp_path, tmp_path / "none")
+    library.refresh()
+    id = library.runs()[0].id
+    assert library.samples(id)[0] == (200, "text\t200")
+    assert library.samples(id)[1] == (300, "text\t300") and len(library.samples(id)) == 200
+    with log.open("a") as more:
+        more.write("bc'\n")
+    library.samples(id)
+    assert library.samples(id)[:2] == [(301, "abc"), (300, "text\t300")]
+    log.write_text(lines[0])
+    library.samples(id)
+    assert library.samples(id) == [(1, "text\t1")]
+
+
+def test_what_a_viewer_is_refused_is_written_down(tmp_path):
+    library, engine = library_of(tmp_path, tmp_path / "shown"), open_database(tmp_path)
+    write_run(tmp_path / "shown/one", steps=3)
+    library.refresh()
+    nodes, audit = Nodes(tmp_path, None, ["ssh"], "home"), Audit(engine)
+    actions, eve = Actions(tmp_path, library, nodes, People(engine), audit, Kept(engine)), Person("eve", "viewer")
+    submission = SubmitRun(site="slurm", config="", name="a", only_print=True)
+    for act, *given in (
+        (actions.check, CheckText(config="")),
+        (actions.plan, PlanText(config="", machines="cpu_1x2")),
+        (actions.resume, library.runs()[0].id),
+        (actions.submit, submission),
+    ):
+        with pytest.raises(Forbidden):
+            act(eve, *given)
+    assert actions.check(Person("ada", "operator"), CheckText(config="")) == []
+    rows = [(row.who, row.what, row.target) for row in reversed(audit.newest(9))]
+    targets = {"check": "a configuration", "plan": f"layouts on {HERE}", "resume": "one", "submit": "a to slurm"}
+    assert rows == [("eve", what, target) for what, target in targets.items()]
+    assert all(row.outcome.startswith("refused: eve is viewer") for row in audit.newest(9))
+
+
+def test_long_actions_leave_what_pages_look_at_its_threads_and_a_failing_database_is_said(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(frame.ui, "notify", lambda text, **_: said.append(text))
+    end = threading.Event()
+
+    def fail() -> None:
+        raise OperationalError("", {}, Exception())
+
+    async def both() -> int | None:
+        actions = [asyncio.create_task(frame.do(end.wait)) for _ in range(32)]
+        await asyncio.sleep(0.1)
+        try:
+            return await asyncio.wait_for(frame.look(lambda: 7), 5)
+        finally:
+            end.set()
+            await asyncio.gather(*actions)
+
+    assert asyncio.run(both()) == 7
+    assert asyncio.run(frame.look(fail)) is None and asyncio.run(frame.do(fail)) is None
+    assert said == ["the console's database fails (OperationalError); look at its disk, or at what --database names"]
+
+
+def test_runs_of_one_name_have_a_label_each():
+    known: dict[str, Any] = {"run": "@0/a", "folder": "/a", "state": "ended", "is_own": False, "node": HERE}
+    runs = [Run(id=id, name=name, **known) for id, name in (("a-000001", "a"), ("a-000002", "a"), ("b-000003", "b"))]
+    assert list(compare.labels(runs).values()) == [f"a ({HERE}) 000001", f"a ({HERE}) 000002", f"b ({HERE})"]

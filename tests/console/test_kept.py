@@ -1,6 +1,7 @@
 """What people keep in the console's database: designs, tags, tokens and the audit log. On SQLite and on Postgres."""
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 
 from tests.console.postgres import postgres
 from tests.console.served import TOML, Served, served, write_run
+from torchtitan.console import database
 from torchtitan.console.database import open_database
 from torchtitan.console.door.people import People
 from torchtitan.refusal import Refusal
@@ -147,3 +149,10 @@ def test_a_database_that_cannot_be_opened_is_refused_and_its_password_is_not_sho
     with pytest.raises(Refusal, match=f"--database cannot be opened: .*{why}.*; for Postgres, use") as refused:
         open_database(tmp_path, wrong)
     assert "secret" not in str(refused.value)
+
+
+def test_a_database_that_gives_no_answer_is_refused_soon(tmp_path, monkeypatch):
+    pytest.importorskip("psycopg", reason="psycopg is not installed")
+    monkeypatch.setitem(database._PATIENCE, "connect_timeout", 2)
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(Refusal, match="timeout"):
+        open_database(tmp_path, f"postgresql+psycopg://a@127.0.0.1:{mute.getsockname()[1]}/c")

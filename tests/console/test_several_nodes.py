@@ -3,6 +3,8 @@
 Its ssh is a script that runs the node program here, as in tests/node/test_launch_ssh.py.
 """
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +15,17 @@ import pytest
 from pydantic import ValidationError
 
 from tests.console.served import wait_for, write_run
-from tests.node.machines import CODE, HASH, processes_of
+from tests.node.machines import CODE, HASH, ROOT, processes_of
 from tests.node.test_launch_ssh import SSH, linux
 from torchtitan.console import links
-from torchtitan.console.database import Audit, open_database
+from torchtitan.console.actions import Actions
+from torchtitan.console.answers import TagRun
+from torchtitan.console.database import Audit, Kept, open_database
+from torchtitan.console.door.people import People, Person
 from torchtitan.console.failures import Failures
 from torchtitan.console.library import Library
 from torchtitan.console.nodes import Nodes
+from torchtitan.launch.ssh import client
 from torchtitan.launch.ssh.hosts import Host
 from torchtitan.launch.ssh.parts import Job, Part, start
 from torchtitan.launch.ssh.probe import probe_of
@@ -130,3 +136,48 @@ def test_runs_below_a_folder_that_a_host_s_watch_names_are_shown_and_can_only_be
     assert library.page(entry.page.id).checkpoints == ["step-20"]
     with pytest.raises(ValidationError, match="run"):  # no message stops or deletes it
         entry.member.node.ask(messages.Stop, run=entry.row.run)
+
+
+@linux
+def test_a_run_on_a_shared_disk_is_deleted_once_and_forgotten_and_none_is_while_a_node_runs_it(look, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    nodes, engine = look(), open_database(tmp_path / "here")
+    kept, audit, ada = Kept(engine), Audit(engine), Person("ada", "admin")
+    library = Library(tmp_path / "here", [], nodes, kept.tags)
+    actions = Actions(tmp_path / "here", library, nodes, People(engine), audit, kept)
+    start(Job("shared", "lines = 100000", needs_disk=True), HASH, parts_on(nodes, tmp_path), [])
+    id = library.id_of("a", str(tmp_path / "a/runs/shared"))
+    assert actions.tag(ada, id, TagRun(add=["good"])).tags == ["good"]
+    with pytest.raises(Refusal, match="run = shared still runs on a"):
+        actions.delete(ada, id)
+    actions.stop(ada, id, 0)
+    assert (actions.delete(ada, id).freed_bytes or 0) > 0 and kept.tags() == {}
+    assert not (tmp_path / "a/runs/shared").exists()
+    outcomes = [row.outcome[:7] for row in audit.newest(9) if row.what == "delete"]
+    assert outcomes == ["done", "refused"]
+
+
+def test_a_node_that_goes_is_known_at_once_and_all_are_closed_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_SECONDS_TO_CLOSE", 1)
+    node = f"cd {ROOT} && echo $$ >>{tmp_path}/pids && exec {sys.executable} -m torchtitan node --home {tmp_path}/there"
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n[ -e {tmp_path}/cut ] && exec sleep 300\n{node}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "nodes.toml").write_text("".join(f'[[node]]\nhost = "{name}"\n' for name in "abcd"))
+    nodes = Nodes(tmp_path / "here", tmp_path / "nodes.toml", [str(tmp_path / "ssh")], "unused")
+    nodes.ask_soon()
+    nodes.start()
+    members = [nodes.find(name) for name in "abcd"]
+    try:
+        wait_for(lambda: nodes.ask_soon() or not any(member.trouble for member in members))
+        (tmp_path / "cut").touch()
+        for end in (signal.SIGSTOP, signal.SIGKILL):  # so each is asked for its runs, and has not answered
+            for pid in (tmp_path / "pids").read_text().split():
+                os.kill(int(pid), end)
+            time.sleep(1)
+        wait_for(lambda: all(member.trouble for member in members), 10)
+        time.sleep(1)  # in which each connects again
+        begin = time.monotonic()
+    finally:
+        nodes.close()
+    assert time.monotonic() - begin < 3.5

@@ -35,8 +35,11 @@ def test_a_run_is_submitted_by_the_script_that_was_shown_and_appears_among_the_r
         assert "slurm" in call.get("/api/sites").json()
         shown = call.post("/api/submissions", json=wish | {"only_print": True}, timeout=100)
         assert shown.status_code == 200, shown.text
-        words = ["--config", f"{tmp_path}/runs/.submitted/sent.toml", "--gpus", "0", "--name", "sent", "--print"]
+        assert list((tmp_path / "runs/.submitted").iterdir()) == []  # what a queued job reads stays as it is
+        (tmp_path / "sent.toml").write_text(SHORT)
+        words = ["--config", f"{tmp_path}/sent.toml", "--gpus", "0", "--name", "sent", "--print"]
         printed = verb("launch", "slurm", *words, "--", "--job.dump_folder", f"{tmp_path}/runs/sent")
+        printed = printed.replace(f"{tmp_path}/sent.toml", f"{tmp_path}/runs/.submitted/sent.toml")
         assert shown.json()["text"] == printed.strip() and "sbatch" in printed
         assert not (tmp_path / "runs/sent").exists() and call.get("/api/audit").json() == []
         assert call.post("/api/submissions", json=wish, timeout=100).json()["text"] == "Submitted batch job 7"
@@ -46,8 +49,12 @@ def test_a_run_is_submitted_by_the_script_that_was_shown_and_appears_among_the_r
         assert [(row["what"], row["target"]) for row in call.get("/api/audit").json()] == [("submit", "sent to slurm")]
         again = call.post("/api/submissions", json=wish)
         assert again.status_code == 409 and "exists already; choose another name" in again.json()["detail"]
-        refused = call.post("/api/submissions", json=wish | {"name": "Sent"}, timeout=100)
-        assert refused.status_code == 409 and "--name Sent is not a valid name" in refused.json()["detail"]
+        for _ in range(2):  # a job that no scheduler took leaves nothing
+            refused = call.post("/api/submissions", json=wish | {"name": "Sent"}, timeout=100)
+            assert refused.status_code == 409 and "--name Sent is not a valid name" in refused.json()["detail"]
+        (tmp_path / "runs/.submitted/waits.toml").write_text("")
+        refused = call.post("/api/submissions", json=wish | {"name": "waits"}, timeout=100)
+        assert refused.status_code == 409 and "waits was submitted before; choose another" in refused.json()["detail"]
 
 
 def test_a_site_without_its_client_or_whose_client_hangs_is_refused(

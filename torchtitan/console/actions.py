@@ -59,11 +59,9 @@ class Actions:
     @contextmanager
     def _done_by(self, person: Person, role: str, what: str, target: str) -> Iterator[None]:
         """Inside, the person is known to have the role; how it ends is written down."""
+        self._need(person, role, what, target)
         outcome = "done"
         try:
-            if not self._people.is_still(person):
-                raise Refusal(f"the token of {person.name} was revoked; log in with another")
-            person.need(role)
             yield
         except BaseException as error:
             outcome = f"{'refused' if isinstance(error, Refusal) else 'failed'}: {error}"
@@ -71,9 +69,19 @@ class Actions:
         finally:
             self._audit.write(person.name, person.address, what, target, outcome)
 
+    def _need(self, person: Person, role: str, what: str, target: str) -> None:
+        """A refusal is written down."""
+        try:
+            if not self._people.is_still(person):
+                raise Refusal(f"the token of {person.name} was revoked; log in with another")
+            person.need(role)
+        except Refusal as error:
+            self._audit.write(person.name, person.address, what, target, f"refused: {error}")
+            raise
+
     def check(self, person: Person, wish: CheckText) -> list[str]:
         """All mistakes of a configuration. `whole` runs `check` in a process of its own: it may load a model."""
-        person.need("operator")
+        self._need(person, "operator", "check", "a configuration")
         try:
             check_text(wish.config, "the configuration")
         except ConfigError as error:
@@ -97,8 +105,8 @@ class Actions:
 
     def plan(self, person: Person, wish: PlanText) -> list[Proposal]:
         """The planner's best layouts for these nodes."""
-        person.need("operator")
         members = [self._nodes.find(name) for name in wish.nodes or [HERE]]
+        self._need(person, "operator", "plan", f"layouts on {', '.join(member.name for member in members)}")
         if not self._checks.acquire(timeout=30):
             raise Refusal("two other configurations are being checked; ask again in a moment")
         try:
@@ -145,7 +153,7 @@ class Actions:
 
     def resume(self, person: Person, id: str) -> Started:
         """Go on with a run that is over, on its nodes, in its folder and with its code, from its newest checkpoint."""
-        person.need("operator")
+        self._need(person, "operator", "resume", self._library.find(id).page.name)
         first = self._parts(id)[0].row  # a resume that was refused half way leaves parts which do not meet
         parts = [one for one in self._library.entries() if one.row.is_own and one.row.run == first.run]
         parts = [one for one in parts if one.row.nodes == first.nodes] if (first.nodes or 1) > 1 else self._parts(id)
@@ -166,9 +174,21 @@ class Actions:
         return Done(state=answers[0].state)
 
     def delete(self, person: Person, id: str) -> Done:
+        """Delete the run on all its nodes; refused while one of them still runs its part."""
         entries = self._parts(id)
-        with self._done_by(person, "admin", "delete", entries[0].page.name):
-            freed = [entry.member.node.ask(messages.Delete, 300, run=entry.row.run).freed_bytes for entry in entries]
+        name, run = entries[0].page.name, entries[0].row.run
+        parts = [Part(one.member.host, one.member.node, one.row.rank or 0) for one in entries]
+        freed: list[int] = []
+        with self._done_by(person, "admin", "delete", name):
+            rows = zip(parts, at_once(lambda part: part.row(run), parts), strict=True)
+            if running := [part.name for part, row in rows if row and row.state == "running"]:
+                raise Refusal(f"run = {name} still runs on {', '.join(running)}; stop it first")
+            for part in parts:
+                try:
+                    freed.append(part.node.ask(messages.Delete, 300, run=run).freed_bytes)
+                except Refusal:
+                    if not freed or part.row(run):  # else a node before shares its disk, and has deleted it
+                        raise
             self._kept.forget([entry.page.id for entry in entries])
         self._library.refresh()
         return Done(freed_bytes=sum(freed))
@@ -191,10 +211,11 @@ class Actions:
 
     def submit(self, person: Person, wish: SubmitRun) -> Submission:
         """Hand a run to a scheduler, or show the script for it."""
+        given = person, "operator", "submit", f"{wish.name} to {wish.site}"
         if wish.only_print:
-            person.need("operator")
+            self._need(*given)
             return submit(self._library.shown[0], wish)
-        with self._done_by(person, "operator", "submit", f"{wish.name} to {wish.site}"):
+        with self._done_by(*given):
             return submit(self._library.shown[0], wish)
 
     def install(self, person: Person, name: str) -> None:

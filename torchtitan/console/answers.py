@@ -54,11 +54,15 @@ class RunPage(Answer):
 
 
 class Metrics(Answer):
-    """Records in the order of their steps: `next` is the `after` that goes on from here."""
+    """Records in the order of their steps. `next` is the `after` that goes on from here.
+
+    A validation comes after the record of its step: send `validated` back too, and none is missed.
+    """
 
     records: list[dict[str, float]]
     validation: list[dict[str, float]]
     next: int
+    validated: int
 
 
 class Files(Answer):

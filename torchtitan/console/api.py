@@ -43,6 +43,7 @@ def person_of(request: Request) -> Person:
 Who = Annotated[Person, Depends(person_of)]
 Id = Annotated[str, Path(max_length=100)]
 Position = Annotated[int, Query(ge=-(2**40), le=2**53, description="bytes; a negative one counts from the end")]
+Step = Annotated[int, Query(ge=-1, le=2**53)]
 Tags = Annotated[list[answers.Tag], Query(max_length=answers.MOST_TAGS, default_factory=list)]
 _CODES = (400, 401, 403, 404, 409, 413, 421, 429, 502, 503)
 _MAY_REFUSE: dict[int | str, dict[str, object]] = {code: {"model": Refusing} for code in _CODES}
@@ -111,13 +112,15 @@ def _add_reading(api: APIRouter, library: Library, nodes: Nodes) -> None:
         return library.page(id)
 
     @api.get("/runs/{id}/metrics")
-    def metrics(id: Id, after: Annotated[int, Query(ge=-1, le=2**53)] = -1) -> answers.Metrics:
-        """Records of the steps after one, at most 5,000."""
+    def metrics(id: Id, after: Step = -1, validated: Step | None = None) -> answers.Metrics:
+        """Records of the steps after one, at most 5,000, and validations after `validated`, if that is given."""
         curves = library.curves(id)
         records = list(curves.training.after(after, _MOST_RECORDS))
         last = int(records[-1]["step"]) if records else after
-        validation = [one for one in curves.validation.after(after, _MOST_RECORDS) if records and one["step"] <= last]
-        return answers.Metrics(records=records, validation=validation, next=last)
+        since = after if validated is None else validated
+        validation = [one for one in curves.validation.after(since, _MOST_RECORDS) if one["step"] <= last]
+        since = int(validation[-1]["step"]) if validation else since
+        return answers.Metrics(records=records, validation=validation, next=last, validated=since)
 
     @api.get("/runs/{id}/prediction")
     def prediction(id: Id) -> answers.Prediction:

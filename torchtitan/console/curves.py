@@ -1,23 +1,31 @@
-"""The records of a run as columns of numbers, read on from where the last look ended, and thinned for a chart."""
+"""What a run records, read on from where the last look ended: numbers as columns, thinned for a chart; and samples."""
 
+import ast
 import json
 import math
+import re
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torchtitan.console.answers import LogPiece
+from torchtitan.console.text import inert
 
 Read = Callable[[str, int, int], tuple[bytes, int]]  # path, position, bytes -> bytes, size of the file
 _PIECE = 2**19
 _END = 128
+_MOST_PIECES = 200  # of one look
 _MOST_RECORDS = 200_000
 _MOST_KEYS = 64
+_MOST_SAMPLES = 200
 AXES = {"step": "step", "tokens_seen": "tokens", "elapsed": "seconds of training"}
 
 
 @dataclass
 class Columns:
-    """One file of records. A column has a number for each step; NaN where the record had none."""
+    """The newest 200,000 records of a file. A column has a number for each step; NaN where the record had none."""
 
     path: str
     steps: array = field(default_factory=lambda: array("q"))
@@ -28,7 +36,7 @@ class Columns:
 
     def read_on(self, read: Read) -> None:
         """A file that does not go on from these bytes was written anew, as a resumed run does: it is read anew."""
-        while True:
+        for _ in range(_MOST_PIECES):
             try:
                 piece, size = read(self.path, self._position - len(self._end), _PIECE)
             except FileNotFoundError:
@@ -41,7 +49,9 @@ class Columns:
             *lines, self._rest = (self._rest + piece).split(b"\n")
             for line in lines:
                 self._take(line)
-            if not piece or self._position >= size or len(self.steps) >= _MOST_RECORDS:
+            if len(self.steps) > 1.1 * _MOST_RECORDS:  # a tenth at a time, which is seldom
+                self._delete(slice(0, -_MOST_RECORDS))
+            if not piece or self._position >= size:
                 return
 
     def _take(self, line: bytes) -> None:
@@ -53,7 +63,8 @@ class Columns:
         if type(record.get("step")) is not int or abs(record["step"]) > 2**53:
             return
         if self.steps and record["step"] <= self.steps[-1]:
-            self._cut(record["step"])
+            # A run that went back to an earlier checkpoint writes these steps again.
+            self._delete(slice(next(i for i, known in enumerate(self.steps) if known >= record["step"]), None))
         if "step_seconds" in numbers:
             last, before = (self.steps[-1], self.values["elapsed"][-1]) if self.steps else (record["step"] - 1, 0.0)
             numbers["elapsed"] = before + numbers["step_seconds"] * (record["step"] - last)
@@ -64,12 +75,9 @@ class Columns:
         for name, column in self.values.items():
             column.append(numbers.get(name, math.nan))
 
-    def _cut(self, step: int) -> None:
-        """A run that went back to an earlier checkpoint writes these steps again."""
-        keep = next(i for i, known in enumerate(self.steps) if known >= step)
-        del self.steps[keep:]
-        for column in self.values.values():
-            del column[keep:]
+    def _delete(self, which: slice) -> None:
+        for column in (self.steps, *self.values.values()):
+            del column[which]
 
     def after(self, step: int, most: int) -> Iterator[dict[str, float]]:
         start = next((i for i, known in enumerate(self.steps) if known > step), len(self.steps))
@@ -84,9 +92,38 @@ class Columns:
 
 
 @dataclass
+class Samples:
+    """Texts that the run wrote with its weights at some steps; the newest are kept."""
+
+    WORDS: ClassVar[str] = "sample after step"  # by which the log is searched
+    position: int = 0  # from which it is searched next
+    _texts: dict[int, str] = field(default_factory=dict)
+
+    def read_on(self, piece: LogPiece) -> list[tuple[int, str]]:
+        """All samples after this piece of the log, the newest first."""
+        if piece.size < self.position:  # the log was written anew
+            self.position, self._texts = 0, {}
+        lines = [re.search(f"{self.WORDS} ([0-9]+): (.*)", match.line) for match in piece.matches]
+        found = self._texts | {int(line[1]): _unquoted(line[2]) for line in lines if line}
+        self._texts = dict(sorted(found.items())[-_MOST_SAMPLES:])
+        # The last line of the log may not have ended: it is searched again.
+        self.position = piece.next if piece.next < piece.size else max(0, piece.next - 2**16)
+        return sorted(self._texts.items(), reverse=True)
+
+
+def _unquoted(text: str) -> str:
+    """The log shows a sample as Python writes a string, on one line."""
+    try:
+        return inert(str(ast.literal_eval(text)).encode("utf-8", errors="replace"))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+@dataclass
 class Curves:
     """All that a run records."""
 
+    samples: Samples = field(default_factory=Samples)
     training: Columns = field(default_factory=lambda: Columns("metrics.jsonl"))
     validation: Columns = field(default_factory=lambda: Columns("validation.jsonl"))
     _lock: threading.Lock = field(default_factory=threading.Lock)

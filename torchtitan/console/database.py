@@ -22,6 +22,7 @@ from sqlalchemy import (
     create_engine,
     delete,
     event,
+    make_url,
     or_,
     select,
     update,
@@ -59,6 +60,7 @@ DESIGNS = Table("designs", _META, _TITLE, _VERSION, *_DESIGN, _moment("changed")
 _KEY = [Column(name, String(length), primary_key=True) for name, length in (("run", 100), ("tag", 40))]
 TAGS = Table("tags", _META, *_KEY)
 _MOST_AUDITED = 100_000  # rows; the oldest go
+_PATIENCE = {"connect_timeout": 5, "tcp_user_timeout": 10_000}  # seconds and ms; a host may drop every packet
 
 
 def open_database(home: Path, url: str | None = None) -> Engine:
@@ -70,7 +72,8 @@ def open_database(home: Path, url: str | None = None) -> Engine:
         os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         url = f"sqlite:///{file}"
     try:
-        engine = create_engine(url, pool_pre_ping=True)
+        is_libpq = make_url(url).get_driver_name() in ("psycopg", "psycopg2")
+        engine = create_engine(url, pool_pre_ping=True, connect_args=_PATIENCE if is_libpq else {})
         if engine.dialect.name == "sqlite":
             event.listen(engine, "connect", _in_parallel)
         _META.create_all(engine)

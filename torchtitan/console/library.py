@@ -3,15 +3,14 @@
 A run is named by an id that the library gave it, so no path that a request holds is ever opened unless the run has it.
 """
 
-import ast
 import base64
 import hashlib
+import logging
 import math
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from torchtitan.console.answers import Hang, LogMatch, LogPiece, Prediction, Run
 from torchtitan.console.curves import Curves
 from torchtitan.console.nodes import HERE, Member, Nodes
 from torchtitan.console.text import inert, whole_characters
+from torchtitan.launch.ssh.client import Broken
 from torchtitan.node import messages
 from torchtitan.node.folders import PLAN, Folders, inside, read_at
 from torchtitan.node.messages import CHUNK_BYTES, FileRow, RunRow
@@ -32,7 +32,6 @@ _SECONDS, _SOON = 2, 0.2  # between two looks at the folders; while somebody loo
 _IDLE = 9  # times the CPU's time for a look, if that is more
 _TOLD_SECONDS = 20
 _LOG_BYTES, _SEARCH_BYTES, _MOST_MATCHES, _LINE = 2**16, 2**23, 200, 2000
-_SAMPLE = re.compile(r"sample after step ([0-9]+): (.*)")
 _MOST_CURVES = 32  # runs whose records are kept in memory
 _LOG = re.compile(r"(.*/)?([^/]*\.(log|out|err)|std(out|err)[^/]*)")
 _HANG, _STACK, _REPORT_BYTES = "hang/report.txt", re.compile(r"hang/rank_[0-9]+\.txt"), 2**15
@@ -71,16 +70,23 @@ class Remote:
     run: str
 
     def files(self) -> tuple[Sequence[FileRow], int]:
-        answer = self.member.node.ask(messages.Files, 20, run=self.run)
+        answer = self._ask(messages.Files)
         return answer.files, answer.left_out
 
     def read(self, path: str, position: int, size: int) -> tuple[bytes, int]:
-        wanted = {"run": self.run, "path": path, "position": position, "size": min(size, CHUNK_BYTES)}
         try:
-            answer = self.member.node.ask(messages.Read, 20, **wanted)
+            answer = self._ask(messages.Read, path=path, position=position, size=min(size, CHUNK_BYTES))
+        except Broken:
+            raise
         except Refusal as error:
             raise FileNotFoundError(str(error)) from None
         return base64.b64decode(answer.data), answer.size
+
+    def _ask(self, request: Callable[..., messages.Request], **fields: Any) -> Any:
+        """Nobody waits for a node that was there and is away."""
+        if self.member.last_seen and self.member.trouble:
+            raise Broken(f"{self.member.name} is away: {self.member.trouble}")
+        return self.member.node.ask(request, 20, run=self.run, **fields)
 
 
 @dataclass(frozen=True)
@@ -97,33 +103,44 @@ class Library:
         self._nodes, self.shown, self._tags = nodes, shown, tags
         self._entries: dict[str, Entry] = {}
         self._curves: dict[str, Curves] = {}
-        self._lock = threading.Lock()
-        self._version = 0
+        self._lock, self._looking = threading.Lock(), threading.Lock()
+        self._version, self._trouble = 0, ""
 
     def start(self) -> None:
-        self.refresh()
+        self._look()
         threading.Thread(target=self._watch, daemon=True, name="runs").start()
 
     def _watch(self) -> None:
         while True:
             spent = time.thread_time()
-            with suppress(OSError, ValueError):  # a folder went, or was written, while it was looked at
-                self.refresh()
+            self._look()
             soon = max(_SOON, _IDLE * (time.thread_time() - spent))
             time.sleep(min(soon, _SECONDS) if self._nodes.is_asked() else _SECONDS)
 
+    def _look(self) -> None:
+        try:
+            self.refresh()
+        except (OSError, ValueError):  # a folder went, or was written, while it was looked at
+            pass
+        except Exception as error:  # a hostile record ends no thread
+            if self._trouble != (trouble := repr(error)):
+                self._trouble = trouble
+                logging.getLogger(__name__).exception("the list of runs stays as it is until it can be read again")
+
     def refresh(self) -> None:
-        here, tags = self._nodes.members[HERE], self._tags()
-        found: dict[str, Entry] = {}
-        for row in self._folders.rows():
-            entry = Entry(_page(here, row, tags), row, Local(self._folders, row.run), here)
-            found.setdefault(entry.page.id, entry)
-        for member in self._nodes.members.values():
-            for row in member.runs:
-                entry = Entry(_page(member, row, tags), row, Remote(member, row.run), member)
+        with self._looking:  # an older look never replaces a newer one
+            here, tags = self._nodes.members[HERE], self._tags()
+            rows: list[tuple[Member, RunRow, Place]]
+            rows = [(here, row, Local(self._folders, row.run)) for row in self._folders.rows()]
+            for member in self._nodes.members.values():
+                rows += [(member, row, Remote(member, row.run)) for row in member.runs]
+            rows.sort(key=lambda found: found[1].started or 0, reverse=True)
+            found: dict[str, Entry] = {}
+            for member, row, place in rows:
+                entry = Entry(_page(member, row, tags), row, place, member)
                 found.setdefault(entry.page.id, entry)
-        if found != self._entries:
-            self._entries, self._version = found, self._version + 1
+            if found != self._entries:
+                self._entries, self._version = found, self._version + 1
 
     @property
     def version(self) -> int:
@@ -166,10 +183,8 @@ class Library:
     def configuration(self, id: str) -> str:
         """The TOML text of the run, or of the job that is to become it."""
         entry = self.find(id)
-        for path in ("config.toml", f"node/{entry.row.rank or 0}/job.toml"):
-            with suppress(OSError, Refusal):
-                return entry.place.read(path, 0, 2**18)[0].decode("utf-8", errors="replace")
-        return ""
+        found = _first(entry.place, ("config.toml", f"node/{entry.row.rank or 0}/job.toml"), 2**18)
+        return (found or b"").decode("utf-8", errors="replace")
 
     def page(self, id: str) -> RunPage:
         entry = self.find(id)
@@ -186,12 +201,15 @@ class Library:
 
     def curves(self, id: str) -> Curves:
         entry = self.find(id)
+        return self._kept(id).read_on(entry.place.read)
+
+    def _kept(self, id: str) -> Curves:
         with self._lock:
             curves = self._curves.pop(id, None) or Curves()
             self._curves[id] = curves  # the newest is last
             while len(self._curves) > _MOST_CURVES:
                 del self._curves[next(iter(self._curves))]
-        return curves.read_on(entry.place.read)
+        return curves
 
     def log(self, id: str, path: str, position: int, search: str = "") -> LogPiece:
         """A piece of a log from a position on (a negative one counts from the end), or the lines that hold a text."""
@@ -225,24 +243,34 @@ class Library:
     def prediction(self, id: str) -> Prediction | None:
         """What a plan said of the run: as its start sent it, or as the run kept it at its end."""
         entry = self.find(id)
-        for path in (f"node/{entry.row.rank or 0}/{PLAN}", "plan_measured.json"):
-            with suppress(OSError, Refusal):
-                plan = entry.place.read(path, 0, predictions.BYTES)[0]
-                return predictions.read_prediction(plan, _flat(self.configuration(id)), self.curves(id))
-        return None
+        plan = _first(entry.place, (f"node/{entry.row.rank or 0}/{PLAN}", "plan_measured.json"), predictions.BYTES)
+        if plan is None:
+            return None
+        return predictions.read_prediction(plan, _flat(self.configuration(id)), self.curves(id))
 
     def samples(self, id: str) -> list[tuple[int, str]]:
         """Texts that the run wrote with its weights at some steps, from its log, the newest first."""
         log = self.find(id).row.log
-        lines = self.log(id, log, 0, "sample after step").matches if log else []
-        found = [_SAMPLE.search(match.line) for match in lines]
-        return [(int(one[1]), _unquoted(one[2])) for one in reversed(found) if one]
+        samples = self._kept(id).samples
+        return samples.read_on(self.log(id, log, samples.position, samples.WORDS)) if log else []
 
     def read(self, id: str, path: str, position: int, size: int) -> tuple[bytes, int]:
         try:
             return self.find(id).place.read(path, position, size)
         except FileNotFoundError:
             raise Unknown(f"file = {path[:80]!a} is not in this run; /files lists those that are") from None
+
+
+def _first(place: Place, paths: Sequence[str], size: int) -> bytes | None:
+    """The first of these files that the run has."""
+    for path in paths:
+        try:
+            return place.read(path, 0, size)[0]
+        except Broken:
+            raise
+        except (OSError, Refusal):
+            continue
+    return None
 
 
 def _checkpoints(files: Sequence[FileRow]) -> dict[str, str]:
@@ -263,22 +291,14 @@ def _search(place: Place, path: str, position: int, text: str) -> LogPiece:
         *lines, tail = (rest + data).split(b"\n")
         at = position - len(data) - len(rest)
         for line in [*lines, tail] if is_last else lines:
-            if needle in line.lower() and len(matches) < _MOST_MATCHES:
+            if needle in line.lower():
                 matches.append(LogMatch(position=at, line=inert(line[:_LINE])))
             at += len(line) + 1
+            if len(matches) == _MOST_MATCHES:
+                break
         rest = tail[-(2**16) :]
-        if is_last or position >= end or len(matches) >= _MOST_MATCHES:
-            after = at if len(matches) >= _MOST_MATCHES else position
-            return LogPiece(position=start, next=min(after, size), size=size, text="", matches=matches)
-
-
-def _unquoted(text: str) -> str:
-    """The log shows a sample as Python writes a string, on one line."""
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return _word(value)
+        if is_last or position >= end or len(matches) == _MOST_MATCHES:
+            return LogPiece(position=start, next=min(at, position, size), size=size, text="", matches=matches)
 
 
 def keys_of(toml: str) -> dict[str, str]:

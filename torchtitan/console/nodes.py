@@ -13,6 +13,7 @@ from torchtitan.console.text import inert
 from torchtitan.launch.ssh.client import Broken, Node, local_command, ssh_command
 from torchtitan.launch.ssh.hosts import Host, read_hosts
 from torchtitan.launch.ssh.install import NOT_FOUND
+from torchtitan.launch.ssh.parts import at_once
 from torchtitan.node import messages
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT, VERSION
@@ -73,8 +74,10 @@ class Member:
             try:
                 answer = self.node.ask(messages.Runs, 30, known=mark, seconds=_SECONDS)
                 self.runs, mark = answer.runs, answer.mark if is_asked() else ""
-            except Refusal:
+            except Refusal as error:
                 pause = _SECONDS
+                if isinstance(error, Broken):  # known at once, so that nobody waits for this node
+                    self.trouble = inert(str(error).encode())
 
     @property
     def is_bare(self) -> bool:
@@ -129,8 +132,7 @@ class Nodes:
         return time.monotonic() - self._asked < _ASKED_SECONDS
 
     def close(self) -> None:
-        for member in self.members.values():
-            member.close()
+        at_once(lambda member: member.close(), list(self.members.values()))
 
     def find(self, name: str) -> Member:
         if name not in self.members:

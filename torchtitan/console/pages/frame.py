@@ -1,17 +1,21 @@
 """What every page has: the bar above, who is logged in, and how a refusal is shown."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from nicegui import Client, run, ui
+from sqlalchemy.exc import SQLAlchemyError
 
 from torchtitan.console.actions import Actions
-from torchtitan.console.database import Audit, Kept
+from torchtitan.console.database import Audit, Kept, no_database
 from torchtitan.console.door.people import Person
 from torchtitan.console.library import Library
 from torchtitan.console.nodes import Nodes
@@ -25,6 +29,7 @@ for _field in (ui.input, ui.select, ui.number, ui.input_chips):
     _field.default_props("dense outlined")
 ui.button.default_props("dense padding='xs md'")
 ui.checkbox.default_props("dense")
+_ACTIONS = ThreadPoolExecutor(32, "action")  # some take an hour; what pages look at has NiceGUI's few threads
 _SMALL = "flat round size=sm color=grey"
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,9 +92,10 @@ def heading(text: str, level: int = 1) -> None:
 async def do(action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
     """What the action gives, done in a thread; a refusal is shown and gives None."""
     try:
-        return await run.io_bound(action, *args, **kwargs)
-    except (Refusal, OSError) as error:
-        ui.notify(str(error), type="negative", multi_line=True, close_button="Close", timeout=0)
+        return await asyncio.get_running_loop().run_in_executor(_ACTIONS, partial(action, *args, **kwargs))
+    except (Refusal, OSError, SQLAlchemyError) as error:
+        text = no_database(error) if isinstance(error, SQLAlchemyError) else str(error)
+        ui.notify(text, type="negative", multi_line=True, close_button="Close", timeout=0)
         return None
 
 
@@ -97,7 +103,7 @@ async def look(action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T |
     """The same for a timer: what cannot be read now is read later."""
     try:
         return await run.io_bound(action, *args, **kwargs)
-    except (Refusal, OSError):
+    except (Refusal, OSError, SQLAlchemyError):
         return None
 
 

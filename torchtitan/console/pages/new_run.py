@@ -8,6 +8,7 @@ from nicegui import ui
 from torchtitan.console.actions import DEBUG_MODEL, shipped
 from torchtitan.console.answers import CheckText, PlanText, Proposal, StartRun
 from torchtitan.console.door.people import Person
+from torchtitan.console.library import Library
 from torchtitan.console.nodes import HERE
 from torchtitan.console.pages import keys
 from torchtitan.console.pages.designs import choose_design
@@ -20,26 +21,31 @@ from torchtitan.node.messages import Git, ValidationError, why
 from torchtitan.refusal import Refusal
 
 _SECONDS = 0.4  # between what one types and the check
+_NODE_SECONDS = 60  # in which a node gives the configuration of a run
 
 
 def add(parts: Parts) -> None:
-    @ui.page("/new", dark=None)
-    def new_run(source: str = "") -> None:
+    @ui.page("/new", dark=None, response_timeout=_NODE_SECONDS)
+    async def new_run(source: str = "") -> None:
         with framed("New run") as person:
             heading("New run")
-            if person.may("operator"):
-                Form(parts, person, source)
-            else:
+            if not person.may("operator"):
                 ui.label(f"{person.name} is {person.role}; an operator can start runs.").classes("dim")
+                return
+            cloned = await do(_read, parts.library, source) if source else None
+            Form(parts, person, *(cloned or (DEBUG_MODEL, shipped()[DEBUG_MODEL])))
+
+
+def _read(library: Library, id: str) -> tuple[str, str]:
+    return library.find(id).page.name, library.configuration(id)
 
 
 class Form:
     """`origin` is the text from which the configuration started, `design` the saved one that is open, if one is."""
 
-    def __init__(self, parts: Parts, person: Person, source: str) -> None:
-        self._parts, self._person = parts, person
+    def __init__(self, parts: Parts, person: Person, name: str, text: str) -> None:
+        self._parts, self._person, self.origin = parts, person, text
         self._texts = shipped()
-        name, self.origin = self._first(source)
         self._checked, self._plan, self.machines = "", "", "h100_1x8"
         self.design, self.version = name, 0
         with ui.element("div").classes("line"):
@@ -69,14 +75,6 @@ class Form:
                     keys.add_lookup()
         start.on_value_change(lambda event: self.take(event.value))
         ui.timer(_SECONDS, self.check)
-
-    def _first(self, source: str) -> tuple[str, str]:
-        if source:
-            try:
-                return self._parts.library.find(source).page.name, self._parts.library.configuration(source)
-            except Refusal as error:
-                ui.notify(str(error), type="negative")
-        return DEBUG_MODEL, self._texts[DEBUG_MODEL]
 
     def take(self, name: str) -> None:
         if name in self._texts:

@@ -1,6 +1,7 @@
 """Submits a run to Slurm or Kubernetes by `launch`, in a process of its own; the site's client is on this machine."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 from torchtitan.console.answers import Submission, SubmitRun
@@ -26,11 +27,26 @@ def submit(shown: Path, wish: SubmitRun) -> Submission:
     if folder.exists():
         raise Refusal(f"{folder} exists already; choose another name")
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(wish.config, encoding="utf-8")
-    words = [wish.site, f"--config={file}", f"--nodes={wish.nodes}", f"--gpus={wish.gpus}", f"--name={wish.name}"]
+    if wish.only_print:  # a job of this name may wait in a queue, so its file stays as it is
+        with tempfile.TemporaryDirectory(dir=file.parent) as temporary:
+            (config := Path(temporary) / file.name).write_text(wish.config, encoding="utf-8")
+            return _launch(wish, config, file, folder)
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(wish.config)
+    except FileExistsError:
+        raise Refusal(f"{file} exists already: {wish.name} was submitted before; choose another name") from None
+    return _launch(wish, file, file, folder)
+
+
+def _launch(wish: SubmitRun, config: Path, shown: Path, folder: Path) -> Submission:
+    """What is said of the configuration is said of the shown one, which a submitted job reads."""
+    words = [wish.site, f"--config={config}", f"--nodes={wish.nodes}", f"--gpus={wish.gpus}", f"--name={wish.name}"]
     words += [f"--image={wish.image}"] * bool(wish.image) + [f"--mount={mount}" for mount in wish.mounts]
     words += ["--print"] * wish.only_print + ["--", "--job.dump_folder", str(folder)]
     done = call(["launch", *words], _SECONDS, f"try {_CLIENTS[wish.site]} in a terminal")
+    out, error = (inert(said).strip().replace(str(config), str(shown)) for said in (done.stdout, done.stderr))
     if done.returncode:
-        raise Refusal(inert(done.stderr[-2000:]).strip().removeprefix("error: ") or f"{wish.site} takes no job")
-    return Submission(text=inert(done.stdout[-(2**16) :]).strip(), folder=inert(str(folder).encode()))
+        config.unlink()
+        raise Refusal(error[-2000:].removeprefix("error: ") or f"{wish.site} takes no job")
+    return Submission(text=out[-(2**16) :], folder=inert(str(folder).encode()))
