@@ -110,5 +110,8 @@ def test_a_run_on_two_machines_and_its_log_outlive_a_killed_console_and_a_stop_l
         tab.get_by_role("button", name="Stop").click()
         tab.get_by_role("dialog").get_by_role("button", name="Stop").click()
         tab.get_by_text("stopped", exact=True).wait_for()
+        wait_for(
+            lambda: {run["state"] for run in parts(console, "other")} == {"stopped"}
+        )  # the page shows one node's part
         assert hosts.processes() == {}
     tab.context.close()
