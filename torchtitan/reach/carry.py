@@ -52,7 +52,7 @@ class Carrier:
     def meet_again(self) -> None:
         """The connection may be dead without a sign, for instance after this node's address changed."""
         if self._writer:
-            self._writer.close()
+            self._writer.transport.abort()
 
     def close(self) -> None:
         if self._task:

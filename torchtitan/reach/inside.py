@@ -98,6 +98,7 @@ class Inside:
     def _measure(self) -> None:
         try:
             measure.measure_all(self.addresses())
+            self._pause = _SETTLED_SECONDS
         except (OSError, KeyError, TypeError, ValueError) as error:
             print(f"{self.name}: the pairs could not be measured ({error}); they are tried again", flush=True)
             time.sleep(self._pause)

@@ -31,9 +31,9 @@ def listen_for_pairs(address: str, take: Callable[[Found, str], None]) -> socket
     listener = listen(PORT, address)
     allowed = threading.BoundedSemaphore(4)
 
-    def answer(connection: socket.socket) -> None:
+    def answer(connection: socket.socket, slot: contextlib.ExitStack) -> None:
         channel = Channel(connection, _SECONDS)
-        with connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+        with slot, connection, contextlib.suppress(OSError, LookupError, TypeError, ValueError, RecursionError):
             connection.settimeout(_SECONDS)
             match (order := channel.receive())["do"]:
                 case "facts":
@@ -45,14 +45,14 @@ def listen_for_pairs(address: str, take: Callable[[Found, str], None]) -> socket
                     measure_with(connection, leads=False)
                 case "result":
                     take(order, connection.getpeername()[0])
-        allowed.release()
 
     def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
-                allowed.acquire()
+                slot = contextlib.ExitStack()
+                slot.enter_context(allowed)
                 connection, _ = listener.accept()
-                threading.Thread(target=answer, args=(connection,), daemon=True).start()
+                threading.Thread(target=answer, args=(connection, slot), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     return listener

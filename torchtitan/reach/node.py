@@ -45,10 +45,11 @@ class Node:
         self._asker = find.Asker(b"", b"")
         self._network = ipaddress.IPv4Network("10.88.0.0/24")
         self._said: Any = None
+        self._is_hub = False
         self._own = ""
         self._udp: Port | None = None
         self._inside: Inside | None = None
-        self._background: list[asyncio.Task[None]] = []
+        self._background: set[asyncio.Task[None]] = set()
         self._writer: asyncio.StreamWriter | None = None
         self._carrier = Carrier(self._connect, listen)
 
@@ -133,7 +134,12 @@ class Node:
     async def _take_welcome(self, welcome: dict[str, Any]) -> None:
         is_new = self._inside is None
         self.name, self.number = str(welcome["name"]), int(welcome["number"])
-        self._take_network(str(welcome["network"]))
+        self._network, address = wireguard.address_in(
+            str(welcome["network"]), self.number, self.host, self.interface.name
+        )
+        if self.address not in ("", address):
+            raise Refusal(f"{self.host} now gives this node {address}, not {self.address}; start `reach join` again")
+        self.address = address
         self._carrier.meet_again()
         self._said, self.mapped = None, {}
         self.relay_ports.clear()
@@ -145,22 +151,12 @@ class Node:
         if is_new or own != self._own:
             self._own = own
             await self._look(welcome, is_new)
-        self.interface.pass_on(self.through == self.name)
+        if self._is_hub != (self.through == self.name):
+            self._is_hub = not self._is_hub
+            self.interface.pass_on(self._is_hub)
         for peer in self.peers.values():
             peer.may_go_through = False
             self._tell(do="way", peer=peer.name, way=peer.way)
-
-    def _take_network(self, given: str) -> None:
-        """The serving machine names the network; it cannot take addresses that this machine already uses."""
-        network = ipaddress.IPv4Network(given)
-        address, fix = str(network[self.number]), "start `reach serve` with another --network"
-        used = [each for each, of in own_addresses().items() if ":" not in each and of != self.interface.name]
-        if network.is_global or (used := [each for each in used if ipaddress.IPv4Address(each) in network]):
-            what = f"has {used[0]}, an address of this machine" if not network.is_global else "is not a private one"
-            raise Refusal(f"the network {network} of {self.host} {what}; {fix}")
-        if self.address not in ("", address):
-            raise Refusal(f"{self.host} now gives this node {address}, not {self.address}; start `reach join` again")
-        self._network, self.address = network, address
 
     async def _look(self, welcome: dict[str, Any], is_new: bool) -> None:
         server = self.servers[0], self.port
@@ -179,7 +175,7 @@ class Node:
             self._note()
             print(f"{self.name}: {self.interface.name} has {self.address}, packets of {mtu} bytes", flush=True)
             if seen.mapped:
-                self._background.append(asyncio.create_task(self._learn_patience(server)))
+                self._background.add(asyncio.create_task(self._learn_patience(server)))
 
     async def _learn_patience(self, server: Endpoint) -> None:
         least, below = await asyncio.to_thread(find.held, self._asker, server, self.stop.is_set)
@@ -235,6 +231,9 @@ class Node:
                 self._take_peer(message)
             case "left":
                 self._drop(str(message["peer"]), "left")
+            case "revoked":
+                for name in [name for name, peer in self.peers.items() if peer.serial in message["serials"]]:
+                    self._drop(name, "was revoked")
             case "through":
                 if peer := self.peers.get(message["peer"]):
                     peer.may_go_through = bool(message["on"])
@@ -245,7 +244,7 @@ class Node:
         name, number = str(message["name"]), int(message["number"])
         others = [peer for peer in self.peers.values() if peer.name != name]
         try:
-            public = check(self.keys, name, message["proof"])
+            public, serial = check(self.keys, name, message["proof"])
             if public in (self.public, *(peer.public for peer in others)):
                 raise Refusal(f"{name} shows the key of another node; do not trust it")
             if number in (self.number, *(peer.number for peer in others)):
@@ -256,11 +255,11 @@ class Node:
         peer = self.peers.get(name)
         if peer is None or peer.public != public or peer.number != number:
             address, key = str(self._network[number]), bytes.fromhex(message["key"])
-            new = Peer(name, number, self.number, address, public, key, [], routers.told(message["router"]))
+            new = Peer(name, number, self.number, address, public, serial, key, [], routers.told(message["router"]))
             if peer:
                 self._drop(name, "came back")
+            self._set(new)
             self.peers[name] = peer = new
-            self._set(peer)
         peer.take_news(message, public)
 
     def _set(self, peer: Peer) -> None:
@@ -320,16 +319,17 @@ class Node:
         hub = self.peers.get(self.through) if peer.may_go_through else None
         through = hub.name if hub and hub.way == "direct" else ""
         way, reason = choose_way(self.router, peer.router, peer.endpoint is not None, self.has_udp, through)
-        if way == "relayed" and peer.name not in self.relay_ports:
+        port, now = self.relay_ports.get(peer.name, 0), time.monotonic()
+        if way == "relayed" and not port and now > peer.relay_asked_at + _BEAT_SECONDS:
+            peer.relay_asked_at = now
             self._tell(do="relay", peer=peer.name)
-            self.relay_ports.setdefault(peer.name, 0)
         if way == "direct":
             assert peer.endpoint
             endpoint = messages.to_endpoint(*peer.endpoint)
         elif way == "through":
             endpoint = through
         elif way == "relayed":
-            if not (port := self.relay_ports[peer.name]):
+            if not port:
                 return
             endpoint = messages.to_endpoint(self.servers[0], port)
         else:
@@ -343,6 +343,8 @@ class Node:
             self._set(peer)
             self._tell(do="way", peer=peer.name, way=way)
             if way == "direct":
-                self._background.append(asyncio.create_task(self._set_again(peer, endpoint)))
+                task = asyncio.create_task(self._set_again(peer, endpoint))
+                self._background.add(task)
+                task.add_done_callback(self._background.discard)
             print(f"{self.name} - {peer.name}: {way} ({endpoint}), for {reason}", flush=True)
             self._note()

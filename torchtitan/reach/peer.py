@@ -24,6 +24,7 @@ class Peer:
     own: int  # this node's number
     address: str  # in the network
     public: str
+    serial: str  # of its certificate
     key: bytes
     candidates: list[Endpoint]
     router: Router
@@ -40,6 +41,7 @@ class Peer:
     heard_at: float = 0.0  # through the tunnel
     is_silent: bool = False
     made_at: float = field(default_factory=time.monotonic)
+    relay_asked_at: float = 0.0
 
     def session_of(self, sender: int) -> bytes:
         """Each direction has its own, so that no datagram can be sent back as an answer to itself."""

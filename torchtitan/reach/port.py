@@ -41,7 +41,7 @@ class Port:
             return
         if family == socket.AF_INET and (own := address_toward(to[0])) is not None:
             head[3] = _checksum(own, to[0], _UDP.pack(*head) + data)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError, TypeError):
             self._raw[family].sendto(_UDP.pack(*head) + data, (to[0], 0))
 
     def _read(self, raw: socket.socket) -> None:

@@ -26,8 +26,8 @@ def sign(keys: Path, public: str) -> dict[str, str]:
     }
 
 
-def check(keys: Path, name: str, said: dict[str, Any]) -> str:
-    """The WireGuard key of this node; its certificate must be the authority's, and its signature its own."""
+def check(keys: Path, name: str, said: dict[str, Any]) -> tuple[str, str]:
+    """The WireGuard key of this node, and the serial number of its certificate, which must be the authority's."""
     authority = x509.load_pem_x509_certificate((keys / AUTHORITY).read_bytes())
     try:
         own = x509.load_pem_x509_certificate(str(said["certificate"]).encode())
@@ -40,15 +40,17 @@ def check(keys: Path, name: str, said: dict[str, Any]) -> str:
             raise ValueError("the certificate is another's")
         if not own.not_valid_before_utc.replace(tzinfo=None) <= now <= own.not_valid_after_utc.replace(tzinfo=None):
             raise ValueError("the certificate is out of date")
-        key.verify(bytes.fromhex(said["signature"]), _text(said["public"]), _KIND)
-        if len(base64.b64decode(said["public"], validate=True)) != 32:
+        public = str(said["public"])
+        key.verify(bytes.fromhex(said["signature"]), _text(public), _KIND)
+        plain = base64.b64decode(public, validate=True)
+        if len(plain) != 32 or base64.b64encode(plain).decode() != public:
             raise ValueError("it is no key of WireGuard's")
     except (KeyError, TypeError, ValueError, InvalidSignature, x509.ExtensionNotFound) as error:
         raise Refusal(
             f"{name!r} shows a key that is not signed by its certificate ({error or type(error).__name__}); "
             "do not trust this serving machine"
         ) from None
-    return str(said["public"])
+    return public, f"{own.serial_number:x}"
 
 
 def _text(public: str) -> bytes:

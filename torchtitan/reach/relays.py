@@ -72,7 +72,7 @@ class Relays:
     def __init__(self, first_port: int, take_bind: TakeBind) -> None:
         self._first_port, self._take_bind = first_port, take_bind
         self._pairs: dict[tuple[int, int], Relay] = {}
-        self._opening = asyncio.Lock()
+        self._opening, self._failed = asyncio.Lock(), set[Endpoint]()
 
     def of(self, one: int, other: int) -> Relay:
         if one == other:
@@ -96,10 +96,11 @@ class Relays:
             for address in {*addresses} - {*relay.sockets}:
                 try:
                     relay.sockets[address] = await Socket.open(take, address, port)
-                except OSError as error:
-                    print(f"error: {address} UDP port {port} for nodes {low} and {high}: {error.strerror}", flush=True)
-                    return None
-        return port
+                except OSError as error:  # perhaps of an address that is gone
+                    if (address, port) not in self._failed:
+                        self._failed.add((address, port))
+                        print(f"error: {address} UDP port {port}, nodes {low} and {high}: {error.strerror}", flush=True)
+        return port if relay.sockets else None
 
     async def carry(
         self, own: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_known: Callable[[int], bool]
@@ -119,6 +120,12 @@ class Relays:
             for number, leg in legs.items():
                 if self.of(own, number).legs.get(own) is leg:
                     del self.of(own, number).legs[own]
+
+    def drop(self, number: int) -> None:
+        """Nothing is passed on to or from this node until it binds again."""
+        for relay in self._pairs.values():
+            if number in relay.numbers:
+                relay.drop(number)
 
     def close(self) -> None:
         for relay in self._pairs.values():

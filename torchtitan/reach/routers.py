@@ -87,6 +87,8 @@ def to_endpoint(address: Any, port: Any) -> Endpoint:
     """What another node says of where it is. A ValueError, if nothing can be there."""
     if type(port) is not int or not 0 < port < 2**16:
         raise ValueError(f"{port!r} is no port")
+    if not isinstance(address, str) or "%" in address:  # a scope means nothing elsewhere
+        raise ValueError(f"{address!r:.80} is no address")
     return str(ipaddress.ip_address(address)), port
 
 

@@ -27,7 +27,7 @@ from torchtitan.swarm.certificates import REVOKED, context, sites_of
 
 _HELLO_SECONDS, SILENT_SECONDS, _REVOKED_SECONDS = 10.0, 10.0, 2.0
 _LATER_SECONDS, _MOST_LATER, _MOST_CANDIDATES = 600, 16, 12
-_MOST_CONNECTIONS = 4  # of a node
+_MOST_CONNECTIONS, _MOST_REVOKED = 4, 1000  # of a node; in a message
 _PROOF = {"public": 64, "signature": 512, "certificate": 8192}  # characters at most
 FIRST_PAIR = 2  # ports of pairs begin so far above --port
 
@@ -45,6 +45,7 @@ class Node:
     fresh: messages.Fresh = field(default_factory=messages.Fresh)
     ways: dict[str, str] = field(default_factory=dict)  # to other nodes, as it says
     num_later: int = 0
+    serial: str = ""  # of its certificate
     said: dict[str, Any] = field(default_factory=dict)
     told_through: dict[str, bool] = field(default_factory=dict)
 
@@ -63,7 +64,6 @@ class Server:
         self._secret = secrets.token_bytes(32)
         self._connections: Counter[str] = Counter()
         self._revoked: dict[str, str] = {}  # serial number -> name
-        self._serials: dict[str, str] = {}  # of the certificate with which a node came last
 
     @contextlib.asynccontextmanager
     async def serving(self, host: str | None = None) -> AsyncIterator[None]:
@@ -113,15 +113,17 @@ class Server:
             if hello.get("do") == "carry":
                 node_here = self.nodes[name]
                 if node_here.carrier:
-                    node_here.carrier.close()
+                    node_here.carrier.transport.abort()
                 node_here.carrier = writer
                 writer.write(as_frame({"do": "carry"}))
                 num_sites = len(sites_of(self.keys))
                 await self.relays.carry(node_here.number, reader, writer, range(1, num_sites + 1).__contains__)
             elif hello.get("do") == "join":
                 node = await self._welcome(name, hello, writer)
-                self._serials[name] = serial
+                node.serial = serial
                 while message := await asyncio.wait_for(read_message(reader), SILENT_SECONDS):
+                    if self.nodes.get(name) is not node:  # it was put out, or came again
+                        return
                     await self._obey(node, message)
         except Refusal as refusal:
             write(writer, as_frame({"do": "refuse", "why": str(refusal)}))
@@ -137,23 +139,29 @@ class Server:
 
     def _read_revoked(self) -> None:
         file = self.keys / REVOKED
-        with contextlib.suppress(ValueError):  # half of a new one: what was known stands
+        with contextlib.suppress(OSError, TypeError, ValueError):  # half of a new one: what was known stands
             self._revoked = dict(json.loads(file.read_text())) if file.exists() else {}
 
     async def _watch_revoked(self) -> None:
         """A node that is revoked is put out, and the others drop its key, also if it has hung up before."""
+        known: set[str] = set()
         while True:
             self._read_revoked()
-            for name, serial in list(self._serials.items()):
-                if serial in self._revoked:
-                    del self._serials[name]
-                    why = f"the certificate of {name} is revoked"
-                    print(f"refused: {why}", flush=True)
-                    if node := self.nodes.get(name):
-                        node.tell(do="refuse", why=why)
-                        self._forget(node)
-                    self._say_left(name)
+            for node in [node for node in self.nodes.values() if node.serial in self._revoked]:
+                why = f"the certificate of {node.name} is revoked"
+                print(f"refused: {why}", flush=True)
+                node.tell(do="refuse", why=why)
+                self._forget(node)
+                self.relays.drop(node.number)
+            if known != {*self._revoked}:
+                known = {*self._revoked}
+                for node in self.nodes.values():
+                    self._tell_revoked(node)
             await asyncio.sleep(_REVOKED_SECONDS)
+
+    def _tell_revoked(self, node: Node) -> None:
+        """It may have their keys."""
+        node.tell(do="revoked", serials=[*self._revoked][-_MOST_REVOKED:])
 
     async def _welcome(self, name: str, hello: dict[str, Any], writer: asyncio.StreamWriter) -> Node:
         sites = sites_of(self.keys)
@@ -167,6 +175,7 @@ class Server:
             other.told_through.pop(name, None)
         if old := self.nodes.get(name):
             self._forget(old)
+            old.writer.transport.abort()
         proof = {key: str(hello[key]) for key in _PROOF}
         if any(len(proof[key]) > most for key, most in _PROOF.items()):
             raise ValueError("no proof is so long")
@@ -194,16 +203,15 @@ class Server:
             case "here":
                 candidates = [to_endpoint(*given) for given in message["candidates"][:_MOST_CANDIDATES]]
                 node.said |= {"candidates": candidates, "router": vars(told(message["router"]))}
-                for name in {*self._revoked.values()} - {*self.nodes}:  # it may still have the key of one
-                    node.tell(do="left", peer=name)
+                self._tell_revoked(node)
                 for other in list(self.nodes.values()):
                     if other is not node and "router" in other.said:
                         self._introduce(node, other)
-            case "relay":
+            case "relay" if message["peer"] in sites_of(self.keys):
                 relay = self.relays.of(node.number, self._number(message["peer"]))
                 if port := await self.relays.open(relay, [address for address, _ in self._asked]):
                     node.tell(do="relay", peer=message["peer"], port=port)
-            case "way":
+            case "way" if message["peer"] in sites_of(self.keys):
                 number, way = self._number(message["peer"]), str(message["way"])[:16]
                 node.ways[message["peer"]] = way
                 peer = self.nodes.get(message["peer"])

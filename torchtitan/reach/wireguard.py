@@ -3,6 +3,8 @@
 The private key is made here, given to `wg` over standard input, and never written anywhere.
 """
 
+import ipaddress
+import json
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -21,6 +23,18 @@ def require_programs() -> None:
 def new_keys() -> tuple[str, str]:
     private = _run(["wg", "genkey"]).strip()
     return private, _run(["wg", "pubkey"], private).strip()
+
+
+def address_in(given: str, number: int, host: str, interface: str) -> tuple[ipaddress.IPv4Network, str]:
+    """The network that the serving machine names, and this node's address; it can take none that are in use here."""
+    network, fix = ipaddress.IPv4Network(given), "start `reach serve` with another --network"
+    if network.is_global or network.is_loopback or network.is_link_local or network.is_reserved or network.is_multicast:
+        raise Refusal(f"the network {network} of {host} is not a private one; {fix}")
+    for route in json.loads(_run(["ip", "-4", "-j", "route"]) or "[]"):
+        if route["dst"] != "default" and route.get("dev") != interface:
+            if ipaddress.IPv4Network(route["dst"], strict=False).overlaps(network):
+                raise Refusal(f"the network {network} of {host} has addresses of {route['dst']}, which is here; {fix}")
+    return network, str(network[number])
 
 
 class Interface:
@@ -49,8 +63,11 @@ class Interface:
 
     def pass_on(self, is_hub: bool) -> None:
         """Whether this node forwards between the others. The setting goes with the interface."""
-        for name, value in (("forwarding", str(int(is_hub))), ("send_redirects", "0")):
-            Path(f"/proc/sys/net/ipv4/conf/{self.name}/{name}").write_text(value)
+        try:
+            for name, value in (("forwarding", str(int(is_hub))), ("send_redirects", "0")):
+                Path(f"/proc/sys/net/ipv4/conf/{self.name}/{name}").write_text(value)
+        except OSError as error:
+            raise Refusal(f"this node cannot pass on: {error}; choose another for `serve --through`") from None
 
     def remove_peer(self, public: str) -> None:
         _run(["wg", "set", self.name, "peer", public, "remove"])
