@@ -219,8 +219,8 @@ def test_a_node_that_is_killed_ends_the_run_with_a_sentence_and_is_found_again(
         network.world.run("kyoto", "kill", "-9", str(pid), check=False)
     said = "zurich - kyoto: kyoto has not answered for 22 s"
     taken = wait_until(lambda: said in network.log("zurich"), 30, lambda: network.log("zurich"))
-    wait_until(lambda: ranks[0].poll(), 30 - taken, first.read_text)
-    assert f"Read error [{ADDRESS['kyoto']}]" in first.read_text()
+    wait_until(lambda: f"Read error [{ADDRESS['kyoto']}]" in first.read_text(), 30 - taken, first.read_text)
+    assert ranks[0].wait(60) != 0
     network.join("kyoto")
     wait_until(lambda: network.answers("zurich", "kyoto") and network.answers("kyoto", "lima"), 30)
 
