@@ -232,6 +232,6 @@ def test_at_the_end_nothing_is_left(network: Network) -> None:
     world.run("oslo", *PYTHON, "-m", "torchtitan", "reach", "leave")  # what a killed one leaves
     for node in ("zurich", "kyoto", "quito", "meet"):
         world.end_reach(node, signal.SIGINT)
-    wait_until(lambda: not any(world.processes(node) for node in (*NAMES, "meet")), 20, lambda: network.log("zurich"))
+    wait_until(lambda: not any(map(world.processes, (*NAMES, "meet"))), 20, world.left)
     for node in NAMES:
         assert "reach0" not in world.run(node, "ip", "link") and world.run(node, "ls", "/run/wireguard") == ""

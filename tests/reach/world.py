@@ -212,6 +212,11 @@ class World:
         ).stdout
         return [int(word) for word in re.findall(r"\d+", listed)]
 
+    def left(self) -> list[str]:
+        """The command lines of all that still runs, with the node before each."""
+        pids = [(node, pid) for node in ("meet", *NAMES) for pid in self.processes(node)]
+        return [f"{node}: {Path(f'/proc/{pid}/cmdline').read_bytes()[:300]!r}" for node, pid in pids]
+
     def end_reach(self, node: str, number: int) -> None:
         for pid in self.processes(node):
             with contextlib.suppress(OSError):  # it has ended meanwhile

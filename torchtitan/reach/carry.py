@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from torchtitan.reach.messages import as_frame, frame, read_frame, read_message
-from torchtitan.reach.relays import CARRY_SECONDS, Socket, write
+from torchtitan.reach.messages import as_frame, frame, read_message
+from torchtitan.reach.relays import Socket, frames, write
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -42,7 +42,7 @@ class Carrier:
                     await asyncio.wait_for(read_message(reader), 10)
                     for number in self._sockets:
                         self._send(number, b"")
-                    while body := await asyncio.wait_for(read_frame(reader), CARRY_SECONDS):
+                    async for body in frames(reader, self._writer):
                         if own := self._sockets.get(int.from_bytes(body[:2], "big")):
                             own.transport.sendto(body[2:], self._to)
                 finally:

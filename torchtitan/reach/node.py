@@ -88,7 +88,7 @@ class Node:
 
     async def _meet_again(self) -> None:
         tries = 0
-        while True:
+        while not self.stop.is_set():
             try:
                 await self._meet()
             except (OSError, EOFError, asyncio.TimeoutError) as error:
@@ -119,7 +119,8 @@ class Node:
                 why = f"{self.host} sends a welcome that this version does not know ({error}); use the same one there"
                 raise error if isinstance(error, Refusal) else Refusal(why) from None
             beats = asyncio.create_task(self._beat())
-            while message := await asyncio.wait_for(read_message(reader), SILENT_SECONDS):
+            while not self.stop.is_set():  # Python 3.11 may lose a cancellation in wait_for
+                message = await asyncio.wait_for(read_message(reader), SILENT_SECONDS)
                 if message.get("do") == "refuse":
                     raise Refusal(f"{self.host} refuses this node: {message.get('why')}")
                 try:
@@ -134,9 +135,8 @@ class Node:
     async def _take_welcome(self, welcome: dict[str, Any]) -> None:
         is_new = self._inside is None
         self.name, self.number = str(welcome["name"]), int(welcome["number"])
-        self._network, address = wireguard.address_in(
-            str(welcome["network"]), self.number, self.host, self.interface.name
-        )
+        given = str(welcome["network"])
+        self._network, address = wireguard.address_in(given, self.number, self.host, self.interface.name)
         if self.address not in ("", address):
             raise Refusal(f"{self.host} now gives this node {address}, not {self.address}; start `reach join` again")
         self.address = address

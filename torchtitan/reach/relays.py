@@ -4,7 +4,8 @@ A leg is a UDP address, or the connection of a node without UDP.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torchtitan.reach import messages
 from torchtitan.reach.messages import frame, read_frame
 from torchtitan.reach.routers import Endpoint
 
-CARRY_SECONDS = 60.0  # without a frame; the nodes ask each other every 2 s
+_CARRY_SECONDS = 60.0  # without a frame; the nodes ask each other every 2 s
 _MOST_BUFFERED = 1 << 20  # bytes that wait for one leg; what comes then is dropped, as a full queue does
 
 Take = Callable[["Socket", bytes, Endpoint], None]
@@ -108,7 +109,7 @@ class Relays:
         """A node without UDP: frames of its connection, each with the number of the other node before a datagram."""
         legs: dict[int, Callable[[bytes], None]] = {}
         try:
-            while body := await asyncio.wait_for(read_frame(reader), CARRY_SECONDS):
+            async for body in frames(reader, writer):
                 number, data = int.from_bytes(body[:2], "big"), body[2:]
                 if number not in legs and not is_known(number):
                     return
@@ -135,6 +136,25 @@ class Relays:
 
 def _carry_on(writer: asyncio.StreamWriter, number: int, data: bytes) -> None:
     write(writer, frame(number.to_bytes(2, "big") + data))
+
+
+async def frames(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> AsyncIterator[bytes]:
+    """Of a connection that carries, which is given up after a minute without one. (A `wait_for` for each packet would
+    be slow, and Python 3.11's may take a cancellation for the packet's.)"""
+    heard = time.monotonic()
+
+    async def give_up() -> None:
+        while time.monotonic() < heard + _CARRY_SECONDS:
+            await asyncio.sleep(_CARRY_SECONDS / 4)
+        writer.transport.abort()
+
+    watching = asyncio.create_task(give_up())
+    try:
+        while body := await read_frame(reader):
+            heard = time.monotonic()
+            yield body
+    finally:
+        watching.cancel()
 
 
 def write(writer: asyncio.StreamWriter, data: bytes) -> None:

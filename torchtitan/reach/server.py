@@ -80,7 +80,8 @@ class Server:
             if server:
                 server.close()
             for node in self.nodes.values():
-                node.writer.close()
+                for writer in filter(None, (node.writer, node.carrier)):
+                    writer.transport.abort()
             self.relays.close()
             for each in self._asked.values():
                 each.transport.close()
