@@ -4,11 +4,13 @@ A guard, a process of its own, undoes the change as soon as this one ends, even 
 """
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torchtitan.tools.netem import relay
 from torchtitan.tools.netem.sites import shaping
 
 _TAP, _HANDLE, _PREFERENCE = "ttnetem", "7e7e:", "pref 32382"  # nothing else on a machine uses these names
+_TAP_SECONDS = 5.0
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_QDISC_BYPASS, _ETH_P_ALL = 263, 15, 20, 3
 
 
@@ -76,7 +79,7 @@ def _slow_down(interface: str, rate: float, delay: float) -> None:
         raise Refusal(f"tc cannot shape {interface}: {done.stderr.strip()}; this kernel lacks HTB (CONFIG_NET_SCH_HTB)")
     _tc("qdisc", "del", "dev", interface, "root")  # no netem: a relay takes what is sent, and sends it later
     try:
-        tap = relay.open_device(_TAP, with_ethernet=True)
+        tap = _open_tap()
     except OSError as error:
         raise Refusal(f"this kernel has no netem, and /dev/net/tun does not open ({error}); load one of them") from None
     Path(f"/proc/sys/net/ipv6/conf/{_TAP}/disable_ipv6").write_text("1")
@@ -93,6 +96,18 @@ def _slow_down(interface: str, rate: float, delay: float) -> None:
     _must("qdisc", "add", "dev", interface, "clsact")
     match = f"egress protocol all {_PREFERENCE} u32 match u32 0 0 action mirred egress redirect dev {_TAP}"
     _must("filter", "add", "dev", interface, *match.split())
+
+
+def _open_tap() -> int:
+    """The relay of a command that was just killed may still hold it."""
+    end = time.monotonic() + _TAP_SECONDS
+    while True:
+        try:
+            return relay.open_device(_TAP, with_ethernet=True)
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > end:
+                raise
+            time.sleep(0.05)
 
 
 def _lines(device: str, rate: float, delay: float, room: int) -> str:
