@@ -40,7 +40,7 @@ def submit(shown: Path, wish: SubmitRun) -> Submission:
 
 
 def _launch(wish: SubmitRun, config: Path, shown: Path, folder: Path) -> Submission:
-    """What is said of the configuration is said of the shown one, which a submitted job reads."""
+    """Runs `launch`. Its words name the file that a submitted job reads, also where it printed from another."""
     words = [wish.site, f"--config={config}", f"--nodes={wish.nodes}", f"--gpus={wish.gpus}", f"--name={wish.name}"]
     words += [f"--image={wish.image}"] * bool(wish.image) + [f"--mount={mount}" for mount in wish.mounts]
     words += ["--print"] * wish.only_print + ["--", "--job.dump_folder", str(folder)]
