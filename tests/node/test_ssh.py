@@ -178,7 +178,8 @@ def test_a_run_on_two_hosts_outlives_a_broken_connection_and_ends_on_ctrl_c(host
         assert (line := run.stdout.readline()), lines
         lines.append(line)
     run.send_signal(signal.SIGINT)
-    lines += run.communicate(timeout=100)[0].splitlines(keepends=True)
+    lines += run.stdout.readlines()  # `communicate` would pass over what `readline` has read ahead
+    run.wait(timeout=10)
     said = "".join(lines)
     assert "[bare] has no node program for this checkout: setting it up" in said, said
     assert "[keyed] has taken the checkout" in said and "mesh dp_shard 2" in said, said
