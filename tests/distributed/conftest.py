@@ -1,5 +1,6 @@
 """Ranks that are started once and serve all the tests of this folder: torch's first step costs more than most tests."""
 
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -28,6 +29,7 @@ _OF_A_LATER_TORCH = "needs torch 2.13 on a CPU"  # what the code refuses on torc
 
 def serve(pipe: Connection) -> None:
     """What a rank does: `python -m tests.distributed.rank`."""
+    faulthandler.enable()  # torch's C++ may end a rank by a signal: the test's output then shows where
     gc.unfreeze()  # to find the caches among what was there when this process was forked
     rank, frozen = int(os.environ["RANK"]), _caches_of_torch()
     gc.freeze()  # what is loaded by now is no test's: not to be looked through after each
