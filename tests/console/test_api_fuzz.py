@@ -14,12 +14,14 @@ from tests.console.served import served, write_run
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 SECONDS = 10
-# A run that is there, and a status that schemathesis does not expect where a body is too large.
+# A run that is there; a status that schemathesis does not expect where a body is too large; and it does not know that
+# POST /designs/NAME/delete, which it sends between others, deletes, so it misses what it saved (test_kept.py looks).
 KNOWN = """
 [parameters]
 "path.id" = "{id}"
 [checks]
 negative_data_rejection.expected-statuses = ["4xx"]
+ensure_resource_availability.enabled = false
 """
 
 

@@ -20,7 +20,9 @@ from torchtitan.node.messages import (
 Role = Literal["viewer", "operator", "admin"]
 Toml = Annotated[str, Field(max_length=2**18)]
 Plain = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # as a database can keep it
-Tag = Annotated[str, Field(pattern=r"^\w[\w.:-]{0,39}$")]
+# Letters and digits of most scripts; as ranges, for `\w` means ASCII alone to many who read /openapi.json.
+_LETTERS = r"A-Za-z0-9_\u00c0-\u05ff\u0620-\u17ff\u1e00-\u1fff\u2c00-\u2dff\u3005-\ud7ff"
+Tag = Annotated[str, Field(pattern=rf"^[{_LETTERS}][{_LETTERS}.:-]{{0,39}}$")]
 MOST_TAGS = 20  # of a run
 
 
