@@ -233,5 +233,6 @@ def test_at_the_end_nothing_is_left(network: Network) -> None:
     for node in ("zurich", "kyoto", "quito", "meet"):
         world.end_reach(node, signal.SIGINT)
     wait_until(lambda: not any(map(world.processes, (*NAMES, "meet"))), 20, world.left)
+    assert network.log("meet").endswith("the serving machine ends; direct ways stay up\n")
     for node in NAMES:
         assert "reach0" not in world.run(node, "ip", "link") and world.run(node, "ls", "/run/wireguard") == ""

@@ -129,6 +129,22 @@ def peer(own: int, number: int, candidates: list[Any]) -> Peer:
     return Peer(f"node-{number}", number, own, f"10.88.0.{number}", "", "", b"k" * 32, candidates, KEEPS)
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_message_that_comes_together_with_the_end_does_not_undo_it(turns: int) -> None:
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        task = asyncio.create_task(messages.within(10, messages.read_message(reader)))
+        await asyncio.sleep(0.01)
+        reader.feed_data(messages.as_frame({"do": "beat"}))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if task.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(read())
+
+
 def test_two_peers_open_a_way_and_nothing_that_is_sent_back_does() -> None:
     one, other, sent = peer(1, 2, [("198.51.100.2", 1)]), peer(2, 1, [("198.51.100.1", 1)]), []
     one.tick(lambda data, to: sent.append((data, to)))

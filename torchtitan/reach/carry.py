@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from torchtitan.reach.messages import as_frame, frame, read_message
+from torchtitan.reach.messages import as_frame, frame, read_message, within
 from torchtitan.reach.relays import Socket, frames, write
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -39,7 +39,7 @@ class Carrier:
                 reader, self._writer = await self._connect()
                 try:
                     self._writer.write(as_frame({"do": "carry"}))
-                    await asyncio.wait_for(read_message(reader), 10)
+                    await within(10, read_message(reader))
                     for number in self._sockets:
                         self._send(number, b"")
                     async for body in frames(reader, self._writer):

@@ -10,10 +10,11 @@ import itertools
 import json
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 LARGEST = 1 << 16  # bytes of a frame
 MAGIC = b"tTr1"  # WireGuard's own messages begin with 1 to 4, so it drops ours, and we drop its
 SESSION_BYTES, _SEAL = 8, 16
@@ -79,6 +80,17 @@ def frame(body: bytes) -> bytes:
 
 def as_frame(message: Mapping[str, Any]) -> bytes:
     return frame(json.dumps(message).encode())
+
+
+async def within(seconds: float, wish: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.wait_for`, which before Python 3.12 may lose a cancellation that comes together with the result."""
+    task = asyncio.create_task(wish)
+    try:
+        if not (await asyncio.wait((task,), timeout=seconds))[0]:
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:

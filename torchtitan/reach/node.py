@@ -13,7 +13,7 @@ from torchtitan.reach import find, messages, routers, wireguard
 from torchtitan.reach.carry import Carrier, Streams
 from torchtitan.reach.inside import Inside
 from torchtitan.reach.leave import state_file, write_state
-from torchtitan.reach.messages import as_frame, read_message
+from torchtitan.reach.messages import as_frame, read_message, within
 from torchtitan.reach.peer import Peer
 from torchtitan.reach.port import Port
 from torchtitan.reach.proof import check, sign
@@ -84,11 +84,11 @@ class Node:
 
     async def _connect(self) -> Streams:
         tls = context(self.keys, is_server=False)
-        return await asyncio.wait_for(asyncio.open_connection(self.host, self.port, ssl=tls), 10)
+        return await within(10, asyncio.open_connection(self.host, self.port, ssl=tls))
 
     async def _meet_again(self) -> None:
         tries = 0
-        while not self.stop.is_set():
+        while True:
             try:
                 await self._meet()
             except (OSError, EOFError, asyncio.TimeoutError) as error:
@@ -109,7 +109,7 @@ class Node:
         beats: asyncio.Task[None] | None = None
         try:
             writer.write(as_frame({"do": "join"} | sign(self.keys, self.public)))
-            welcome = await asyncio.wait_for(read_message(reader), 10)
+            welcome = await within(10, read_message(reader))
             if welcome["do"] == "refuse":
                 raise Refusal(f"{self.host} refuses this node: {welcome['why']}")
             self._writer = writer
@@ -119,8 +119,8 @@ class Node:
                 why = f"{self.host} sends a welcome that this version does not know ({error}); use the same one there"
                 raise error if isinstance(error, Refusal) else Refusal(why) from None
             beats = asyncio.create_task(self._beat())
-            while not self.stop.is_set():  # Python 3.11 may lose a cancellation in wait_for
-                message = await asyncio.wait_for(read_message(reader), SILENT_SECONDS)
+            while True:
+                message = await within(SILENT_SECONDS, read_message(reader))
                 if message.get("do") == "refuse":
                     raise Refusal(f"{self.host} refuses this node: {message.get('why')}")
                 try:

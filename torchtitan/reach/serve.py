@@ -9,6 +9,7 @@ Open TCP and UDP at --port, UDP at the next one, and UDP at one more for each pa
 
 import argparse
 import asyncio
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,11 +45,12 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     server = Server(keys, args.network, args.port, args.second_address, args.through)
 
     async def serve() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with server.serving():
             print(f"nodes may come to port {args.port}", flush=True)
-            await asyncio.Event().wait()
-
-    try:
-        asyncio.run(serve())
-    except KeyboardInterrupt:
+            await stop.wait()
         print("the serving machine ends; direct ways stay up", flush=True)
+
+    asyncio.run(serve())

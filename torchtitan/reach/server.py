@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan.launch.addresses import is_local, own_addresses
 from torchtitan.reach import messages
-from torchtitan.reach.messages import as_frame, read_message
+from torchtitan.reach.messages import as_frame, read_message, within
 from torchtitan.reach.relays import Relays, Socket, write
 from torchtitan.reach.routers import to_endpoint, told
 from torchtitan.refusal import Refusal
@@ -110,7 +110,7 @@ class Server:
             self._read_revoked()
             if serial in self._revoked:
                 raise Refusal(f"the certificate of {name} is revoked")
-            hello = await asyncio.wait_for(read_message(reader), _HELLO_SECONDS)
+            hello = await within(_HELLO_SECONDS, read_message(reader))
             if hello.get("do") == "carry":
                 node_here = self.nodes[name]
                 if node_here.carrier:
@@ -122,7 +122,7 @@ class Server:
             elif hello.get("do") == "join":
                 node = await self._welcome(name, hello, writer)
                 node.serial = serial
-                while message := await asyncio.wait_for(read_message(reader), SILENT_SECONDS):
+                while message := await within(SILENT_SECONDS, read_message(reader)):
                     if self.nodes.get(name) is not node:  # it was put out, or came again
                         return
                     await self._obey(node, message)
