@@ -25,6 +25,7 @@ from torchtitan.console.door.people import Forbidden, People, Person
 from torchtitan.console.library import Library, Unknown, keys_of
 from torchtitan.console.nodes import HERE, Nodes
 from torchtitan.console.pages import compare, frame
+from torchtitan.console.pages import runs as runs_page
 from torchtitan.console.pages.keys import meanings
 from torchtitan.console.predictions import in_words, read_prediction
 from torchtitan.console.resume import plan_resume
@@ -259,7 +260,8 @@ def test_a_node_that_is_away_is_said_to_be_and_nobody_waits_for_it_and_runs_are_
     far.runs = [RunRow(run=name, started=at, code="0" * 64, **known) for name, at in (("new", 9e9), ("old", 1.0))]
     far.last_seen, far.trouble = 1.0, "the cable is cut"
     library.refresh()
-    assert [run.name for run in library.runs()] == ["new", "one", "old"]
+    assert [(run.name, run.away_since) for run in library.runs()] == [("new", 1.0), ("one", None), ("old", 1.0)]
+    assert runs_page.row(library.runs()[0])["node"] == f"far, away since {frame.moment(1.0)}"
     id = library.runs()[0].id
     for ask in (library.page, library.configuration, library.curves, library.hang, library.prediction, library.samples):
         with pytest.raises(Broken, match="far is away: the cable is cut"):

@@ -45,6 +45,7 @@ class Run(RunRow):
     id: str  # names the run in addresses; it stays the same as long as the folder does
     name: str
     node: str
+    away_since: float | None = None  # the node has not answered since, and the rest is as of then
     tags: list[str] = []
 
 

@@ -329,6 +329,7 @@ def _page(member: Member, row: RunRow, tags: Mapping[str, Sequence[str]]) -> Run
         "name": _word(name),
         "node": member.name,
         "tags": list(tags.get(id, ())),
+        "away_since": member.last_seen if member.trouble and not member.is_here else None,
     }
     return Run(**own, **row.model_dump() | words | numbers)
 

@@ -163,11 +163,12 @@ def _add_buttons(parts: Parts, person: Person, run: Run) -> Callable[[Run], None
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     exit_code = "" if run.exit_code is None else str(run.exit_code)
+    times = (("Started", run.started), ("Ended", run.ended), ("Node away since", run.away_since))
     found = [
         ("Step", f"{run.step or 0:,} of {run.steps:,}" if run.steps else "none yet"),
         ("Loss", f"{run.loss:.4f}" if run.loss is not None else ""),
         ("Tokens per second", f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else ""),
-        *((name, moment(when)) for name, when in (("Started", run.started), ("Ended", run.ended)) if when),
+        *((name, moment(when)) for name, when in times if when),
         ("Exit code", exit_code),
         ("Node", run.node + (f", {run.rank} of {run.nodes}" if run.nodes and run.nodes > 1 else "")),
         ("Tags", ", ".join(run.tags)),

@@ -124,7 +124,8 @@ def _tag(parts: Parts, person: Person, id: str, add: list[str], remove: list[str
 
 def row(run: Run) -> dict[str, Any]:
     place = f" (node {run.rank} of {run.nodes})" if run.nodes and run.nodes > 1 else ""
-    shown = {"name": run.name + place, "state": run.state, "node": run.node, "description": run.description}
+    shown = {"name": run.name + place, "state": run.state, "description": run.description}
+    shown["node"] = f"{run.node}, away since {moment(run.away_since)}" if run.away_since else run.node
     shown |= {"tags": ", ".join(run.tags), "started": moment(run.started) if run.started else ""}
     numbers = {"progress": run.step or 0, "steps": run.steps, "loss": run.loss, "speed": run.tokens_per_second}
     return {"id": run.id, "href": f"/run/{run.id}"} | shown | numbers
