@@ -178,6 +178,14 @@ def overlapped(rank: int, world_size: int) -> tuple[bool, bool]:
         return config._micro_pipeline_tp, is_symm_mem_enabled_for_group(axis.get_group().group_name)
 
 
+def threads_of_gloo(rank: int, world_size: int) -> list[int]:
+    """Of the run's group, and of one that a mesh makes."""
+    collectives.start_process_group(torch.device("cpu"), rank, world_size, 60)
+    group, axis = dist.group.WORLD, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)).get_group()
+    assert group
+    return [each._get_backend(torch.device("cpu")).options._threads for each in (group, axis)]
+
+
 def train_with_compiled_code_from(
     rank: int, world_size: int, folder: str, overrides: dict[str, Any], cache: str
 ) -> list[dict[str, Any]]:

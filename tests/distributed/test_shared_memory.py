@@ -40,6 +40,10 @@ def test_nothing_is_left_behind_where_another_rank_is_gone(monkeypatch: pytest.M
     assert in_shared_memory() <= before
 
 
+def test_a_gloo_group_has_one_thread_for_two_may_break_the_heap(ranks: Ranks) -> None:
+    assert ranks(cases.threads_of_gloo, 2) == [[1, 1]] * 2
+
+
 def test_on_one_rank_input_and_output_are_one() -> None:
     device = torch.device("cpu")
     reduce_scatter = ReduceScatterOfOne()

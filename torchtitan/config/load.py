@@ -191,11 +191,7 @@ def _take_out_unknown(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
 def _parse(argv: Sequence[str], defaults: Config, prog: str, quiet: bool) -> dict[str, Any]:
     """The values that the command line sets. tyro checks their types, and the schema checks their values."""
     parsed: Any = tyro.cli(
-        _options(defaults),
-        args=list(argv),
-        prog=prog,
-        use_underscores=True,
-        console_outputs=not quiet,
+        _options(defaults), args=list(argv), prog=prog, use_underscores=True, console_outputs=not quiet
     )
     return _changed(dataclasses.asdict(parsed), defaults)
 

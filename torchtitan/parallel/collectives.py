@@ -1,5 +1,6 @@
 """Starts and stops the process group, and has the few reductions that a training loop needs."""
 
+import functools
 import os
 import sys
 import threading
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Comm
@@ -37,6 +38,7 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
     alone: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
     if alone and loopback() == "::1":  # gloo listens even then, and looks for 127.0.0.1
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _give_gloo_one_thread()
     alarm = threading.Timer(timeout_seconds + 5, _leave_unconnected, (timeout_seconds + 5,))
     alarm.daemon = True
     alarm.start()
@@ -51,6 +53,27 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
         raise Refusal(f"this rank cannot connect to another rank over gloo ({reason}); {_ADVICE}") from None
     finally:
         alarm.cancel()
+
+
+@functools.cache
+def _give_gloo_one_thread() -> None:
+    """From now on each group of gloo runs its collectives in one thread.
+
+    torch 2.13 has two, which both write the name of the last collective without a lock (ProcessGroupGloo::runLoop).
+    A name of more than 15 letters, as DTensor's all-gather has, is on the heap: one thread may write into what the
+    other has freed, and then the process dies.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    plain = gloo.__init__
+
+    def init(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
+        options, names = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        options._devices = [gloo.create_device(interface=name) for name in names if name]
+        options._devices = options._devices or [gloo.create_default_device()]
+        options._threads, options._timeout = 1, timeout
+        plain(self, store, rank, size, options)
+
+    gloo.__init__ = init  # torch takes no options for gloo
 
 
 def _leave_unconnected(seconds: int) -> None:

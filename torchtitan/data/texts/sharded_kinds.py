@@ -201,10 +201,7 @@ class _HubReader(ShardReader):
     def state(self) -> list[Any]:
         if self._begin is not None and self._rows_read == self._begin[0]:
             return list(self._begin)  # after load_state_dict, datasets reports its place only once it has read a row
-        return [
-            self._rows_read,
-            json.dumps(self._dataset.state_dict()),
-        ]  # JSON: only datasets knows its structure
+        return [self._rows_read, json.dumps(self._dataset.state_dict())]  # JSON: only datasets knows its structure
 
 
 def load_hub_dataset(repo: str, config: str | None, split: str) -> Any:

@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.models.llama.args import (
-    LLAMA2_FLAVORS,
-    LLAMA3_FLAVORS,
-    LlamaArgs,
-    parts,
-    refusals,
-    takes_muon,
-    tied,
-)
+from torchtitan.models.llama.args import LLAMA2_FLAVORS, LLAMA3_FLAVORS, LlamaArgs, parts, refusals, takes_muon, tied
 from torchtitan.models.spec import Family, HuggingFace, OtherFormat
 
 if TYPE_CHECKING:
