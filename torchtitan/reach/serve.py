@@ -51,6 +51,6 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
         async with server.serving():
             print(f"nodes may come to port {args.port}", flush=True)
             await stop.wait()
-        print("the serving machine ends; direct ways stay up", flush=True)
 
     asyncio.run(serve())
+    print("the serving machine ends; direct ways stay up", flush=True)

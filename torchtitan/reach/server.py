@@ -131,6 +131,8 @@ class Server:
             print(f"refused: {refusal}", flush=True)
         except (OSError, EOFError, asyncio.TimeoutError, KeyError, TypeError, ValueError, OverflowError):
             pass  # it hung up, or is no node of ours: whoever it is learns nothing
+        except asyncio.CancelledError:
+            pass  # the serving machine ends: Python 3.11 would print the task's stack
         finally:
             self._connections[name] -= 1
             if node is not None:

@@ -48,7 +48,7 @@ class Campaign:
         untouched.start()
         codes, _ = untouched.end()
         if any(codes):
-            raise Refusal(f"the run fails even without a fault; see {untouched.log.name}, and repair the command first")
+            raise Refusal(f"the run fails even without a fault; repair the command first; {untouched.last_words()}")
         print("\n| fault | at step | complete before | ended with | complete after |\n| --- | --- | --- | --- | --- |")
         problems: list[str] = []
         idle = 0
@@ -99,7 +99,7 @@ class Campaign:
         self.broken.start()
         codes, left = self.broken.end()
         if any(codes):
-            return [f"the run did not reach its end; see {self.broken.log.name}"]
+            return [f"the run did not reach its end; {self.broken.last_words()}"]
         found = [f"process {process} stayed behind" for process in left]
         for name in ("metrics.jsonl", "validation.jsonl"):
             kept = ("step", "loss", "grad_norm", "validation_loss", "validation_tokens")

@@ -122,6 +122,9 @@ class BreakableRun:
     def said(self) -> str:
         return Path(self.log.name).read_text(errors="replace")
 
+    def last_words(self) -> str:
+        return "\n".join([f"{self.log.name} ends with:", *self.said().splitlines()[-20:]])
+
     def storage(self) -> Storage:
         folder = self.place.checkpoints(self.folder)
         return Storage(folder if "://" in folder else str(self.folder / folder))

@@ -1,6 +1,6 @@
 """Breaks a run in many ways, starts it again each time, and compares its end with that of an undisturbed run.
 
-python -m torchtitan drill                                    a small model and every kind of fault: two minutes
+python -m torchtitan drill                                    a small model and every kind of fault: some minutes
 python -m torchtitan drill -- --job.config_file mine.toml     a run of your own
 python -m torchtitan drill --on all --faults 180 --seed 7     a small model on each layout, with each kind of storage
 """
@@ -18,7 +18,7 @@ _SMALL = """--job.config_file train_configs/debug_model.toml --model.dim 64 --mo
     --model.n_kv_heads 2 --model.hidden_dim 160 --training.steps 60 --training.seq_len 32 --training.local_batch_size 1
     --training.global_batch_size 2 --lr_scheduler.warmup_steps 5 --metrics.log_freq 1 --metrics.no_enable_tensorboard
     --metrics.sample_freq None --validation.seq_len 32 --validation.steps 2 --validation.freq 10 --checkpoint.interval 2
-    --checkpoint.keep_latest_k 4 --comm.train_timeout_seconds 6""".split()
+    --checkpoint.keep_latest_k 4 --comm.train_timeout_seconds 15""".split()
 _PIPELINE = "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 2".split()
 _LAYOUTS = {
     "FSDP 2": (2, []),
