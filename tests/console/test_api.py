@@ -238,10 +238,10 @@ def test_the_console_never_loads_torch(console):
 
 def test_the_planner_proposes_layouts_that_can_be_taken_as_they_are(console):
     wish = {"config": TOML.replace("[training]", "[training]\nglobal_batch_size = 8"), "machines": "cpu_1x2"}
-    (best, *_) = console.client.post("/api/plan", json=wish).json()
+    (best, *_) = console.client.post("/api/plan", json=wish, timeout=100).json()
     assert best["seconds"] > 0 and best["layout"].startswith("1 rank") and best["drawing"] == ""
     assert check_text(best["config"], "a proposal").training.global_batch_size == 8
     assert json.loads(best["plan"])["run"]["training.global_batch_size"] == 8
     for changed, why in (({"machines": "../x"}, "is no file of clusters/"), ({"nodes": ["elsewhere"]}, "is not known")):
-        refused = console.client.post("/api/plan", json=wish | changed)
+        refused = console.client.post("/api/plan", json=wish | changed, timeout=100)
         assert refused.status_code == 409 and why in refused.json()["detail"]

@@ -265,6 +265,7 @@ def test_every_page_fits_a_phone_in_the_dark_and_can_be_reached_by_keyboard(brow
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390, path
         assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 23, 28)"
     tab.goto("/")
+    tab.locator("#content").wait_for()
     reached = []
     for _ in range(14):
         tab.keyboard.press("Tab")

@@ -1,5 +1,6 @@
 """What a hostile page, a stranger and a person of a lower role get: nothing. Against real consoles."""
 
+import itertools
 import re
 import socket
 import sqlite3
@@ -122,7 +123,7 @@ def test_an_event_that_names_another_page_ends_the_socket(console):
             line.send(f'42["event",{event}]')
             line.send("3")
             try:
-                line.recv(1)
+                line.recv(1 if is_let else 20)
             except TimeoutError:
                 assert is_let
             except ConnectionClosed:
@@ -152,8 +153,9 @@ def test_a_body_that_is_too_large_is_refused_announced_or_not(console):
 
 def test_who_asks_too_often_waits(tmp_path):
     with served(tmp_path / "home", tmp_path) as console:
-        codes = [console.client.get("/login", headers=PAGE).status_code for _ in range(120)]
-        assert codes[0] == 200 and codes[-1] == 429
+        asked = (console.client.get("/login", headers=PAGE).status_code for _ in range(400))
+        codes = list(itertools.takewhile(lambda code: code != 429, asked))
+        assert 80 <= len(codes) < 400 and {*codes} == {200}
         time.sleep(0.5)
         assert console.client.get("/api/runs").status_code == 200
         assert "asks too often" not in console.client.get("/api/runs").text

@@ -165,7 +165,7 @@ def test_two_peers_open_a_way_and_nothing_that_is_sent_back_does() -> None:
 
 # --- the serving machine
 
-PORT_OF_TEST = 38710
+PORT_OF_TEST = 28710  # no port that the system gives to others
 PUBLIC, ANOTHER = (base64.b64encode(bytes([each]) * 32).decode() for each in (1, 2))
 
 
@@ -386,7 +386,7 @@ def test_a_node_says_why_it_cannot_join(keys: Path, tmp_path: Path) -> None:
     def node() -> Node:
         return Node(keys / "lima", "127.0.0.1", PORT_OF_TEST, "reach-none", 51999, tmp_path)
 
-    with pytest.raises(Refusal, match="127.0.0.1 port 38710 serves no node .*is `reach serve` running there"):
+    with pytest.raises(Refusal, match=f"127.0.0.1 port {PORT_OF_TEST} serves no node .*is `reach serve` running there"):
         asyncio.run(node().run())
     shutil.copytree(keys, tmp_path / "keys")
     revoke(tmp_path / "keys", "lima")

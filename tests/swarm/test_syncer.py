@@ -196,8 +196,8 @@ def test_strangers_revoked_sites_and_broken_bodies_get_nothing_and_stop_nobody(f
 
 
 def test_a_sender_that_stands_still_is_given_up_and_a_slow_one_counts_as_there(folder, monkeypatch):
-    monkeypatch.setattr("torchtitan.swarm.syncer.server.SILENT_SECONDS", 0.3)
-    monkeypatch.setattr("torchtitan.swarm.syncer.syncer.ABSENT_SECONDS", 0.5)
+    monkeypatch.setattr("torchtitan.swarm.syncer.server.SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("torchtitan.swarm.syncer.syncer.ABSENT_SECONDS", 1.5)
     with served(folder, section(), SHARED) as (url, syncer):
         own = joined(folder, url, 0)
         raw = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
@@ -206,7 +206,7 @@ def test_a_sender_that_stands_still_is_given_up_and_a_slow_one_counts_as_there(f
         ) as sending:
             head = f"POST /{own.run}/{own.session}/0/difference HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
             sending.sendall(head.encode())
-            for _ in range(6):  # longer than either time
+            for _ in range(10):  # longer than either time
                 time.sleep(0.2)
                 sending.sendall(b"x")
                 assert syncer.present() == ["site-0"]
