@@ -9,8 +9,10 @@ import torch.distributed as dist
 
 from tests.distributed import cases
 from tests.distributed.conftest import Ranks
+from torchtitan.parallel.collectives import start_process_group
 from torchtitan.parallel.fsdp import ReduceScatterOfOne
 from torchtitan.parallel.shared_memory import SharedMemory
+from torchtitan.refusal import Refusal
 
 
 def in_shared_memory() -> set[Path]:
@@ -51,6 +53,12 @@ def test_nothing_is_left_behind_where_another_rank_is_gone(monkeypatch: pytest.M
 
 def test_a_gloo_group_has_one_thread_for_two_may_break_the_heap(ranks: Ranks) -> None:
     assert ranks(cases.threads_of_gloo, 2) == [[1, 1]] * 2
+
+
+def test_an_interface_that_is_misspelt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eht0")
+    with pytest.raises(Refusal, match="GLOO_SOCKET_IFNAME = eht0 is no interface here; `ip address` lists them"):
+        start_process_group(torch.device("cpu"), 0, 1, 60)
 
 
 def test_on_one_rank_input_and_output_are_one() -> None:

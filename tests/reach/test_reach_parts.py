@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -127,6 +128,23 @@ def test_each_counter_counts_once_and_the_last_ones_may_come_late() -> None:
 
 def peer(own: int, number: int, candidates: list[Any]) -> Peer:
     return Peer(f"node-{number}", number, own, f"10.88.0.{number}", "", "", b"k" * 32, candidates, KEEPS)
+
+
+def test_a_closed_terminal_ends_it_but_not_under_nohup() -> None:
+    async def ended(number: int) -> bool:
+        stop = asyncio.Event()
+        serve.end_by_signals(stop.set)
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.1)
+        return stop.is_set()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert not asyncio.run(ended(signal.SIGHUP)) and asyncio.run(ended(signal.SIGTERM))
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert asyncio.run(ended(signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("turns", range(6))

@@ -47,9 +47,12 @@ def start_process_group(device: torch.device, rank: int, world_size: int, timeou
             backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds), **alone
         )
     except RuntimeError as error:
+        reason = str(error).rpartition("] ")[2].strip()
+        if "Unable to find address for" in reason:
+            name = os.environ.get("GLOO_SOCKET_IFNAME")
+            raise Refusal(f"GLOO_SOCKET_IFNAME = {name} is no interface here; `ip address` lists them") from None
         if "connectFullMesh" not in str(error):
             raise
-        reason = str(error).rpartition("] ")[2].strip()
         raise Refusal(f"this rank cannot connect to another rank over gloo ({reason}); {_ADVICE}") from None
     finally:
         alarm.cancel()

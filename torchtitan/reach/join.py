@@ -8,11 +8,10 @@ It runs for as long as the network shall be up. Ctrl-C, or `reach leave`, remove
 import argparse
 import asyncio
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan.reach.serve import PORT
+from torchtitan.reach.serve import PORT, end_by_signals
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.join import require_packages
 
@@ -48,8 +47,7 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
 
     async def join() -> None:
         node = Node(Path(args.keys), host, port, args.interface, args.listen, args.out)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, node.stop.set)
+        end_by_signals(node.stop.set)
         await node.run()
 
     asyncio.run(join())

@@ -10,7 +10,7 @@ Open TCP and UDP at --port, UDP at the next one, and UDP at one more for each pa
 import argparse
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan.refusal import Refusal
@@ -46,11 +46,17 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
 
     async def serve() -> None:
         stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        end_by_signals(stop.set)
         async with server.serving():
             print(f"nodes may come to port {args.port}", flush=True)
             await stop.wait()
 
     asyncio.run(serve())
     print("the serving machine ends; direct ways stay up", flush=True)
+
+
+def end_by_signals(stop: Callable[[], None]) -> None:
+    """Ctrl-C, a kill and a closed terminal call `stop`; under nohup, a closed terminal does not."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop)
