@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU within ten minutes: the GPU tests, the presets with profiles, and the peers.
+# Runs everything that needs a GPU within ten minutes: the GPU tests, the presets beside torchtitan, and the planner.
 #
-#     benchmarks/on_gpu.sh
-#     WHEELS=wheels benchmarks/on_gpu.sh                          no network: installs missing packages from wheels/
-#     PRESETS=cpu-tiny PEERS=cpu-tiny benchmarks/on_gpu.sh        a trial on a CPU
+#     benchmarks/on_gpu.sh                                  on an H100: tests, 1B and 3B, eight layouts of 1B
+#     PARTS=presets benchmarks/on_gpu.sh                    on an H200: 8B, in bfloat16 and in float8
+#     WHEELS=wheels benchmarks/on_gpu.sh                    no network: installs missing packages from wheels/
+#     PRESETS=cpu-tiny benchmarks/on_gpu.sh                 a trial on a CPU
 #
-# PRESETS  the presets for benchmarks.run      default: gpu-8b gpu-8b-float8 gpu-1b; gpu-1b on less than 100 GiB
-# PEERS    the presets for benchmarks.peers    default: the first of PRESETS; "" for none
-# PLANNED  the preset for benchmarks.plan.planned   default: the last of PRESETS
-# ONLY     the peers: trainer, lit, titan      default: titan
+# PARTS    of tests, presets and planned   default: all three, in this order
+# PRESETS  the presets to train            default: gpu-1b gpu-3b; from 100 GiB on gpu-8b gpu-8b-float8
+# ONLY     the peers beside each preset: trainer, lit, titan    default: titan
+# PLANNED  the preset for benchmarks.plan.planned               default: the first of PRESETS
 # WHEELS   a folder with wheels of all packages that python3 lacks: requirements.txt, the peers', and their dependencies
 # OUT      the folder for logs and results     default: outputs/on_gpu
 # If a part fails or takes too long, the others still run. Nothing runs longer than ten minutes in all. The last lines
@@ -39,19 +40,22 @@ part() { # its time limit in seconds, its name, its command
 gib="$("$PYTHON" -c '
 import torch
 print(torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0)')"
-if ((gib > 0)); then
-  part 200 tests "$PYTHON" -m pytest -q --durations=5 tests/gpu
+parts=" ${PARTS:-tests presets planned} "
+presets="${PRESETS:-$( ((gib < 100)) && echo gpu-1b gpu-3b || echo gpu-8b gpu-8b-float8)}"
+if [[ $parts == *" tests "* ]] && ((gib > 0)); then
+  part 200 tests "$PYTHON" -m pytest -q -p no:cacheprovider -n 0 --durations=5 tests/gpu
 fi
-if ((gib > 0 && gib < 100)); then echo "== this GPU has $gib GiB, but gpu-8b needs 118"; fi
-presets="${PRESETS-$( ((gib < 100)) && echo gpu-1b || echo gpu-8b gpu-8b-float8 gpu-1b)}"
-for preset in $presets; do
-  part 150 "$preset" "$PYTHON" -m benchmarks.run "$preset" --profile --out "$out"
-  if [[ " ${PEERS-${presets%% *}} " == *" $preset "* ]]; then
+if [[ $parts == *" presets "* ]]; then
+  for preset in $presets; do
     # shellcheck disable=SC2086  # ONLY may hold several words
-    part 180 "peers-$preset" "$PYTHON" -m benchmarks.peers --preset "$preset" --repeats 1 --only ${ONLY:-titan}
-  fi
-done
-part 60 probe env NGPU="${NGPU:-1}" "$PYTHON" -m torchtitan probe --dtype bfloat16 --out "$out/here.toml"
-part 150 planned "$PYTHON" -m benchmarks.plan.planned "${PLANNED:-${presets##* }}" --cluster "$out/here.toml" --out "$out/planned.json"
+    part 290 "$preset" "$PYTHON" -m benchmarks.peers --preset "$preset" --repeats 1 --only ${ONLY:-titan} --profile "$out"
+  done
+fi
+if [[ $parts == *" planned "* ]]; then
+  ((gib > 0)) && dtype=bfloat16 || dtype=float32
+  part 60 probe env NGPU="${NGPU:-1}" "$PYTHON" -m torchtitan probe --dtype "$dtype" --out "$out/here.toml"
+  part 200 planned "$PYTHON" -m benchmarks.plan.planned "${PLANNED:-${presets%% *}}" --count 8 \
+    --cluster "$out/here.toml" --out "$out/planned.json"
+fi
 printf '%s\n' '== ended' "${ended[@]}"
 [[ "${ended[*]}" != *"exit code "[1-9]* ]]

@@ -119,6 +119,19 @@ def describe_machine() -> dict[str, str]:
     }
 
 
+def publish(preset: str, options: list[str], figures: dict[str, Any], out: Path) -> None:
+    """Print the tables and write the JSON. Call after all runs: on a GPU this takes memory that the process keeps."""
+    machine = describe_machine()
+    show(" ".join([preset, *options]), machine, figures)
+    if "shares" in figures:
+        print("\n| where a step's time goes | |\n| --- | --- |")
+        print("\n".join(f"| {sort} | {share:.1%} |" for sort, share in figures["shares"].items()))
+    out.mkdir(parents=True, exist_ok=True)
+    about = {"preset": preset, "options": options, "config": PRESETS[preset].read_text()}
+    result = out / f"{preset}-{machine['commit']}.json"
+    result.write_text(json.dumps(about | {"machine": machine, "figures": figures}, indent=1) + "\n")
+
+
 def show(title: str, machine: dict[str, str], figures: dict[str, Any]) -> None:
     low, high = figures["step_seconds_quartiles"]
     print(f"{title}: {', '.join(f'{name} {value}' for name, value in machine.items())}\n\n| | |\n| --- | --- |")
@@ -143,16 +156,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
-    figures = measure(args.preset, options, args.warmup, profile=args.profile)
-    machine = describe_machine()  # after the run: on a GPU this takes memory that the process keeps
-    show(" ".join([args.preset, *options]), machine, figures)
-    if args.profile:
-        print("\n| where a step's time goes | |\n| --- | --- |")
-        print("\n".join(f"| {sort} | {share:.1%} |" for sort, share in figures["shares"].items()))
-    args.out.mkdir(parents=True, exist_ok=True)
-    about = {"preset": args.preset, "options": options, "config": PRESETS[args.preset].read_text()}
-    result = args.out / f"{args.preset}-{machine['commit']}.json"
-    result.write_text(json.dumps(about | {"machine": machine, "figures": figures}, indent=1) + "\n")
+    publish(args.preset, options, measure(args.preset, options, args.warmup, profile=args.profile), args.out)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,16 @@ from torchtitan.tools import verbs
 
 def main(argv: Sequence[str]) -> None:
     verb, words = verbs.find(argv)
-    if not verb:
-        raise SystemExit(_answer(argv[0] if argv else "--help"))
     try:
+        if not verb:
+            raise SystemExit(_answer(argv[0] if argv else "--help"))
         with ends_in_a_line("stopped"):
             module, parser = verbs.load(verb)
             end = words.index("--") if "--" in words else len(words)
-            args, options = parser.parse_args(words[:end]), words[end + 1 :]
+            (args, unknown), options = parser.parse_known_args(words[:end]), words[end + 1 :]
+            if unknown:
+                where = f"; {parser.epilog}" if parser.epilog else ""
+                parser.error(f"unrecognized arguments: {' '.join(unknown)}{where}")
             if options and not parser.epilog:
                 parser.error(f"nothing may follow --, but {' '.join(options)} does; leave it out")
             code = module.run(args, options)
@@ -41,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _answer(word: str) -> str | int:
     if word in ("--help", "-h"):
-        print(verbs.listing())
+        print(verbs.listing(), flush=True)
     elif word == "--version":
         print(f"torchtitan-recipe {VERSION}")
     else:

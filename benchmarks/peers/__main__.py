@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import PRESETS, ROOT, measure
+from benchmarks.run import PRESETS, ROOT, measure, publish
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 from torchtitan.models.families import find_model
@@ -92,6 +92,9 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="cpu-60m", help="what all train (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each trainer (default: %(default)s)")
     parser.add_argument("--only", choices=["trainer", "lit", "titan"], nargs="+", help="which peers (default: all)")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="also publish our last run as benchmarks.run does"
+    )
     args = parser.parse_args()
     config = load_config(["--job.config_file", str(PRESETS[args.preset])], 1)
     asked = [name for name, (program, *_) in PEERS.items() if not args.only or Path(program).stem in args.only]
@@ -101,8 +104,9 @@ def main() -> None:
         set_up(*PEERS[name][:2])
     ours: list[dict[str, Any]] = []
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
-    for _ in range(args.repeats):
-        ours.append(measure(args.preset, [], WARMUP))
+    for repeat in range(args.repeats):
+        is_last = repeat == args.repeats - 1
+        ours.append(measure(args.preset, [], WARMUP, profile=args.profile is not None and is_last))
         print(f"this recipe: {describe(ours[-1])}", flush=True)
         for name in peers:
             if name not in absent:
@@ -120,6 +124,8 @@ def main() -> None:
     for name, runs in seen.items():
         if setting := runs[-1].get("setting"):
             print(f"\n{name}: {setting}")
+    if args.profile:
+        publish(args.preset, [], ours[-1], args.profile)
     raise SystemExit(1 if set(absent) & set(peers) else 0)
 
 

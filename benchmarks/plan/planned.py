@@ -70,6 +70,8 @@ def measure(options: argparse.Namespace, rest: list[str]) -> list[dict[str, Any]
         row = {"layout": named(choice), "predicted": float(table.total[index]), "measured": float(seconds)}
         row |= {"gib_predicted": float(table.peak[index]) / 2**30, "gib_measured": hardware.peak_memory_gib(device)}
         found.append(row)
+        if place.rank == 0 and options.out:  # what is measured by now is kept, whatever ends the rest
+            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     collectives.stop_process_group()
     return found
 
@@ -116,8 +118,6 @@ def main() -> None:
     rows = measure(options, rest)
     if hardware.read_place().rank == 0:
         print(report(rows, read_cluster(options.cluster).rests_on), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import started
+from tests.ports import free_port
 from tests.tiny_runs import BASE, read_records
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +37,7 @@ class Run:
         }
         options = [part for name, value in values.items() for part in (f"--{name}", str(value))]
         options += ["--checkpoint.enable"] if restarts or kind in ("preemption", "ctrl-c") or step == "save" else []
-        with socket.socket() as s:
-            s.bind(("localhost", 0))
-            port = str(s.getsockname()[1])
+        port = str(free_port())
         environment = os.environ | {"FAULT": fault, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {}
         ranks: list[dict[str, str]] = [{}]

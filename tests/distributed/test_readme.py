@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)  # README's commands take as many cores as there are, and others may use them
@@ -81,9 +82,7 @@ def test_what_the_last_line_says_shows_the_run(clone: Path) -> None:
     done = run(f"./run_llama_train.sh {SHORT}", clone)
     command = re.search(r"look at it: (.* --logdir \S+), then open", done.stderr)
     assert command, done.stderr
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     # exec, so that what is ended below is TensorBoard and not a shell around it
     server = subprocess.Popen(["bash", "-c", f"exec {command[1]} --port {port}"], cwd=clone, stderr=subprocess.DEVNULL)
     try:

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import started
+from tests.ports import free_port
 from tests.swarm.served import keys
 from tests.tiny_runs import read_records
 from torchtitan.hardware import EXIT_UNFINISHED
@@ -54,9 +54,7 @@ class Swarm:
         self.folder, self.processes = folder, list[Any]()
         keys(folder, 2)
         (folder / "train.toml").write_text(RUN)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
 
     def _start(self, name: str, *words: object) -> Any:
         log = open(self.folder / f"{name}.log", "ab")

@@ -1,6 +1,7 @@
 """Where a step's time goes, by a trace that is known; what the comparison with other trainers prints."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import titan
-from benchmarks.run import PRESETS, summarize, watch_further_steps
+from benchmarks.run import PRESETS, ROOT, summarize, watch_further_steps
 from benchmarks.where import IDLE, OTHER, SORTS, shares
 
 STEP = ("user_annotation", "ProfilerStep#9", 0, 100)
@@ -87,7 +88,7 @@ def test_steps_are_watched_after_all_that_count_and_the_last_after_a_logged_one(
 def test_peers_that_cannot_run_or_fail_are_named_below_the_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(preset: str, options: list[str], warmup: int) -> dict[str, Any]:
+    def run(preset: str, options: list[str], warmup: int, profile: bool) -> dict[str, Any]:
         return {"tokens_per_second": 300.0, "memory_gib": 1.0}
 
     works, fails = tmp_path / "works.py", tmp_path / "fails.py"
@@ -131,3 +132,21 @@ def test_only_torchtitan_is_asked_for_float8() -> None:
     config = peers.load_config(["--job.config_file", str(PRESETS["gpu-8b-float8"])], 1)
     able = [name for name in peers.PEERS if not peers.why_not(name, config, has_gpu=True)]
     assert able == ["torchtitan 0.2.2, compiled"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_script_for_a_gpu_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
+    asked = {"PYTHON": sys.executable, "PRESETS": "cpu-tiny", "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    script = subprocess.run(
+        ["benchmarks/on_gpu.sh"], cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, check=False
+    )
+    assert script.returncode == 0, script.stdout + script.stderr
+    assert "torchtitan 0.2.2, compiled: trains on GPUs only" in script.stdout
+    (result,) = tmp_path.glob("cpu-tiny-*.json")
+    assert set(json.loads(result.read_text())["figures"]["shares"]) == {*SORTS, OTHER, IDLE}
+    assert len(json.loads((tmp_path / "planned.json").read_text())) == 8
+    ended = script.stdout.partition("== ended\n")[2]
+    assert [line.partition(" after")[0] for line in ended.splitlines()] == [
+        f"{part}: exit code 0" for part in ("cpu-tiny", "probe", "planned")
+    ]

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests import ports
 from torchtitan.__main__ import main
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
@@ -29,9 +30,7 @@ ADDRESSES = {"10.0.0.1": "eth0", "10.1.0.1": "eth1", "127.0.0.1": "lo"}
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    return ports.free_port()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 import yaml
 
 from tests import started
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/ssh_node.sh"
@@ -22,9 +22,7 @@ SCRIPT = ROOT / "scripts/ssh_node.sh"
 def test_a_container_lets_one_key_run_the_node_program_and_nothing_else(tmp_path: Path) -> None:
     for name in ("own", "strange"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     own = {"AUTHORIZED_KEY": (tmp_path / "own.pub").read_text().strip(), "NODE_HOME": str(tmp_path / "home")}
     environment = os.environ | own | {"PORT": port, "PYTHON": sys.executable}
     sshd = started.Popen([SCRIPT], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

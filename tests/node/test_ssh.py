@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 import tomli
 
 from tests.node.machines import ROOT, processes_of
+from tests.ports import free_port
 from torchtitan.tools.plan.cluster import read_cluster
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
@@ -145,12 +145,6 @@ class Hosts:
         if self.holder:
             self.holder.kill()
             self.holder.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -429,6 +429,16 @@ def test_a_schedule_that_an_older_torch_cannot_run_on_a_cpu_is_refused(monkeypat
         check_machine(Config(parallelism=schedule), torch.device("cpu"))
 
 
+def test_a_pipeline_that_an_older_torch_cannot_run_for_ones_own_model_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config(parallelism=Parallelism(pipeline_parallel_degree=2))
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    check_machine(config, torch.device("cpu"))
+    with pytest.raises(ValueError, match="_degree = 2 needs torch 2.12 for a model of your own: 2.11.0 wants"):
+        check_machine(config, torch.device("cpu"), is_own=True)
+
+
 def test_what_an_older_torch_would_update_too_early_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(enable_cpu_offload=True, max_norm=math.inf)
     config = Config(optimizer=Optimizer(early_step_in_backward=True), training=training)

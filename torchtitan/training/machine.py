@@ -13,8 +13,8 @@ from torchtitan.models.stages import V_SHAPED
 from torchtitan.refusal import Refusal
 
 
-def check_machine(config: Config, device: torch.device) -> None:
-    """Refuse a configuration that this machine cannot run, before anything starts."""
+def check_machine(config: Config, device: torch.device, is_own: bool = False) -> None:
+    """Refuse a configuration that this machine cannot run, before anything starts. `is_own`: the user's own model."""
     if config.metrics.enable_wandb:
         from torchtitan.observe.weights_and_biases import import_wandb
 
@@ -27,8 +27,11 @@ def check_machine(config: Config, device: torch.device) -> None:
         from torchtitan.parallel.float8 import check_float8
 
         check_float8(config.float8, device)
-    schedule = config.parallelism.pipeline_parallel_schedule
-    folded = config.parallelism.pipeline_parallel_degree > 1 and schedule in V_SHAPED
+    schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
+    if is_own and degree > 1 and torch.__version__ < "2.12":
+        why = f"for a model of your own: {torch.__version__} wants a gradient of all that goes from stage to stage"
+        raise Refusal(f"parallelism.pipeline_parallel_degree = {degree} needs torch 2.12 {why}")
+    folded = degree > 1 and schedule in V_SHAPED
     if folded and device.type == "cpu" and torch.__version__ < "2.13":
         raise Refusal(
             f'parallelism.pipeline_parallel_schedule = "{schedule}" needs torch 2.13 on a CPU: {torch.__version__} '

@@ -34,7 +34,7 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
     hardware.check_restarts(place.world_size)
     device = hardware.pick_device(place.local_rank)
     hardware.keep_to_own_cores(place, device)
-    check_machine(config, device)
+    check_machine(config, device, is_own=not blueprint.reads_text)
     tokenizer = None
     if blueprint.reads_text:
         if records and data.needs_data(config, place):
