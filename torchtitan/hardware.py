@@ -140,12 +140,16 @@ def find_peak(device: "torch.device", dtype: "torch.dtype") -> Peak:
     """Return the table's figure for bf16 on a known GPU. Measure a large matrix product on anything else."""
     import torch
 
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        name = torch.cuda.get_device_name(device).replace("-", " ")
-        for known, tflops in PEAK_BF16_TFLOPS.items():
-            if re.search(rf"\b{known}\b", name) and " MIG " not in name:  # a MIG slice of a GPU is measured
-                return Peak(tflops * 1e12, "data sheet")
+    is_listed = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if is_listed and (tflops := tflops_by_name(torch.cuda.get_device_name(device))):
+        return Peak(tflops * 1e12, "data sheet")
     return _measure_peak(device, dtype)
+
+
+def tflops_by_name(name: str) -> float | None:
+    """What the table says of a GPU, by whole words: an L40 is no L4. Of a MIG slice it says nothing."""
+    words = name.replace("-", " ")
+    return next((tf for known, tf in PEAK_BF16_TFLOPS.items() if re.search(rf"\b{known}\b(?!.* MIG )", words)), None)
 
 
 @functools.cache

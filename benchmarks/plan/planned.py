@@ -9,6 +9,7 @@ train.py's and override the preset.
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -62,7 +63,10 @@ def measure(options: argparse.Namespace, rest: list[str]) -> list[dict[str, Any]
     for number, index in spread(answer, FILLED * cluster.memory_bytes, options.count):
         table = answer.tables[number]
         choice = table.choice(index)
-        torch.cuda.reset_peak_memory_stats() if device.type == "cuda" else None
+        gc.collect()  # what the last layout held
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         step = Step(probe, changed(config, choice, job, table.counts), job.blueprint)
         seconds = torch.tensor(probe.seconds(step), dtype=torch.float64)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)

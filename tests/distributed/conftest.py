@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 NUM_RANKS = 11  # four sites of a swarm; others use at most 8
 START_SECONDS = 200  # of the process that they are forked from, which imports torch
 TEST_SECONDS = 100
-_OF_A_LATER_TORCH = "needs torch 2.1"  # what the code refuses on torch 2.11
+_OF_A_LATER_TORCH = "needs torch 2.13"  # what the code refuses on torch 2.11
 
 
 def serve(pipe: Connection) -> None:

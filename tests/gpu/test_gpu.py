@@ -1,6 +1,7 @@
 """Tests that need a GPU: it trains, it agrees with the CPU, and the host waits for it only at logged steps."""
 
 import gc
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from benchmarks.where import shares
+from tests.distributed.test_any_model import keys
 from tests.distributed.test_layouts import OPTIONS, differences, of_one_process, with_option
 from tests.stored_models import VOCAB
 from tests.tiny_runs import tiny_config, train_here
@@ -17,9 +21,12 @@ from torchtitan import hardware
 from torchtitan.launch.preflight.facts import check_gpus
 from torchtitan.models.families import plan_model
 from torchtitan.models.layers import CausalAttention
-from torchtitan.parallel.collectives import start_process_group, stop_process_group
+from torchtitan.node.report import devices
+from torchtitan.parallel.collectives import GlobalNorm, set_timeout, start_process_group, stop_process_group
+from torchtitan.reach.measure import facts
 from torchtitan.tools.dry_run.estimate import estimate
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch looks once, at the first product; a test needs it
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -77,16 +84,18 @@ def test_a_gpu_trains_as_a_cpu_does_in_float32(
 
 def test_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
     """The checkpoint is written from pinned memory while the GPU goes on, and a step after it."""
-    keys = {"lr_scheduler__total_steps": 6, "debug__deterministic": True, "checkpoint__enable": True}
-    keys |= {"checkpoint__async_mode": "async_with_pinned_mem", "checkpoint__interval": 2}
-    through = train_here(tiny_config(tmp_path / "through", **keys, training__steps=6))
-    train_here(tiny_config(tmp_path / "in two", **keys, training__steps=4))
-    in_two = train_here(tiny_config(tmp_path / "in two", **keys, training__steps=6))
+    saving = {"lr_scheduler__total_steps": 6, "debug__deterministic": True, "checkpoint__enable": True}
+    saving |= {"checkpoint__async_mode": "async_with_pinned_mem", "checkpoint__interval": 2}
+    through = train_here(tiny_config(tmp_path / "through", **saving, training__steps=6))
+    train_here(tiny_config(tmp_path / "in two", **saving, training__steps=4))
+    in_two = train_here(tiny_config(tmp_path / "in two", **saving, training__steps=6))
+    torch.use_deterministic_algorithms(False)
     exact = [[(record["loss"], record["grad_norm"]) for record in records] for records in (through, in_two)]
     assert exact[0] == exact[1] and len(exact[0]) == 6
 
 
-def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", [{}, keys("GPT2") | {"validation__enable": False}], ids=["Llama", "own model"])
+def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, model: dict[str, Any]) -> None:
     """Counts torch's warnings of synchronisation: eight more steps, with two more log records, may add only two."""
     counts = []
     for steps in (4, 12):
@@ -94,11 +103,54 @@ def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, monkeyp
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                train_here(tiny_config(tmp_path, training__steps=steps, metrics__log_freq=4))
+                train_here(tiny_config(tmp_path, **model, training__steps=steps, metrics__log_freq=4))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         counts.append(sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught))
     assert counts[1] - counts[0] == 2
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_float16_trains_as_float32_does(tmp_path: Path, offloads: bool) -> None:
+    """Its losses are scaled by a factor that stays on the GPU, also where the parameters are on the host."""
+    options = {"training__mixed_precision_param": "float16", "training__enable_cpu_offload": offloads}
+    plain = train_here(tiny_config(tmp_path / "float32"))
+    scaled = train_here(tiny_config(tmp_path / "float16", **options))
+    assert differences(scaled, plain, "loss") <= 1e-2
+
+
+def test_moments_in_bfloat16_are_rounded_alike_compiled_or_not(tmp_path: Path) -> None:
+    options = {"optimizer__moments_dtype": "bfloat16"}
+    plain = train_here(tiny_config(tmp_path / "plain", **options))
+    compiled = train_here(tiny_config(tmp_path / "compiled", **options, compile__enable=True))
+    assert differences(compiled, plain, "loss") <= 1e-3
+
+
+def test_a_models_phases_and_its_trace_say_where_a_steps_time_goes(tmp_path: Path) -> None:
+    options = {"profiling__enable_profiling": True, "profiling__profile_freq": 10, "metrics__log_freq": 5}
+    records = train_here(tiny_config(tmp_path, **options, training__seq_len=512, training__global_batch_size=16))
+    last = records[-1]
+    assert 0 < last["forward_backward_seconds"] + last["update_seconds"] <= 1.1 * last["step_seconds"]
+    found = shares(next(tmp_path.rglob("rank0.json")))
+    assert sum(found.values()) == pytest.approx(1) and found["matrix products"] > 0 and found["optimizer"] > 0
+
+
+def test_collectives_of_a_gpu_and_of_the_host_go_through_one_group() -> None:
+    """All that one rank can show of NCCL: it starts, takes a timeout, reduces and ends, beside gloo."""
+    device = torch.device("cuda", 0)
+    start_process_group(device, 0, 1, 60)
+    try:
+        set_timeout(30, [])
+        for place in (device, torch.device("cpu")):
+            numbers = torch.arange(4.0, device=place)
+            dist.all_reduce(numbers)
+            dist.broadcast(numbers, src=0)
+            assert numbers.tolist() == [0, 1, 2, 3]
+        norm = GlobalNorm()
+        norm.add(torch.full((3, 3), 2.0, device=device), torch.ones(13, device=device))
+        assert norm.total().item() == 7
+    finally:
+        stop_process_group()
 
 
 def test_parameters_kept_on_the_host_train_as_those_on_the_gpu_do(tmp_path: Path) -> None:
@@ -172,3 +224,12 @@ def test_a_preflight_finds_the_gpus_sound_and_knows_their_speed() -> None:
     devices = check_gpus()
     assert len(devices) == torch.cuda.device_count() and not any(device["problems"] for device in devices)
     assert all(device["tflops"] > 1 and device["driver_version"] for device in devices)
+
+
+def test_all_who_ask_nvidia_smi_count_what_torch_counts() -> None:
+    here = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    assert [device.name for device in devices()] == [each.name for each in here]
+    assert [device.memory_bytes for device in devices()] == pytest.approx(
+        [each.total_memory for each in here], rel=0.05
+    )
+    assert (facts()["gpus"], facts()["kind"]) == (len(here), here[0].name)

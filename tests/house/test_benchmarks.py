@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,18 @@ def test_only_torchtitan_is_asked_for_float8() -> None:
     config = peers.load_config(["--job.config_file", str(PRESETS["gpu-8b-float8"])], 1)
     able = [name for name in peers.PEERS if not peers.why_not(name, config, has_gpu=True)]
     assert able == ["torchtitan 0.2.2, compiled"]
+
+
+def test_docs_name_every_file_that_does_something_else_on_a_gpu() -> None:
+    listed = (
+        (ROOT / "docs/performance.md").read_text().partition("### What only a GPU reaches")[2].partition("\n## ")[0]
+    )
+    places = [row.split("|")[1] for row in listed.splitlines() if row.startswith("| ")]
+    for file in (ROOT / "torchtitan").rglob("*.py"):
+        if re.search(r'torch\.cuda|"cuda"|is_cuda|cuda:nccl|"nvidia-smi"', file.read_text()):
+            folder, stem = file.parent.relative_to(ROOT / "torchtitan").as_posix(), file.stem
+            words = {stem} if folder == "." else {folder, stem}
+            assert any(all(re.search(rf"\b{word}\b", place) for word in words) for place in places), file
 
 
 @pytest.mark.slow

@@ -252,7 +252,7 @@ def test_a_known_devices_peak_is_its_data_sheets(name: str, tflops: float, monke
     assert (peak.flops, peak.origin) == (tflops * 1e12, "data sheet")
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A10000 Imaginary", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
 def test_an_unknown_devices_peak_is_measured_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     hardware._measure_peak.cache_clear()

@@ -435,7 +435,7 @@ def test_a_pipeline_that_an_older_torch_cannot_run_for_ones_own_model_is_refused
     config = Config(parallelism=Parallelism(pipeline_parallel_degree=2))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     check_machine(config, torch.device("cpu"))
-    with pytest.raises(ValueError, match="_degree = 2 needs torch 2.12 for a model of your own: 2.11.0 wants"):
+    with pytest.raises(ValueError, match="_degree = 2 needs torch 2.13 for a model of your own: 2.11.0 wants"):
         check_machine(config, torch.device("cpu"), is_own=True)
 
 

@@ -79,8 +79,9 @@ class Checkpointer:
         seconds = time.monotonic() - self._began
         logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s; writing it asynchronously")
         self._writing = Future()
+        args = self._writing, step, copied, run, torch.cuda.current_device() if torch.cuda.is_available() else -1
         # A daemon thread: it may wait for a rank that is gone, and must not keep this process alive.
-        threading.Thread(target=self._write_behind, args=(self._writing, step, copied, run), daemon=True).start()
+        threading.Thread(target=self._write_behind, args=args, daemon=True).start()
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """Copy to host memory. torch has a stager for this, but the one of torch 2.11 works only once."""
@@ -92,9 +93,11 @@ class Checkpointer:
         copy.copy_(local, non_blocking=True)
         return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
-    def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any]) -> None:
+    def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any], device: int) -> None:
+        """In a thread, which begins with GPU 0: torch's writer would take memory there for each rank."""
         try:
-            self._try_write(step, lambda: self._write(step, tensors, run), run)
+            with torch.cuda.device(device):  # -1 is none
+                self._try_write(step, lambda: self._write(step, tensors, run), run)
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)

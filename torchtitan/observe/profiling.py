@@ -26,7 +26,6 @@ def profile(
         if config.enable_profiling:
             after_a_step.append(stack.enter_context(_traces(config, run_folder, rank, start_step, device, paused)))
         if config.enable_memory_snapshot:
-            assert device.type == "cuda", "refused in training/machine.py"
             after_a_step.append(stack.enter_context(_memory_snapshots(config, run_folder, rank, start_step, paused)))
 
         def step_ended() -> None:

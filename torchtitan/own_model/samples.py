@@ -46,7 +46,9 @@ class SampleBatch:
 
     def to(self, device: torch.device) -> "SampleBatch":
         def move(value: Any) -> Any:
-            return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                return value
+            return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
 
         return SampleBatch(tree_map(move, self.inputs), tree_map(move, self.targets), self.valid, self.origin)
 

@@ -267,11 +267,11 @@ def _check_sizes(sizes: Sizes, forms: Sequence[Form]) -> None:
 
 
 def as_counted(result: Any, num_samples: int) -> tuple[Tensor, Tensor]:
-    """(sum, count) as it is; a mean counts the samples."""
-    if isinstance(result, tuple):
-        total, count = result
-        return total, torch.as_tensor(count, dtype=torch.float32, device=total.device)
-    return result * num_samples, torch.tensor(float(num_samples), device=result.device)
+    """(sum, count) as it is; a mean counts the samples. A number is filled in: its copy would wait for the GPU."""
+    total, count = result if isinstance(result, tuple) else (result * num_samples, num_samples)
+    if not isinstance(count, Tensor):
+        count = torch.full((), float(count), device=total.device)
+    return total, count.to(total.device, torch.float32)
 
 
 def _joined(batches: Sequence[Any]) -> Any:

@@ -71,9 +71,8 @@ def _give_gloo_one_thread() -> None:
 
     def init(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
         options, names = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-        options._devices = [gloo.create_device(interface=name) for name in names if name]
-        options._devices = options._devices or [gloo.create_default_device()]
-        options._threads, options._timeout = 1, timeout
+        devices = [gloo.create_device(interface=name) for name in names if name] or [gloo.create_default_device()]
+        options._devices, options._threads, options._timeout = devices, 1, timeout
         plain(self, store, rank, size, options)
 
     gloo.__init__ = init  # torch takes no options for gloo

@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from torchtitan.hardware import PEAK_BF16_TFLOPS
+from torchtitan.hardware import tflops_by_name
 from torchtitan.launch.node import num_cores
 from torchtitan.launch.preflight.connection import Channel, connect, listen, measure_with
 from torchtitan.launch.preflight.leader import plan_rounds
@@ -101,10 +101,9 @@ def facts() -> Found:
         done = subprocess.run(smi, capture_output=True, text=True, timeout=60)
         rows = [line.rsplit(", ", 1) for line in done.stdout.splitlines()] if done.returncode == 0 else []
     if rows:
-        name = rows[0][0].replace("-", " ")
-        peak = next((tflops for known, tflops in PEAK_BF16_TFLOPS.items() if known in name), None)
         sizes = [int(size) / 1024 for _, size in rows if size.isdecimal()]  # a GPU may share the host's memory
-        return {"kind": rows[0][0], "gpus": len(rows), "memory_gib": min(sizes, default=host), "tflops": peak}
+        kind, gib = rows[0][0], min(sizes, default=host)
+        return {"kind": kind, "gpus": len(rows), "memory_gib": gib, "tflops": tflops_by_name(kind)}
     import numpy as np
 
     side, seconds = 512, float("inf")

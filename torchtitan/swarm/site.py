@@ -51,7 +51,7 @@ class Site(NoSwarm):
         self._started = time.monotonic()
         self.records: JsonLines | None = None
         self.curves: TensorBoard | None = None
-        self.is_new, self.joined_at, self.speed, self.step = True, 0, 0.0, 0
+        self.is_new, self.joined_at, self.speed, self._pace, self.step = True, 0, 0.0, 0.0, 0
         if run.place.rank == 0:
             logger.info(
                 f"swarm {self.links.run} at {self.links.urls}: part {self.part[0] + 1} of {self.part[1]} of the data"
@@ -154,8 +154,9 @@ class Site(NoSwarm):
         """Send the fragment whose turn it is, and take those that have arrived."""
         now = time.monotonic()
         self.step, self._stepped, passed = step, now, now - self._stepped
-        speed = self.run.tokens_per_step / max(passed, 1e-6)
-        self.speed = speed if self.speed == 0 else 0.9 * self.speed + 0.1 * speed
+        # The time is averaged, not the speed: on a GPU most steps are only queued, and one waits for them.
+        self._pace = passed if self._pace == 0 else 0.9 * self._pace + 0.1 * passed
+        self.speed = self.run.tokens_per_step / max(self._pace, 1e-6)
         is_last, due, grace = step == self.run.config.training.steps, self._due(step), self.section.grace_seconds
         grace += LAST_SECONDS if is_last else 0
         for number in range(self.section.fragments):

@@ -28,9 +28,9 @@ def check_machine(config: Config, device: torch.device, is_own: bool = False) ->
 
         check_float8(config.float8, device)
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
-    if is_own and degree > 1 and torch.__version__ < "2.12":
+    if is_own and degree > 1 and torch.__version__ < "2.13":
         why = f"for a model of your own: {torch.__version__} wants a gradient of all that goes from stage to stage"
-        raise Refusal(f"parallelism.pipeline_parallel_degree = {degree} needs torch 2.12 {why}")
+        raise Refusal(f"parallelism.pipeline_parallel_degree = {degree} needs torch 2.13 {why}")
     folded = degree > 1 and schedule in V_SHAPED
     if folded and device.type == "cpu" and torch.__version__ < "2.13":
         raise Refusal(

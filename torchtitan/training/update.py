@@ -49,7 +49,7 @@ class Update:
         if scale is not None:
             divisor = scale.factor if count is None else count * scale.factor
         if divisor is not None:
-            gradient_norm = gradient_norm / divisor.to(gradient_norm.device)
+            gradient_norm = gradient_norm / (divisor := divisor.to(gradient_norm.device))  # which may be the host
         max_norm = self.config.training.max_norm
         apply_update(self.optimizer, self.learning_rate, gradient_norm, max_norm, 1.0 if divisor is None else divisor)
         if scale is not None:

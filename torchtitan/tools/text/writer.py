@@ -112,7 +112,7 @@ def generate(
         logits = advance(begin, tokens[:, begin : begin + _PREFILL])
     for end in range(longest, longest + max_new_tokens):
         chosen = pick(logits, sampling, generators)
-        if dist.is_initialized():  # ranks must not come apart by a last bit
+        if dist.is_initialized() and dist.get_world_size() > 1:  # ranks must not come apart by a last bit
             dist.broadcast(chosen, src=0)
         ids = chosen.tolist()
         yield [token if going else None for token, going in zip(ids, alive, strict=True)]
