@@ -27,7 +27,6 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     # torch is loaded only now, so that --help and a mistake in the configuration answer at once.
     from torchtitan.observe.interrupt import Interrupt
     from torchtitan.observe.metrics import MetricsWriter
-    from torchtitan.observe.profiling import profile
     from torchtitan.observe.run_folder import start_record
     from torchtitan.parallel import collectives
     from torchtitan.training.checkpoints.restore import Checkpoints
@@ -75,7 +74,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     validator = Validator(run, forward_backward, held_out, writer, checkpoints.best)
     sampler = build_sampler(run, forward_backward, writer)
     interrupt = Interrupt(saves=config.checkpoint.enable and not config.checkpoint.load_only)
-    profiler = profile(config.profiling, run.folder, place.rank, step, run.device, reporter.paused)
+    profiler = run.profile(step, reporter.paused)
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait
     stopping = False

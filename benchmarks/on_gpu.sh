@@ -11,28 +11,33 @@
 # ONLY     the peers beside each preset: trainer, lit, titan    default: titan
 # PLANNED  the preset for benchmarks.plan.planned               default: the first of PRESETS
 # WHEELS   a folder with wheels of all packages that python3 lacks: requirements.txt, the peers', and their dependencies
-# OUT      the folder for logs and results     default: outputs/on_gpu
+# OUT      the folder for the log and results  default: outputs/on_gpu
 # If a part fails or takes too long, the others still run. Nothing runs longer than ten minutes in all. The last lines
 # show each part's exit code.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 out="${OUT:-outputs/on_gpu}"
 mkdir -p "$out"
+exec > >(tee "$out/log") 2>&1
+unset PYTHONSAFEPATH # with it Python would find the peer's package of our name
 if [[ -n "${WHEELS:-}" ]]; then
   packages="$(mktemp -d)"
+  trap 'rm -rf "$packages"' EXIT
   python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$packages" "$WHEELS"/*.whl || exit
   export PYTHONPATH="$packages${PYTHONPATH:+:$PYTHONPATH}" PYTHON=python3
 fi
 PYTHON="$(scripts/setup_env.sh requirements.txt)" || exit
 export PYTHON
 ended=()
+trap 'kill -KILL -- "-$!" 2> /dev/null; exit 130' INT TERM # each part has a process group
 
 part() { # its time limit in seconds, its name, its command
   local limit="$1" name="$2" begin=$SECONDS left=$((595 - SECONDS)) status
   if ((left < limit)); then limit=$((left > 0 ? left : 1)); fi
   echo "== $name"
   # KILL, because after a TERM train.py finishes its step, and would run beside the next part.
-  timeout -s KILL "$limit" "${@:3}" 2>&1 | tee "$out/$name.log"
+  timeout -s KILL "$limit" "${@:3}" &
+  wait "$!"
   status=$?
   ended+=("$name: exit code $status after $((SECONDS - begin)) s")
 }

@@ -21,13 +21,15 @@ def apply_fsdp(
     training: Training,
     reshard: Literal["default", "always", "never"],
     casts_inputs: bool = False,
+    reduces_once: bool = False,
 ) -> None:
     """Shard each unit, and then the rest of the model as one more unit. Gradients are summed over ranks, not averaged.
 
     `reshard` says which units free their gathered parameters after forward. "default" frees all units but the last,
     because backward needs the last one first and would gather it again at once. On one rank "default" frees none,
     because the parameters would only be cast again. The caller may also free a unit whose backward needs no
-    parameters. With `enable_cpu_offload` the shards stay on the host.
+    parameters. With `enable_cpu_offload` the shards stay on the host. `reduces_once`: no gradient is added to another,
+    or used, before backward has ended.
     """
     is_alone = mesh.size() == 1
     policy = MixedPrecisionPolicy(
@@ -60,7 +62,9 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if shards.size() == 1:
-            module.set_custom_reduce_scatter(ReduceScatterOfOne())  # type: ignore[arg-type]
+            is_same = reduces_once and training.mixed_precision_reduce == training.dtype
+            outlives = is_same and not training.enable_cpu_offload
+            module.set_custom_reduce_scatter(ReduceScatterOfOne(outlives))  # type: ignore[arg-type]
         elif shared:
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
@@ -69,15 +73,21 @@ def apply_fsdp(
 class ReduceScatterOfOne:
     """Reduce-scatter on one rank: input and output are the same tensor, so FSDP's copy between them does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, outlives: bool) -> None:
+        """`outlives`: the tensor is the gradient itself, and lives until the step has waited for FSDP's stream."""
+        self._outlives = outlives
         self._input: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP calls this twice a reduction. On a GPU the second call runs in FSDP's stream, which keeps the tensor."""
+        """FSDP calls this twice a reduction. On a GPU the second call runs in FSDP's stream, which keeps the tensor.
+
+        What outlives that need not be kept: a kept gradient's memory is free again only when the GPU has come there,
+        and by then the host has taken other memory for the next step.
+        """
         output, self._input = self._input, None
         if output is None:
             output = self._input = torch.empty(*size, dtype=dtype, device=device)
-        elif output.is_cuda:
+        elif output.is_cuda and not self._outlives:
             output.record_stream(torch.cuda.current_stream(output.device))
         return output
 

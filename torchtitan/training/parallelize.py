@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.config.layout import plan_batch
 from torchtitan.config.schema import Config
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.spec import Blueprint, Part
@@ -74,7 +75,9 @@ def apply_parallelism(
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
     units = sharding_units(model, blueprint)
-    apply_fsdp(model, units, mesh.fsdp, config.training, reshard, casts_inputs=not blueprint.reads_text)
+    is_own, is_one_pass = not blueprint.reads_text, plan_batch(config.training, mesh.dims.dp).num_local_batches == 1
+    reduces_once = is_one_pass and not (is_own or config.optimizer.early_step_in_backward)
+    apply_fsdp(model, units, mesh.fsdp, config.training, reshard, is_own, reduces_once)
     for part in blueprint.parts():
         module = modules.get(part.name)
         if part.kind == "lookup" and isinstance(module, FSDPModule):  # backward of a lookup needs no weights

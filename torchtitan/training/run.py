@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -125,6 +125,15 @@ class Run:
         if kernel and dims.cp == 1:  # context parallelism has torch pick one for each piece
             logger.info(f"attention by {kernel}")
         return attention
+
+    def profile(self, step: int, paused: Callable[[], AbstractContextManager]) -> AbstractContextManager:
+        """What profiles the training inside; it gives a function to call after every step."""
+        profiling = self.config.profiling
+        if not (profiling.enable_profiling or profiling.enable_memory_snapshot):
+            return nullcontext(lambda: None)
+        from torchtitan.observe.profiling import profile
+
+        return profile(profiling, self.folder, self.place.rank, step, self.device, paused)
 
     def build_model(self, seed: int) -> ModelParts:
         """This rank's part of the model, with its first weights."""
