@@ -10,7 +10,8 @@
 # PRESETS  the presets to train            default: gpu-1b gpu-3b; from 100 GiB on gpu-8b gpu-8b-float8
 # ONLY     the peers beside each preset: trainer, lit, titan    default: titan
 # PLANNED  the preset for benchmarks.plan.planned               default: the first of PRESETS
-# WHEELS   a folder with wheels of all packages that python3 lacks: requirements.txt, the peers', and their dependencies
+# WHEELS   a folder with wheels of all packages that python3 lacks: requirements.txt, the peers', and their dependencies;
+#          the tests need pytest, pytest-timeout and transformers as well
 # OUT      the folder for the log and results  default: outputs/on_gpu
 # If a part fails or takes too long, the others still run. Nothing runs longer than ten minutes in all. The last lines
 # show each part's exit code.
@@ -48,7 +49,7 @@ print(torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_av
 parts=" ${PARTS:-tests presets planned} "
 presets="${PRESETS:-$( ((gib < 100)) && echo gpu-1b gpu-3b || echo gpu-8b gpu-8b-float8)}"
 if [[ $parts == *" tests "* ]] && ((gib > 0)); then
-  part 200 tests "$PYTHON" -m pytest -q -p no:cacheprovider -n 0 --durations=5 tests/gpu
+  part 200 tests "$PYTHON" -m pytest -q -p no:cacheprovider --durations=5 tests/gpu
 fi
 if [[ $parts == *" presets "* ]]; then
   for preset in $presets; do

@@ -9,7 +9,7 @@ _taken = itertools.count(os.getpid())
 
 
 def free_port() -> int:
-    first = 20000 + _EACH * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 20000 + _EACH * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 6)
     for number in itertools.islice(_taken, _EACH):
         port = first + number % _EACH
         with socket.socket() as probe:

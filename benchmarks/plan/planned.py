@@ -119,6 +119,7 @@ def main() -> None:
         ranks = read_cluster(options.cluster).machine.device.per_node
         command = [sys.executable, *torchrun_here(ranks), "-m", "benchmarks.plan.planned", *sys.argv[1:]]
         raise SystemExit(subprocess.run(command, cwd=ROOT, env=environment_here(ranks)).returncode)
+    hardware.end_with_launcher()
     rows = measure(options, rest)
     if hardware.read_place().rank == 0:
         print(report(rows, read_cluster(options.cluster).rests_on), flush=True)

@@ -94,7 +94,7 @@ class Checkpointer:
         return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
     def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any], device: int) -> None:
-        """In a thread, which begins with GPU 0: torch's writer would take memory there for each rank."""
+        """A new thread's current device is GPU 0, where torch's writer would allocate memory for every rank."""
         try:
             with torch.cuda.device(device):  # -1 is none
                 self._try_write(step, lambda: self._write(step, tensors, run), run)

@@ -48,7 +48,8 @@ class SampleBatch:
         def move(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
-            return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+            pins = device.type == "cuda" and value.device.type == "cpu" and value.layout == torch.strided
+            return (value.pin_memory() if pins else value).to(device, non_blocking=True)
 
         return SampleBatch(tree_map(move, self.inputs), tree_map(move, self.targets), self.valid, self.origin)
 

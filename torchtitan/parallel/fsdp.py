@@ -81,8 +81,8 @@ class ReduceScatterOfOne:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP calls this twice a reduction. On a GPU the second call runs in FSDP's stream, which keeps the tensor.
 
-        What outlives that need not be kept: a kept gradient's memory is free again only when the GPU has come there,
-        and by then the host has taken other memory for the next step.
+        A tensor that outlives that need not be kept: `record_stream` would free it only once the GPU has got that far,
+        and by then the host has allocated other memory for the next step.
         """
         output, self._input = self._input, None
         if output is None:

@@ -76,7 +76,8 @@ def apply_parallelism(
         reshard = "never"  # once gathered, parameters serve all microbatches
     units = sharding_units(model, blueprint)
     is_own, is_one_pass = not blueprint.reads_text, plan_batch(config.training, mesh.dims.dp).num_local_batches == 1
-    reduces_once = is_one_pass and not (is_own or config.optimizer.early_step_in_backward)
+    may_add = is_own or parallelism.pipeline_parallel_schedule_csv  # a schedule of the user's may reduce twice
+    reduces_once = is_one_pass and not (may_add or config.optimizer.early_step_in_backward)
     apply_fsdp(model, units, mesh.fsdp, config.training, reshard, is_own, reduces_once)
     for part in blueprint.parts():
         module = modules.get(part.name)
