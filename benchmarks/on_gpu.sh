@@ -17,6 +17,11 @@
 # show each part's exit code.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+parts=" ${PARTS:-tests presets planned} "
+for word in $parts; do
+  [[ $word == tests || $word == presets || $word == planned ]] ||
+    { echo "PARTS = $PARTS has $word; use some of tests, presets and planned" >&2; exit 2; }
+done
 out="${OUT:-outputs/on_gpu}"
 mkdir -p "$out"
 exec > >(tee "$out/log") 2>&1
@@ -46,7 +51,6 @@ part() { # its time limit in seconds, its name, its command
 gib="$("$PYTHON" -c '
 import torch
 print(torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0)')"
-parts=" ${PARTS:-tests presets planned} "
 presets="${PRESETS:-$( ((gib < 100)) && echo gpu-1b gpu-3b || echo gpu-8b gpu-8b-float8)}"
 if [[ $parts == *" tests "* ]] && ((gib > 0)); then
   part 200 tests "$PYTHON" -m pytest -q -p no:cacheprovider --durations=5 tests/gpu

@@ -147,6 +147,13 @@ def test_docs_name_every_file_that_does_something_else_on_a_gpu() -> None:
             assert any(all(re.search(rf"\b{word}\b", place) for word in words) for place in places), file
 
 
+def test_the_script_for_a_gpu_refuses_a_misspelt_part() -> None:
+    asked = os.environ | {"PARTS": "tests preset"}
+    script = subprocess.run(["benchmarks/on_gpu.sh"], cwd=ROOT, env=asked, capture_output=True, text=True, check=False)
+    assert script.returncode == 2
+    assert script.stderr == "PARTS = tests preset has preset; use some of tests, presets and planned\n"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_script_for_a_gpu_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
