@@ -72,6 +72,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "SENTENCES, FSDP 2": (2, keys("SENTENCES", 4)),
     "SENTENCES, PP 3, a rank of which reads no lengths": (3, keys("SENTENCES", pp=3, size=2, schedule="1F1B")),
     "SENTENCES, PP 2 x FSDP 2, ZBVZeroBubble": (4, keys("SENTENCES", 4, pp=2, size=1, schedule="ZBVZeroBubble")),
+    "TURNED, PP 2, with targets whose samples come second": (2, keys("TURNED", pp=2, size=2, schedule="1F1B")),
+    "SETS, FSDP 2": (2, keys("SETS", 4)),
+    "STEPS_FIRST, FSDP 2": (2, keys("STEPS_FIRST", 2)),
     "BERT, PP 2 x FSDP 2": (4, keys("BERT", 4, pp=2, size=2, schedule="GPipe")),
     "BERT, PP 3, uneven": (3, keys("BERT", pp=3, size=2, parallelism__pipeline_parallel_layer_counts=[4, 1, 2])),
     "HEAD, PP 3, two stages of which train nothing": (3, keys("HEAD", pp=3, size=2, schedule="1F1B")),
@@ -223,6 +226,10 @@ def test_ranks_between_the_ends_of_a_pipeline_need_no_data(
             keys("BRANCHING", pp=2, schedule="1F1B"),
             "looks at numbers that come from a to decide.*cannot be cut into pipeline stages.*move the decision",
         ),
+        (keys("SETS", pp=2), "inputs hold a tensor of size .* for 2 samples and .* for 3, and a.*let collate stack"),
+        (keys("STEPS_FIRST", pp=2), "an input counts the samples in dimension 1.*batch_first=True"),
+        (keys("CLIP_LIKE", 4), "the step .* no mean over samples.*2 pieces.*local_loss = True"),
+        (keys("DRAWN_AT_IMPORT", 4), "not the same on all ranks: rank 0 has 96 samples.*draw in it with torch"),
         (keys("HEAD", pp=2, schedule="ZBVZeroBubble"), "all weights before stage 1 are frozen.*torch would lose"),
         (keys("TOWERS", pp=2, schedule="1F1B"), "has a step of its own"),
         (
@@ -234,6 +241,11 @@ def test_ranks_between_the_ends_of_a_pipeline_need_no_data(
         (keys("MIXTRAL", parallelism__tensor_parallel_degree=2), "says moe_tp_experts, packed_colwise, which are no"),
         (keys("LLAMA", parallelism__tensor_parallel_degree=2), "does not divide .*num_key_value_heads = 1"),
         (keys("MISSPELT", parallelism__tensor_parallel_degree=2), 'splits "blocks.*.O".*for instance to .blocks.*.0.'),
+        (keys("INCOMPLETE", parallelism__tensor_parallel_degree=2), "incomplete.* blocks.0.2 fails.*give blocks.0.2 R"),
+        (
+            keys("WITH_NAN", 4, validation__enable=False),
+            "Inspect the samples.*slot 0: sample 20, whose own loss is nan.*slot 1: sample 88, whose own loss is nan",
+        ),
         (keys("NOTHING_SPLIT", parallelism__tensor_parallel_degree=2), "the tensor_plan splits no weight"),
         (
             keys("COUNTING_TOGETHER", pp=2, size=8, schedule="GPipe"),

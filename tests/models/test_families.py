@@ -75,9 +75,10 @@ def test_a_model_beside_the_toml_is_found_with_its_siblings(tmp_path: Path, name
     ("model", "message"),
     [
         ({"name": "lama3"}, 'model.name = "lama3" is no family of this recipe; use one of llama3, llama2'),
-        ({"name": "nowhere.py:SPEC"}, "there is no file nowhere.py .looked from .*; correct the path"),
-        ({"name": "nowhere.at_all:SPEC"}, "there is no module nowhere.at_all; correct the name, or set PYTHONPATH"),
+        ({"name": "nowhere.py:SPEC"}, "there is no file /.*/nowhere.py; correct the path"),
+        ({"name": "nowhere.at_all:SPEC"}, "Python finds no module nowhere.at_all; correct the name, or set PYTHONPATH"),
         ({"name": "tests.tiny_models:TINY"}, "tests.tiny_models has no ModelSpec called TINY; define TINY"),
+        ({"name": "../../etc/passwd:X"}, "begins with a dot; name the file, as path/to/file.py:SPEC"),
         ({"name": "tests.tiny_models:GONE"}, "has no ModelSpec called GONE"),
         (
             {"flavor": "9B"},

@@ -1,5 +1,6 @@
 """Models that know nothing of the recipe, with data of their own: what a user might bring."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,15 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
 
 
 MLP = ModelSpec(build=mlp, data=classes, loss=F.cross_entropy, metrics={"accuracy": accuracy})
+
+
+def with_nan() -> Dataset:
+    x, labels = numbers(8), numbers(8).sum(1).sign().long() + 1
+    x[[20, 88]] = torch.nan
+    return TensorDataset(x, labels)
+
+
+WITH_NAN = replace(MLP, data=with_nan)
 PLAIN_SGD = replace(MLP, optimizer=lambda named, section: torch.optim.SGD([p for _, p in named], lr=section.lr))
 
 
@@ -66,6 +76,7 @@ CONTAINED = ModelSpec(
 )
 WITHOUT_LAYERS = replace(CONTAINED, layers=None)
 MISSPELT = replace(CONTAINED, tensor_plan=plan(blocks__each__0="columns", blocks__each__O="rows"))
+INCOMPLETE = replace(CONTAINED, tensor_plan=plan(blocks__each__0="columns"))
 NOTHING_SPLIT = replace(CONTAINED, tensor_plan=lambda *_: {})
 
 
@@ -185,6 +196,73 @@ SENTENCES = ModelSpec(
 )
 
 
+def time_first(sentences: Sequence[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Labels with the samples in their second dimension."""
+    batch = padded(sentences)
+    labels = batch.pop("labels")
+    return batch, labels.T
+
+
+TURNED = replace(
+    SENTENCES,
+    collate=time_first,
+    length=None,
+    loss=lambda output, labels: (
+        F.cross_entropy(output.flatten(0, 1), labels.T.flatten(), reduction="sum"),
+        (labels >= 0).sum(),
+    ),
+)
+
+
+class Points(Dataset):
+    """Sets of 1 to 9 points, each with a label."""
+
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return numbers(9, 3)[index, : 1 + index * 7 % 9], index % 3
+
+
+def joined(samples: Sequence[tuple[Tensor, int]]) -> tuple[dict[str, Tensor], Tensor]:
+    """The points of all sets in one tensor, as libraries for graphs do."""
+    sizes = torch.tensor([len(points) for points, _ in samples])
+    inputs = {"points": torch.cat([points for points, _ in samples]), "sizes": sizes}
+    return inputs, torch.tensor([label for _, label in samples])
+
+
+class OfSets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 16), nn.Linear(16, 3)
+
+    def forward(self, points: Tensor, sizes: Tensor) -> Tensor:
+        owners = torch.arange(len(sizes)).repeat_interleave(sizes)
+        sums = torch.zeros(len(sizes), 16).index_add(0, owners, torch.tanh(self.embed(points)))
+        return self.head(sums / sizes[:, None])  # type: ignore[no-any-return]
+
+
+SETS = ModelSpec(build=OfSets, data=Points, loss=F.cross_entropy, collate=joined, metrics={"accuracy": accuracy})
+
+
+def steps_first(samples: Sequence[tuple[Tensor, int]]) -> tuple[dict[str, Tensor], Tensor]:
+    """As pad_sequence does unless told otherwise."""
+    inputs, labels = joined(samples)
+    return {"x": nn.utils.rnn.pad_sequence([x for x, _ in samples]), "sizes": inputs["sizes"]}, labels
+
+
+class StepsFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0][sizes - 1, torch.arange(len(sizes))])  # type: ignore[no-any-return]
+
+
+STEPS_FIRST = replace(SETS, build=StepsFirst, collate=steps_first)
+
+
 def two_optimizers(named: Sequence[tuple[str, nn.Parameter]], section: Optimizer) -> list[torch.optim.Optimizer]:
     """SGD with a rate of its own for the heads' weights; another kind, whose states exist from the beginning."""
     heads = [p for name, p in named if name.startswith("heads")]
@@ -226,6 +304,16 @@ def likeness(model: nn.Module, inputs: tuple[Tensor, Tensor], target: Tensor) ->
 
 
 TOWERS = ModelSpec(build=Towers, data=Pairs, step=likeness)
+
+
+def compared(model: nn.Module, inputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Each left part of a batch is to be likest its own right part."""
+    left, right = model(*inputs)
+    return F.cross_entropy(left @ right.T, torch.arange(len(left)))
+
+
+CLIP_LIKE = replace(TOWERS, step=compared)
+DRAWN_AT_IMPORT = replace(MLP, data=TensorDataset(torch.rand(SAMPLES, 8) + time.time() % 1, numbers(3).argmax(1)))
 
 
 class WithPlaces(nn.Module):

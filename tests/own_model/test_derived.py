@@ -20,6 +20,7 @@ from torchtitan.models.spec import ModelSpec, Part
 from torchtitan.own_model.derive import derive
 from torchtitan.own_model.grouping import Grouping
 from torchtitan.own_model.samples import SampleLoader, open_dataset
+from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
 
 
@@ -85,12 +86,20 @@ class Noisy(Dataset):
 
 def loader(rank=0, ranks=1, *, pads=False, workers=0, dataset=None, epochs=3, grouping=None):
     layout, order = OwnSlots(8, 8, rank, ranks), Order(8, 0, not pads)
-    more = {"epochs": 1 if pads else epochs, "pads": pads, "held_out": None, "workers": workers, "is_random": True}
+    more = {
+        "local_batch_size": 8 // ranks,
+        "epochs": 1 if pads else epochs,
+        "pads": pads,
+        "held_out": None,
+        "workers": workers,
+        "is_random": True,
+    }
     return SampleLoader(dataset or Noisy(), layout, order, grouping=grouping, **more)
 
 
 def rows(batch):
-    return list(zip(batch.origin.slots, batch.inputs.tolist(), batch.targets.tolist(), strict=True))
+    (part,) = batch.parts
+    return list(zip(batch.origin.slots, part.inputs.tolist(), part.targets.tolist(), strict=True))
 
 
 def all_batches(loaders):
@@ -140,12 +149,12 @@ def test_samples_go_on_where_the_state_was_taken_although_workers_read_ahead(wor
     after.load_state_dict(before.state_dict())
     for batch in expected[5:]:
         found = after.next()
-        assert found.origin == batch.origin and torch.equal(found.targets, batch.targets)
+        assert found.origin == batch.origin and torch.equal(found.parts[0].targets, batch.parts[0].targets)
 
 
 def test_held_out_samples_come_once_and_the_last_batch_is_filled_up():
     batches = list(iter(loader(pads=True).next, None))
-    assert [batch.valid for batch in batches] == [8] * 6 + [2]
+    assert [batch.parts[0].valid for batch in batches] == [8] * 6 + [2]
     assert sorted(i for batch in batches for i in batch.origin.indices) == list(range(50))
 
 
@@ -164,3 +173,25 @@ def test_a_trained_model_leaves_as_safetensors_and_as_a_program(tmp_path, capsys
     first, second = ((tmp_path / f"out/stage-{number}.txt").read_text() for number in range(2))
     assert "blocks.0: " in first and "heads.b: 9 parameters" in second
     assert "comes in\n    the inputs, float32 [samples]\n    embedding, float32 [samples, 8]" in second
+
+
+def test_a_program_takes_the_sizes_that_collate_gives_and_export_says_for_which_it_was_tried(tmp_path, capsys):
+    from safetensors.torch import load_file
+
+    said = {}
+    for name in ("SENTENCES", "BY_SIZE"):
+        model = f"tests.own_model.any_models:{name}"
+        more = {"training__epochs": -1, "training__steps": 1, "checkpoint__enable": True}
+        train_here(tiny_config(tmp_path / name, model__name=model, **more))
+        stop_process_group()
+        main(["export", str(tmp_path / name), str(tmp_path / f"{name}-out")])
+        said[name] = capsys.readouterr().out
+    assert "program, which gives the model's outputs for inputs of [1, 1], [8, 8], [2, 8], [3, 8]" in said["SENTENCES"]
+    model = any_models.Reader().eval()
+    model.load_state_dict(load_file(tmp_path / "SENTENCES-out/model.safetensors"))
+    program = torch.export.load(tmp_path / "SENTENCES-out/model.pt2").module()
+    for size in ((1, 4), (5, 9), (7, 30)):
+        words = torch.arange(size[0] * size[1]).view(size) % 10
+        inputs = {"words": words, "mask": (words > 0).long()}
+        assert torch.allclose(program(**inputs), model(**inputs), atol=1e-5, equal_nan=True), size
+    assert "program for inputs of [8, 8] only (with [1, 8]: " in said["BY_SIZE"]  # which looks at the batch's size

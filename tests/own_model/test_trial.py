@@ -1,6 +1,5 @@
 """What a run finds out about a user's module on its first samples: what it refuses, and what it says once."""
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny_models
@@ -17,33 +16,10 @@ from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.config.load import ConfigError
 from torchtitan.models.families import plan_model
 from torchtitan.models.llama.model import Transformer
-from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.derive import derive
-from torchtitan.own_model.first_samples import check_collate
+from torchtitan.own_model.trials.first_samples import check_collate
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Trains two steps of a spec, whose fields it is called with beside keys of the configuration."""
-
-    def run(folder="run", *, steps=2, **said):
-        keys = {key: value for key, value in said.items() if "__" in key}
-        spec = {"build": any_models.mlp, "data": any_models.classes, "loss": F.cross_entropy}
-        spec |= {key: value for key, value in said.items() if key not in keys}
-        name = f"SPEC_{next(numbers)}"  # a name is looked up once
-        monkeypatch.setattr(any_models, name, ModelSpec(**spec), raising=False)
-        keys = {"training__epochs": -1, "training__steps": steps} | keys
-        try:
-            return train_here(tiny_config(tmp_path / folder, model__name=f"tests.own_model.any_models:{name}", **keys))
-        finally:
-            stop_process_group()
-
-    return run
-
-
-numbers = itertools.count()
 
 
 def with_layers(*layers, **more):
@@ -84,6 +60,11 @@ class OnlyEvaluated(nn.Module):
         return x
 
 
+class Turned(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).T
+
+
 class WithExtraState(nn.Linear):
     def get_extra_state(self):
         return {"anything": 1}
@@ -102,6 +83,27 @@ def summed(output, target):
     return F.cross_entropy(output, target, reduction="sum")
 
 
+def contrastive(output, target):
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def noisy(output, target):
+    return F.cross_entropy(output + 0.1 * torch.randn_like(output), target)
+
+
+def one_left_out(output, target):
+    return F.cross_entropy(output, target.masked_fill(target == 2, -100))
+
+
+def weighted(output, target):
+    return F.cross_entropy(output, target, weight=torch.tensor([1.0, 2.0, 3.0]))
+
+
+def one_class():
+    """All but one of the labels are equal."""
+    return TensorDataset(any_models.numbers(8), (torch.arange(96) == 50).long())
+
+
 ACCUMULATE = {"training__local_batch_size": 4, "training__global_batch_size": 8}
 BUDGET = {"activation_checkpoint__mode": "memory_budget", "compile__enable": True, "compile__backend": "eager"}
 OFFLOAD = {"training__enable_cpu_offload": True}
@@ -118,6 +120,22 @@ OFFLOAD = {"training__enable_cpu_offload": True}
         ),
         ({"loss": None, "step": lambda m, x, t: summed(m(x), t)}, "the step of the ModelSpec is .* so it is a sum"),
         ({"loss": WithTemperature()}, "the loss of the ModelSpec has parameters .temperature., which no optimizer"),
+        ({"loss": one_left_out, **ACCUMULATE}, "the loss .* no mean over samples.*2 pieces.*, .target != -100..sum"),
+        ({"loss": weighted, **ACCUMULATE}, "the loss .* no mean over samples.*weight.target..sum"),
+        (
+            {"data": one_class, "loss": weighted, **ACCUMULATE},
+            "the loss .*with the samples' classes exchanged .* no mean over samples.*weight.target..sum",
+        ),
+        ({"loss": contrastive, **ACCUMULATE}, "the loss .* no mean over samples.*local_loss = True in the ModelSpec"),
+        (
+            {"loss": None, "step": lambda m, x, t: weighted(m(x), t), **ACCUMULATE},
+            "the step .* no mean over samples.*weight.target..sum",
+        ),
+        (
+            {"build": lambda: Turned(8, 3), "loss": lambda o, t: F.cross_entropy(o.T, t), "metrics_of_all": {"n": len}},
+            "metrics_of_all .* one of size .3, 2. for two samples does not count them there",
+        ),
+        ({"metrics": {"right": weighted}, **ACCUMULATE}, "the metric right .* no mean over samples"),
         ({"metrics": {"right": lambda o, t: (o.argmax(1) >= 0).float().sum()}}, "the metric right .* so it is a sum"),
         (
             {"metrics": {"right": lambda o, t: (o.argmax(1) < 0).sum()}},
@@ -224,7 +242,9 @@ def test_a_file_that_cannot_be_loaded_is_refused_with_its_line(tmp_path, text):
     [
         ({"build": lambda: Changing("number")}, "forward changes calls, a plain number: no checkpoint holds it"),
         ({"build": lambda: Changing("count"), **ACCUMULATE}, "changes the buffer count, and a step calls it 2 times"),
-        ({"loss": lambda o, t: F.cross_entropy(o, t) + o.std(0).mean(), **ACCUMULATE}, "it is no mean over samples"),
+        ({"loss": contrastive, **ACCUMULATE, "local_loss": True}, "each of the 2 pieces of a batch is compared alone"),
+        ({"loss": contrastive}, "so it is no mean over samples; a layout that divides a batch would give other"),
+        ({"loss": noisy, **ACCUMULATE}, "the loss or the model draws random numbers, so the run cannot try whether"),
     ],
 )
 def test_what_depends_on_the_layout_is_said(train, caplog, said, message):

@@ -122,11 +122,12 @@ def test_changed_keys_are_logged_and_used(tmp_path: Path, caplog: pytest.LogCapt
 def test_another_model_is_refused_with_all_the_names_that_differ(tmp_path: Path) -> None:
     run(tmp_path, 1)
     with pytest.raises(
-        ValueError, match=r"another model, or a part of one: model.layers.4.*and \d+ more; set model.flavor"
+        ValueError,
+        match=r'another model, or a part of one: model.layers.4.*and \d+ more; it was saved with model.flavor = "tiny"',
     ):
         run(tmp_path, 2, model__flavor="tiny-deep")
     run(tmp_path / "deep", 1, model__flavor="tiny-deep")
-    with pytest.raises(ValueError, match=r"model.layers.4.\S+ is in no rank's model; .*and \d+ more; set model.flavor"):
+    with pytest.raises(ValueError, match=r"model.layers.4.\S+ is in no rank's model; .*and \d+ more; it was saved"):
         run(tmp_path / "deep", 2)
 
 

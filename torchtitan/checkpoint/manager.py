@@ -257,7 +257,9 @@ class Checkpointer:
         shapes = self.shapes(storage, step)
         wrong = list(dict.fromkeys(name for part in self._all(lambda: differences(shapes, tensors)) for name in part))
         if wrong := wrong + unknown(shapes, tensors, self.group):
-            raise another_model(f"step {step} in {storage.url}", wrong)
+            manifest = storage.examine(step)
+            saved = manifest.config["model"] if isinstance(manifest, Manifest) else {}
+            raise another_model(f"step {step} in {storage.url}", wrong, saved, self.about["config"]["model"])
         with storage.reading(step):
             dcp.load(tensors, storage_reader=storage.reader(step), process_group=self.group)
 

@@ -4,6 +4,7 @@ Only a run that reads a checkpoint loads this file.
 """
 
 import io
+import json
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
-from torchtitan.refusal import Refusal
+from torchtitan.refusal import Refusal, blaming
 
 
 class _WithoutTrust:
@@ -23,7 +24,10 @@ class _WithoutTrust:
 
     def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
-            metadata = _IndexUnpickler(io.BytesIO(file.read())).load()
+            text = io.BytesIO(file.read())
+        with blaming(f"{self.path}: reading its index, .metadata,"):
+            metadata = _IndexUnpickler(text).load()
+            metadata.state_dict_metadata = dict(metadata.state_dict_metadata)
         for name, kind in metadata.state_dict_metadata.items():
             if not isinstance(kind, TensorStorageMetadata):  # torch would unpickle it
                 raise Refusal(
@@ -79,10 +83,20 @@ def unknown(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], gro
     return [f"{name} is in no rank's model" for name, k in zip(names, known.tolist(), strict=True) if not k]
 
 
-def another_model(place: str, wrong: list[str]) -> Refusal:
-    more = f", and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+def another_model(place: str, wrong: list[str], saved: Mapping[str, Any], now: Mapping[str, Any]) -> Refusal:
+    """`saved` and `now`: the section [model] of the checkpoint and of the run."""
+    shown = [said for said in wrong if said.startswith("model.")] or wrong  # the optimizer's states follow the model's
+    listed = "; ".join(shown[:4]) + (f"; and {len(shown) - 4} more" if len(shown) > 4 else "")
+    elsewhere = "start elsewhere (job.dump_folder, or checkpoint.initial_load_path)"
+    if not shown[0].startswith("model."):
+        fix = f'set checkpoint.exclude_from_loading = ["optimizer"], or {elsewhere}'
+        return Refusal(f"{place} holds states of another optimizer: {listed}; use the optimizer that saved them, {fix}")
+    keys = [key for key in saved if key != "hf_assets_path" and saved[key] != now.get(key)]
+    pairs = [f"model.{key} = {json.dumps(saved[key])}, and this run has {json.dumps(now.get(key))}" for key in keys]
+    why = f"it was saved with {'; '.join(pairs)}; use what it was saved with"
+    if not keys:
+        why = f"model.name = {json.dumps(now.get('name'))} is the same, so its code has changed; take back what changed"
     return Refusal(
-        f"{place} holds another model, or a part of one: {'; '.join(wrong[:20])}{more}; set model.flavor to its model, "
-        "resume from another step (checkpoint.load_step), or start elsewhere (job.dump_folder, or "
-        "checkpoint.initial_load_path)"
+        f"{place} holds another model, or a part of one: {listed}; {why}, resume from another step "
+        f"(checkpoint.load_step), or {elsewhere}"
     )

@@ -26,6 +26,14 @@ FAMILIES = {
 FROM_DOWNLOAD = "config.json"  # as model.flavor: the shape that this file in model.hf_assets_path describes
 
 
+class NotThereError(Refusal):
+    """The file or module of a model is not where Python looks for it; a run looks beside its TOML, too."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.what, self.fix = what, fix
+
+
 def load_run(
     argv: Sequence[str], world_size: int | None, prog: str = "train.py", rank: int = 0
 ) -> tuple[Config, Blueprint]:
@@ -65,6 +73,9 @@ def plan_model(config: Config, origin: str = "the configuration") -> Blueprint:
     """The model that a valid configuration names. Raises ConfigError if the model cannot run under it."""
     try:
         blueprint = find_model(config.model)
+    except NotThereError as error:
+        beside = f", nor beside {config.job.config_file}" if config.job.config_file else ""
+        raise ConfigError(origin, [f"{error.what}{beside}; {error.fix}"]) from None
     except Refusal as error:
         raise ConfigError(origin, [str(error)]) from None
     if refusals := list(find_refusals(blueprint, config)):
@@ -142,7 +153,7 @@ def find_spec(name: str) -> Family | ModelSpec:
 
 def _load_file(path: Path, name: str) -> Any:
     if not path.is_file():
-        raise Refusal(f'model.name = "{name}": there is no file {path} (looked from {Path.cwd()}); correct the path')
+        raise NotThereError(f'model.name = "{name}": there is no file {path.absolute()}', "correct the path")
     folder, module_name = path.resolve().parent, f"torchtitan_model_{path.stem}_{abs(hash(str(path.resolve())))}"
     if (folder / "__init__.py").is_file():  # a module of a package, which may import others of it by a dot
         parts = [path.stem]
@@ -176,11 +187,12 @@ def _first_on_path(folder: Path) -> Iterator[None]:
 
 
 def _import(place: str, name: str) -> Any:
+    if place.startswith("."):
+        raise Refusal(f'model.name = "{name}" begins with a dot; name the file, as path/to/file.py:SPEC')
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not place.startswith(error.name):  # it imports something that is missing
             raise Refusal(f'model.name = "{name}": the module fails{place_of(error)}: {error}') from None
-        raise Refusal(
-            f'model.name = "{name}": there is no module {place}; correct the name, or set PYTHONPATH'
-        ) from None
+        fix = "correct the name, or set PYTHONPATH"
+        raise NotThereError(f'model.name = "{name}": Python finds no module {place}', fix) from None

@@ -39,6 +39,8 @@ class Structure:
     ways: Mapping[bool, Any] = field(default_factory=dict)  # for a pipeline, how forward goes in training, and not
     tensor_words: Mapping[str, str] = field(default_factory=dict)  # a plan that came with the model, see tensor_plan.py
     mixes_types: bool = False  # forward needs torch.autocast
+    grows: Any = None  # of each leaf of (example, target), the dimensions that grow with the samples, see rows.py
+    target_dims: tuple[int | None, ...] = ()  # for a pipeline, of each leaf of a target the one that counts samples
 
     def mixing_types(self) -> Structure:
         return replace(self, mixes_types=True)

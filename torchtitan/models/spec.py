@@ -88,6 +88,7 @@ class ModelSpec:
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)  # likewise, for validation
     metrics_of_all: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)  # of all outputs and targets
     step: Callable[[nn.Module, Any, Any], Any] | None = None  # model, inputs, target -> the loss, instead of `loss`
+    local_loss: bool = False  # a loss or metric compares the samples of a batch, and may do so within each piece of it
     layers: str | None = None  # the name of the list of layers; without it, the module's children are cut between
     tensor_plan: Callable[[Any, bool, bool], Mapping[str, ParallelStyle]] | None = None  # see Family; shape is None
     collate: Callable[[Sequence[Any]], Any] | None = None  # samples -> (inputs, target) as batches, or with `labels`

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from torchtitan.models.own import Inputs, Structure
@@ -15,6 +15,10 @@ from torchtitan.refusal import Refusal, blaming, place_of
 
 LARGE = 1 << 20  # parameters of a module that is worth a collective of its own
 _LISTS = nn.Sequential | nn.ModuleList | nn.ModuleDict
+_ABOUT_INPUTS = (
+    "a sample is (inputs, target), and inputs are a tensor, a tuple in the order of forward's arguments, or a dict by "
+    "their names"
+)
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -22,6 +26,16 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def fix_for(values: Any, otherwise: str) -> str:
+    """What to do about code that fails on these values of a sample."""
+    if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(values)):
+        return (
+            "the dataset gives float64, as numpy does, where torch's weights are float32; convert to float32 in the "
+            'dataset, by .astype("float32") or .float()'
+        )
+    return otherwise
 
 
 def in_order(inputs: Any, names: Sequence[str]) -> list[Any]:
@@ -128,8 +142,7 @@ def _flops_of_modules(
     except Exception as error:
         raise Refusal(
             f"the model's forward fails on the first sample{place_of(error)}: {type(error).__name__}: "
-            f"{error}; a sample is (inputs, target), and inputs are a tensor, a tuple in the order of forward's "
-            "arguments, or a dict by their names"
+            f"{error}; {fix_for((args, kwargs), _ABOUT_INPUTS)}"
         ) from None
     finally:
         model.train(was_training)

@@ -14,16 +14,32 @@ from torchtitan.data.cursor import Order
 from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
+from torchtitan.own_model.blame import Blaming
 from torchtitan.own_model.build import OwnParts, build, is_sharded, lay_out, plan_stages
 from torchtitan.own_model.cut import check_stages
 from torchtitan.own_model.derive import build_module, candidates_of, derive
-from torchtitan.own_model.first_samples import batches_of_many_sizes, check_collate, first_samples
 from torchtitan.own_model.grouping import Grouping, read_lengths
 from torchtitan.own_model.precision import computing, in_its_type
 from torchtitan.own_model.record import record
-from torchtitan.own_model.samples import SampleBatch, SampleLoader, SampleOrigin, collate_of, open_dataset, own_draws
-from torchtitan.own_model.step import OwnForwardBackward, to_type
-from torchtitan.own_model.trial import check_norms, try_out
+from torchtitan.own_model.rows import dims_of_pairs, growing_dims, output_dims
+from torchtitan.own_model.samples import (
+    LocalBatch,
+    SampleBatch,
+    SampleLoader,
+    SampleOrigin,
+    collate_of,
+    open_dataset,
+    own_draws,
+)
+from torchtitan.own_model.step import to_type
+from torchtitan.own_model.trials.first_samples import (
+    batches_of_many_sizes,
+    check_alike,
+    check_collate,
+    fingerprint,
+    first_samples,
+)
+from torchtitan.own_model.trials.module import check_norms, try_out
 from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal, blaming
@@ -102,7 +118,7 @@ class OwnRun(Run):
 
     def build_forward_backward(self, parts: ModelParts, loss: Any = None) -> Any:
         assert isinstance(parts, OwnParts)
-        return OwnForwardBackward(self.spec, parts, self.mesh, self.config, self.device)
+        return Blaming(self.spec, parts, self.mesh, self.config, self.device)
 
     def build_training_loader(self, seed: int, part: tuple[int, int] = (0, 1)) -> Any:
         slots, training = own_slots(self.batch, self.mesh, part), self.config.training
@@ -120,17 +136,24 @@ class OwnRun(Run):
     def _loader(self, split: str, layout: OwnSlots, order: Order, grouping: Grouping | None = None) -> Any:
         is_held_out = split == "validation"
         ask = any_says_so if is_held_out else None
+        local = self.config.training.local_batch_size
+        if is_held_out:
+            local = self.config.validation.local_batch_size or local
         if self.is_between_stages:
             from torchtitan.data.no_data import NoData
 
-            slots = layout.own_slots
-            return NoData(lambda: SampleBatch(None, None, 0, SampleOrigin(slots, [])), ask)
+            self._compare(None)
+            parts = [LocalBatch(None, None, 0)] * (len(layout.own_slots) // local)
+            return NoData(lambda: SampleBatch(parts, SampleOrigin(layout.own_slots, [])), ask)
         dataset, is_part = open_dataset(self.spec.data, split)
+        self._compare(dataset)
         divided = self.config.validation.enable and not is_part
         return SampleLoader(
             dataset,
             layout,
             order,
+            local_batch_size=local,
+            fills=self.dims.pp > 1,
             epochs=1 if is_held_out else self.config.training.epochs,
             pads=is_held_out,
             held_out=is_held_out if divided else None,
@@ -140,6 +163,13 @@ class OwnRun(Run):
             collate=collate_of(self.spec),
             grouping=grouping,
         )
+
+    def _compare(self, dataset: Any) -> None:
+        """Refuse data that are not the same on all ranks; one between stages has none."""
+        found = None if dataset is None else fingerprint(dataset, self.spec.data_is_random)
+        everyone: list[Any] = [None] * self.place.world_size
+        dist.all_gather_object(everyone, found)
+        check_alike(everyone)
 
     def prepared(self) -> "OwnRun":
         """Rank 0 looks at the module and at one sample, and tells the others.
@@ -168,18 +198,22 @@ class OwnRun(Run):
         collate = collate_of(self.spec)
         with blaming("reading the first samples of the ModelSpec's data"):
             samples = first_samples(dataset, self.spec.data_is_random)
-            check_collate(collate, [samples[0], samples[-1]])
+            check_collate(collate, samples)
             batches = [collate([samples[0], samples[-1]])]
             if self.dims.pp > 1:
                 batches = batches_of_many_sizes(dataset, samples, self.spec)
+            grows = growing_dims(collate(samples[:1]), collate([samples[0]] * 2))
         with own_draws("a trial"):
             model = build_module(self.spec.build)
         check_norms(model, self)
-        known = derive(model, self.spec.layers, *collate(samples[:1]))
-        if self.dims.tp > 1 and self.spec.tensor_plan is None:
-            from torchtitan.own_model.tensor_plan import words_of
+        known = replace(derive(model, self.spec.layers, *collate(samples[:1])), grows=grows)
+        if self.dims.tp > 1:
+            from torchtitan.own_model.tensor_plan import check_plan, words_of
 
-            known = replace(known, tensor_words=words_of(model, known.shared, self.dims.tp, self.own.name))
+            if self.spec.tensor_plan is None:
+                known = replace(known, tensor_words=words_of(model, known.shared, self.dims.tp, self.own.name))
+            else:
+                check_plan(model, self.spec.tensor_plan(None, False, False), self.dims.tp, collate(samples[:1])[0])
         known = replace(known, changing=try_out(self, self.spec, model, known, samples))
         known = self._in_its_type(model, known, batches)
         logger.info(
@@ -200,6 +234,7 @@ class OwnRun(Run):
             return known
         held = getattr(torch, known.held(self.config).training.mixed_precision_param)
         with computing(model, known, self.config, shards):
+            known = replace(known, target_dims=dims_of_pairs(batches))
             return self._cut(model, known, [to_type(inputs, held) for inputs, _ in batches])
 
     def _cut(self, model: nn.Module, known: Structure, batches: Sequence[Any]) -> Structure:
@@ -207,5 +242,7 @@ class OwnRun(Run):
         with own_draws("a cut"):
             ways = record(model, dict(candidates_of(model, self.spec.layers)), batches, known.changing)
             known = replace(known, ways=ways)
+            if self.config.validation.enable:
+                output_dims(ways[False])
             check_stages(model, known, plan_stages(self.config, known, self.dims.pp).stages, batches)
         return known

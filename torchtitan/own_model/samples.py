@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -35,13 +35,19 @@ class SampleOrigin:
         return "\n".join(f"slot {s}: sample {i}" for s, i in zip(self.slots, self.indices, strict=False))
 
 
-@dataclass(frozen=True)
-class SampleBatch:
-    """One rank's samples of a global batch, in slot order; at the end of the held-out data the last ones repeat."""
+class LocalBatch(NamedTuple):
+    """Samples that go through the model together, collated."""
 
     inputs: Any
     targets: Any
-    valid: int  # samples that count
+    valid: int  # samples that count; a pipeline's last one is filled up, and all ranks run as many
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """One rank's samples of a global batch, in slot order."""
+
+    parts: list[LocalBatch]
     origin: SampleOrigin
 
     def to(self, device: torch.device) -> "SampleBatch":
@@ -51,7 +57,7 @@ class SampleBatch:
             pins = device.type == "cuda" and value.device.type == "cpu" and value.layout == torch.strided
             return (value.pin_memory() if pins else value).to(device, non_blocking=True)
 
-        return SampleBatch(tree_map(move, self.inputs), tree_map(move, self.targets), self.valid, self.origin)
+        return SampleBatch(tree_map(move, self.parts), self.origin)
 
 
 class Numbered:
@@ -71,9 +77,12 @@ class Numbered:
 
 
 def open_dataset(data: Any, split: str) -> tuple[Any, bool]:
-    """The dataset, and whether it is the part for this split. Otherwise it is all there is, and must be divided."""
+    """The dataset, and whether it is the part for this split. Otherwise it is all there is, and must be divided.
+
+    What `data` draws is the same on each call, so that all ranks, all runs and both splits see one dataset.
+    """
     is_part = callable(data) and "split" in inspect.signature(data).parameters
-    with blaming("data of the ModelSpec"):
+    with blaming("data of the ModelSpec"), own_draws("data"):
         dataset = data if not callable(data) else data(split=split) if is_part else data()
     if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
         raise Refusal(
@@ -115,7 +124,7 @@ class Fetch(Dataset[Any]):
 
 
 class SampleLoader:
-    """The same as data.loader.Loader, for samples. `pads`: every sample once, then fill up the last batch."""
+    """The same as data.loader.Loader, for samples. `pads`: every sample once, then what is left."""
 
     def __init__(
         self,
@@ -123,6 +132,8 @@ class SampleLoader:
         layout: OwnSlots,
         order: Order,
         *,
+        local_batch_size: int,
+        fills: bool = False,
         epochs: int,
         pads: bool,
         held_out: bool | None,
@@ -132,10 +143,14 @@ class SampleLoader:
         collate: Callable[[Sequence[Any]], tuple[Any, Any]] | None = None,
         grouping: Any = None,
     ) -> None:
-        """`held_out`: only the part for validation (True), only the rest (False), or everything (None)."""
+        """`held_out`: only the part for validation (True), only the rest (False), or everything (None).
+
+        `fills`: each part of a batch is whole, as a pipeline needs it; its last sample repeats.
+        """
         self._layout, self._order, self._epochs, self._pads = layout, order, epochs, pads
         self._any_says_so, self._workers, self._is_random = any_says_so, workers, is_random
-        self._collate, self._grouping = collate or default_pairs, grouping
+        self._grouping, slots = grouping, len(layout.own_slots)
+        self._collate = functools.partial(_in_parts, collate or default_pairs, slots, local_batch_size, fills)
         self._dataset, self._is_stream = dataset, isinstance(dataset, IterableDataset)
         if self._is_stream:
             if held_out is not None:
@@ -177,9 +192,8 @@ class SampleLoader:
 
     def _filler(self) -> SampleBatch:
         """A batch that does not count, for a rank whose data has ended before the others'."""
-        slots = self._layout.own_slots
-        inputs, targets = self._collate([next(iter(self._dataset))] * len(slots))
-        return SampleBatch(inputs, targets, 0, SampleOrigin(slots, []))
+        parts = [part._replace(valid=0) for part in self._collate([next(iter(self._dataset))])]
+        return SampleBatch(parts, SampleOrigin(self._layout.own_slots, []))
 
     def end(self) -> None:
         """Put the last batch back, which some rank could not fill."""
@@ -208,15 +222,14 @@ class SampleLoader:
 
     def _take(self) -> SampleBatch | None:
         if self._iterator is None:
-            self._planned: deque[tuple[list[int], int, dict[int, list[int]]]] = deque()
+            self._planned: deque[tuple[list[int], dict[int, list[int]]]] = deque()
             self._iterator = self._stream() if self._is_stream else self._indexed()
         self._before = self._states
         taken = next(self._iterator, None)
         if taken is None:
             return None
-        indices, valid, self._states = self._planned.popleft()
-        inputs, targets = taken
-        return SampleBatch(inputs, targets, valid, SampleOrigin(self._layout.own_slots, indices))
+        indices, self._states = self._planned.popleft()
+        return SampleBatch(taken, SampleOrigin(self._layout.own_slots, indices))
 
     def _indexed(self) -> Iterator[Any]:
         fetch = Fetch(self._dataset, self._order.seed, self._is_random)
@@ -231,12 +244,10 @@ class SampleLoader:
             samples: list[tuple[int, int]] = []
             for _ in range(num_slots // len(places)):
                 samples += self._round(places)
-            missing = num_slots - len(samples)
-            if missing and not (self._pads and samples):
+            if len(samples) < num_slots and not (self._pads and samples):
                 return
-            states = {stream: list(place) for stream, place in places.items()}
-            self._planned.append(([index for _, index in samples], len(samples), states))
-            yield samples + samples[-1:] * missing
+            self._planned.append(([i for _, i in samples], {stream: list(place) for stream, place in places.items()}))
+            yield samples
 
     def _round(self, places: dict[int, tuple[int, ...]]) -> list[tuple[int, int]]:
         """A sample of each stream that has one left."""
@@ -275,12 +286,24 @@ class SampleLoader:
             while len(items := list(islice(samples, size))) == size or (self._pads and len(items) > own[0]):
                 kept = [items[slot] for slot in own if slot < len(items)]
                 read += len(items)
-                self._planned.append(([read - len(items) + slot for slot in own], len(kept), self._all_at(epoch, read)))
-                yield self._collate(kept + kept[-1:] * (len(own) - len(kept)))
+                self._planned.append(([read - len(items) + slot for slot in own], self._all_at(epoch, read)))
+                yield self._collate(kept)
             epoch, read = epoch + 1, 0
 
     def _all_at(self, epoch: int, read: int) -> dict[int, list[int]]:
         return dict.fromkeys(self._layout.own_streams, [epoch, read])
+
+
+def _in_parts(
+    collate: Callable[[Sequence[Any]], tuple[Any, Any]], slots: int, size: int, fills: bool, samples: Sequence[Any]
+) -> list[LocalBatch]:
+    """A rank's samples as local batches. So many are made whether or not there are samples for all of them."""
+    parts = []
+    for begin in range(0, slots, size):
+        own = list(samples[begin : begin + size])
+        missing = min(size, slots - begin) - len(own) if fills else not own
+        parts.append(LocalBatch(*collate(own + [samples[-1]] * missing), len(own)))
+    return parts
 
 
 def collate_of(spec: ModelSpec) -> Callable[[Sequence[Any]], tuple[Any, Any]]:

@@ -19,7 +19,8 @@ from torchtitan.own_model.cut import Cut, Stage
 from torchtitan.own_model.derive import as_arguments
 from torchtitan.own_model.forms import Form, Sizes, sizes_of
 from torchtitan.own_model.record import leaves_of
-from torchtitan.own_model.samples import SampleBatch
+from torchtitan.own_model.rows import check_rows, cut, output_dims
+from torchtitan.own_model.samples import LocalBatch, SampleBatch
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import build_schedule
@@ -34,7 +35,7 @@ class OwnForwardBackward:
 
     def __init__(self, spec: ModelSpec, model: OwnParts, mesh: Mesh, config: Config, device: torch.device) -> None:
         self.spec, self.model, self.device = spec, model, device
-        self.local_batch_size, self.losses = config.training.local_batch_size, mesh.losses.get_group()
+        self.losses = mesh.losses.get_group()
         self.replicas = mesh.tokens.get_group()
         self.metric_names, known = tuple(spec.metrics), model.structure
         assert known is not None
@@ -49,7 +50,7 @@ class OwnForwardBackward:
 
     def __call__(self, batch: SampleBatch) -> StepLoss:
         total, count = self.zeros(2)
-        for inputs, targets, valid in self._local_batches(batch, self.local_batch_size):
+        for inputs, targets, valid in self._parts(batch):
             with self.choosing_types():
                 if self._pipeline is not None:
                     summed, counted = self._pipeline(inputs, targets, valid, is_training=True)
@@ -71,33 +72,30 @@ class OwnForwardBackward:
         return loss if self.model.loss_scale is None else loss * self.model.loss_scale.factor
 
     @torch.no_grad()
-    def evaluate(self, batch: SampleBatch, local_batch_size: int) -> Tensor:
+    def evaluate(self, batch: SampleBatch, _: int) -> Tensor:
         """Sum and count of the loss, then of each metric, in float64."""
         with self.choosing_types():
-            return self._evaluate(batch, local_batch_size)
+            return self._evaluate(batch)
 
-    def _evaluate(self, batch: SampleBatch, local_batch_size: int) -> Tensor:
+    def _evaluate(self, batch: SampleBatch) -> Tensor:
         totals = self.zeros(2 + 2 * len(self.metric_names)).double()
         for stage in self.model.stages.values():
             stage.eval()
-        for inputs, targets, valid in self._local_batches(batch, local_batch_size):
+        for inputs, targets, valid in self._parts(batch):
             if self._pipeline is not None:
                 totals += self._pipeline(inputs, targets, valid, is_training=False)
                 continue
-            loss = None
-            if self.spec.step is not None:  # on at least one sample, for all ranks gather the weights together
-                loss = self._loss(_first(inputs, max(1, valid)), _first(targets, max(1, valid)), valid)
-            output = self._forward(inputs)  # where nothing counts, too: all ranks gather the weights together
+            # Where nothing counts, too: all ranks gather the weights together.
+            loss = None if self.spec.step is None else self._loss(inputs, targets, valid)
+            output = self._forward(inputs)
             totals += self.measure(output, targets, valid, loss) if valid else 0
         for stage in self.model.stages.values():
             stage.train()
         return totals
 
-    def _local_batches(self, batch: SampleBatch, size: int) -> Iterator[tuple[Any, Any, int]]:
-        """Inputs in the type that the model computes in, targets as they are, and how many samples count."""
-        for begin in range(0, len(batch.origin.slots), size):
-            valid = max(0, min(batch.valid - begin, size))
-            yield to_type(_part(batch.inputs, begin, size), self.dtype), _part(batch.targets, begin, size), valid
+    def _parts(self, batch: SampleBatch) -> Iterator[LocalBatch]:
+        """Inputs in the type that the model computes in, and targets as they are."""
+        return (part._replace(inputs=to_type(part.inputs, self.dtype)) for part in batch.parts)
 
     def zeros(self, count: int) -> Tensor:
         return torch.zeros(count, device=self.device)
@@ -126,11 +124,11 @@ class OwnForwardBackward:
 
     def loss_of(self, output: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
         assert self.spec.loss is not None
-        return as_counted(self.spec.loss(_first(to_type(output, torch.float32), valid), _first(targets, valid)), valid)
+        return as_counted(self.spec.loss(to_type(output, torch.float32), targets), valid)
 
     def measure(self, output: Any, targets: Any, valid: int, loss: tuple[Tensor, Tensor] | None = None) -> Tensor:
         numbers = [*(loss or self.loss_of(output, targets, valid))]
-        output, targets = _first(to_type(output, torch.float32), valid), _first(targets, valid)
+        output = to_type(output, torch.float32)
         if self.spec.metrics_of_all:
             self._kept.append(
                 tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, (output, targets))
@@ -163,8 +161,11 @@ class OwnPipeline:
 
     def __init__(self, owner: OwnForwardBackward, config: Config) -> None:
         self.owner, self.model = owner, owner.model
-        self.parallelism, self.local_batch_size = config.parallelism, owner.local_batch_size
+        self.parallelism, self.local_batch_size = config.parallelism, config.training.local_batch_size
         self._schedules: dict[tuple[bool, Sizes], Any] = {}  # the newest last
+        assert self.model.structure is not None
+        self._known = self.model.structure
+        self._output_dims = output_dims(self.model.cuts[False].way) if config.validation.enable else ()
         ends = self.model.ranks[0], self.model.ranks[-1]
         self._tells = owner.spec.collate is not None and any(rank not in ends for rank in self.model.ranks)
 
@@ -176,6 +177,7 @@ class OwnPipeline:
 
     def __call__(self, inputs: Any, targets: Any, valid: int, is_training: bool) -> Tensor:
         """The batch's sums, zero on a rank without the last stage; in training, gradients of the loss as well."""
+        check_rows(targets, self._known.target_dims, self.local_batch_size)
         self._targets, self._valid, self._is_training = targets, valid, is_training
         self._totals = self.owner.zeros(2 if is_training else 2 + 2 * len(self.owner.metric_names)).double()
         args = [leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor)]
@@ -244,8 +246,11 @@ class OwnPipeline:
         """Of one microbatch."""
         begin = int(rows.storage_offset())  # torch's schedules split the targets into views
         valid = max(0, min(self._valid - begin, len(rows)))
-        output = self._last.assembled(leaves if isinstance(leaves, tuple | list) else [leaves])
-        targets = _part(self._targets, begin, len(rows))
+        leaves = leaves if isinstance(leaves, tuple | list) else [leaves]
+        if not self._is_training:
+            leaves = cut(leaves, self._output_dims, 0, valid)
+        output = self._last.assembled(leaves)
+        targets = cut(self._targets, self._known.target_dims, begin, valid)
         if not self._is_training:
             self._totals += self.owner.measure(output, targets, valid) if valid else 0
             return self._totals[0]
@@ -304,19 +309,6 @@ def _without_fsdp(model: nn.Module) -> Iterator[None]:
 
 def _is_fsdps(hook: Any) -> bool:
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp")
-
-
-def _part(value: Any, begin: int, size: int) -> Any:
-    return tree_map(lambda leaf: leaf[begin : begin + size] if isinstance(leaf, Tensor | list) else leaf, value)
-
-
-def _first(value: Any, count: int) -> Any:
-    """The first samples: the others repeat, to fill up a batch of held-out data."""
-
-    def cut(leaf: Any) -> Any:
-        return leaf[:count] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) > count else leaf
-
-    return tree_map(cut, value)
 
 
 def to_type(value: Any, dtype: torch.dtype) -> Any:

@@ -1,15 +1,19 @@
-"""The plan of tensor parallelism that a model of transformers brings in its configuration."""
+"""The plan of tensor parallelism that a model of transformers brings, and whether a user's own is complete."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import Replicate
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from torchtitan.refusal import Refusal
+from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.forms import sizes_of
+from torchtitan.parallel.tensor import match_plan
+from torchtitan.refusal import Refusal, place_of
 
 _STYLES: Mapping[str, tuple[type[ParallelStyle], dict[str, Any]]] = {  # transformers' word for each of torch's styles
     "colwise": (ColwiseParallel, {}),
@@ -50,6 +54,62 @@ def words_of(model: nn.Module, shared: tuple[tuple[str, ...], ...], degree: int,
 
 def styles_of(words: Mapping[str, str]) -> dict[str, ParallelStyle]:
     return {key: kind(**options) for key, word in words.items() for kind, options in [_STYLES[word]]}
+
+
+@torch.no_grad()
+def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], degree: int, inputs: Any) -> None:
+    """Run forward on the sizes that one rank will see; refuse a plan by which a module gets a part and wants all."""
+    named = dict(model.named_modules())
+    styles: Mapping[str, Any] = match_plan(plan, list(named))
+    if any(type(s) not in (ColwiseParallel, RowwiseParallel) or not s.use_local_output for s in styles.values()):
+        return  # what another style makes of its inputs is not known here
+    args, kwargs = as_arguments(inputs)
+    was_training = model.training
+    whole = sizes_of(model.eval()(*args, **kwargs))
+    running, split = [], [""]  # the names of modules: those that run, and the last that gave a part
+
+    def enter(name: str, args: Any) -> Any:
+        running.append(name)
+        layout = styles[name].input_layouts[0] if name in styles else None
+        if isinstance(layout, Shard) and args and isinstance(args[0], Tensor):
+            return torch.cat([args[0]] * degree, layout.dim), *args[1:]
+        return None
+
+    def leave(name: str, output: Any) -> Any:
+        running.pop()
+        layout = styles[name].output_layouts[0] if name in styles else None
+        if not isinstance(layout, Shard) or not isinstance(output, Tensor):
+            return None
+        split.append(name)
+        return output.chunk(degree, layout.dim)[0]
+
+    handles = []
+    for name, module in named.items():
+        handles.append(module.register_forward_pre_hook(lambda _, args, name=name: enter(name, args)))
+        handles.append(module.register_forward_hook(lambda _, args, output, name=name: leave(name, output)))
+    try:
+        found, fault = sizes_of(model(*args, **kwargs)), ""
+    except Exception as error:
+        found, fault = (), f"{place_of(error)} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
+    for handle in handles:
+        handle.remove()
+    model.train(was_training)
+    if found == whole:
+        return
+    name, giver = running[-1] if running else "", split[-1]
+    if name in styles and isinstance(styles[name].input_layouts[0], Shard):
+        raise Refusal(
+            f"by the tensor_plan, {name} takes a part of its inputs on each of {degree} ranks, but gets all of them"
+            f"{fault}; give the module before it ColwiseParallel(), or {name} input_layouts=Replicate()"
+        )
+    also = f"{name} RowwiseParallel(), or " if isinstance(named[name], nn.Linear) and fault else ""
+    what = f"{name or 'forward'} fails on them{fault}"
+    if not fault:
+        what = f"the model returns sizes {found} instead of {whole}"
+    raise Refusal(
+        f"the tensor_plan is incomplete: each of {degree} ranks has a part of the outputs of {giver}, and {what}; give "
+        f"{also}{giver} ColwiseParallel(output_layouts=Replicate())"
+    )
 
 
 def _could_be_shared(model: nn.Module) -> list[str]:

@@ -40,7 +40,7 @@ class Reporter:
         self.skips_on_device = run.config.optimizer.leaves_out_updates  # an update without a finite gradient norm
         self.loss_group, self.world_size, self.device = run.mesh.losses.get_group(), run.place.world_size, run.device
         self.tokens_per_step, self.flops_per_token, self.peak = run.tokens_per_step, run.flops_per_token, peak
-        self.talks = run.talks
+        self.talks, self.unit = run.talks, run.unit
         self.clock, self.watch = Clock(), watch
         self.num_steps = 0  # trained by this process
         self.losses: list[float] = []  # of each logged window, for `summary`
@@ -53,7 +53,7 @@ class Reporter:
         self._shares: list[Tensor] = []
         self._own: list[Tensor] = []
         self._norms: list[Tensor] = []
-        self._origins: list[Origin] = []
+        self._describe: list[Callable[[], str]] = []  # what each step read
         self._data_seconds = 0.0
 
     def wait_for(self, next_batch: Callable[[], Batch | None]) -> Batch | None:
@@ -74,7 +74,7 @@ class Reporter:
         self._shares.append(loss.share)
         self._own.append(loss.own)
         self._norms.append(gradient_norm)
-        self._origins.append(origin)
+        self._describe.append(loss.describe or origin.describe)
 
     def due(self, step: int) -> bool:
         return step == 1 or step % self.metrics.log_freq == 0 or step == self.training.steps
@@ -107,8 +107,9 @@ class Reporter:
             from torchtitan.training.stop import stop
 
             left_out = self.skips_on_device and not math.isfinite(norms[verdict.stop_at])
-            mine = own[verdict.stop_at], self._origins[verdict.stop_at].describe()
-            stop(first + verdict.stop_at, verdict.reason, left_out, self.training.on_nonfinite, mine, self.loss_group)
+            mine = own[verdict.stop_at], self._describe[verdict.stop_at]()
+            on_nonfinite, group = self.training.on_nonfinite, self.loss_group
+            stop(first + verdict.stop_at, verdict.reason, left_out, on_nonfinite, mine, group, self.unit)
         for i in verdict.skipped:
             logger.warning(f"step {first + i}: update left out (loss {losses[i]}, gradient norm {norms[i]})")
         self.skips_in_a_row = verdict.in_a_row
@@ -133,7 +134,8 @@ class Reporter:
             return f"nothing left to train after step {step}"
         reached = f", to step {step}," if step != self.num_steps else ""
         trained = f"trained {self.num_steps} steps{reached} in {time.perf_counter() - self._begin:.0f} s"
-        return f"{trained}: loss {self.losses[0]:.3f} to {self.losses[-1]:.3f}"
+        finite = [loss for loss in self.losses if math.isfinite(loss)]  # the others are of updates that were left out
+        return f"{trained}: " + (f"loss {finite[0]:.3f} to {finite[-1]:.3f}" if finite else "every update was left out")
 
     def close(self, step: int, run_folder: Path) -> None:
         """End the records, and log what the run came to and where to look at it."""

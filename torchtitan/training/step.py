@@ -28,6 +28,7 @@ class StepLoss:
     share: Tensor  # this rank's part of the global mean: the sum over ranks with other tokens is the mean
     own: Tensor  # the mean over this rank's own tokens
     count: Tensor | None = None  # what the gradients are still to be divided by, where it is known only afterwards
+    describe: Callable[[], str] | None = None  # what this rank read; called if a loss is not finite, by all ranks
 
 
 class ForwardBackward:

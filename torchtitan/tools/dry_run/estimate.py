@@ -18,14 +18,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_unflatten
 
 from torchtitan.config.layout import plan_batch
 from torchtitan.config.schema import Config
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
-from torchtitan.models.own import OwnBlueprint
+from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import plan_stages
 from torchtitan.parallel.collectives import stop_process_group
@@ -150,15 +150,35 @@ def blank_batch(config: Config, blueprint: Blueprint, dp: int) -> Any:
     """The batch that the loader gives one rank for a step, with all values 0."""
     rows = plan_batch(config.training, dp).global_batch_size // dp
     if isinstance(blueprint, OwnBlueprint):
-        from torchtitan.own_model.samples import SampleBatch, SampleOrigin
+        from torchtitan.own_model.samples import LocalBatch, SampleBatch, SampleOrigin
 
-        example = blueprint.known.example, blueprint.known.target
-        inputs, target = tree_map_only(Tensor, lambda t: torch.zeros(rows, *t.shape[1:], dtype=t.dtype), example)
-        return SampleBatch(inputs, target, rows, SampleOrigin(list(range(rows)), []))
+        local = config.training.local_batch_size
+        inputs, target = blank_samples(blueprint.known, local)
+        parts = [LocalBatch(inputs, target, local)] * (rows // local)
+        return SampleBatch(parts, SampleOrigin(list(range(rows)), []))
     size = rows, config.training.seq_len
     documents = torch.zeros(size, dtype=torch.int32) if config.model.attn_mask_type == "block_causal" else None
     tokens = torch.zeros(size, dtype=torch.int64)
     return Batch(tokens, tokens.clone(), documents, Origin([], [], []))
+
+
+def blank_samples(known: Structure, count: int) -> Any:
+    """Inputs and target of so many samples like the first, with all values 0."""
+    if known.grows is None:
+        raise Refusal(
+            "collate gives other structures for one sample and for two, such as a list with an entry for each, so this "
+            "cannot make a batch; let collate stack tensors"
+        )
+    from torchtitan.own_model.record import leaves_of
+
+    leaves, spec = leaves_of((known.example, known.target))
+    blank = [
+        torch.zeros([s * count if d in dims else s for d, s in enumerate(leaf.shape)], dtype=leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf, dims in zip(leaves, known.grows, strict=True)
+    ]
+    return tree_unflatten(blank, spec)
 
 
 def can_replay(config: Config, blueprint: Blueprint) -> bool:

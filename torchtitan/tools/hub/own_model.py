@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtitan.checkpoint.storage import Manifest, find_checkpoints
 from torchtitan.models.families import find_spec
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.cut import cut_ways, divide
 from torchtitan.own_model.derive import as_arguments, candidates_of, derive, several_names
-from torchtitan.own_model.first_samples import batches_of_many_sizes
+from torchtitan.own_model.forms import sizes_of
 from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import collate_of, open_dataset
+from torchtitan.own_model.trials.first_samples import batches_of_many_sizes
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.targets import refuse_existing
@@ -46,7 +47,8 @@ def export(checkpoint: str, target: str, num_stages: int) -> None:
     print(f"step {manifest.step}: {len(state)} tensors in {out / 'model.safetensors'}")
     dataset, _ = open_dataset(spec.data, "train")
     samples = list(islice(iter(dataset), 2))
-    _write_program(model, collate_of(spec)([samples[0], samples[0]])[0], out / "model.pt2")
+    pairs = [*map(collate_of(spec), ([samples[0]], samples * 4)), *batches_of_many_sizes(dataset, samples, spec)]
+    _write_program(model, [inputs for inputs, _ in pairs], out / "model.pt2")
     for number, text in enumerate(_stages(model, spec, dataset, samples, num_stages) if num_stages else []):
         (out / f"stage-{number}.txt").write_text(text)
         print(f"stage {number}: {out / f'stage-{number}.txt'}")
@@ -61,19 +63,59 @@ def _saved_names(model: nn.Module) -> dict[str, str]:
     return {name: names[0] for group in groups for names in group for name in names}
 
 
-def _write_program(model: nn.Module, inputs: Any, file: Path) -> None:
-    args, kwargs = as_arguments(inputs)
-    batch = torch.export.Dim("batch")
-    dims = tree_map(lambda leaf: {0: batch} if isinstance(leaf, torch.Tensor) else None, (args, kwargs))
-    names = inspect.signature(model.forward).parameters
-    by_name = dict(zip(names, dims[0], strict=False)) | dims[1]
+def _write_program(model: nn.Module, batches: Sequence[Any], file: Path) -> None:
+    """Record the model with free sizes where those of the batches differ, and say for which of them it was right."""
+    batches = [tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, b) for b in batches]
+    sizes = [sizes_of(batch) for batch in batches]  # of clones, because a program of a view asks for views
+    free = [
+        [d for d in range(len(seen[0])) if len({size[d : d + 1] for size in seen}) > 1]
+        for seen in zip(*sizes, strict=False)
+    ]
+    # torch keeps a size of 1 fixed, so the example is the batch whose smallest free size is the largest.
+    smallest = [
+        min((size[d] for size, dims in zip(each, free, strict=False) for d in dims), default=0) for each in sizes
+    ]
+    example = batches[smallest.index(max(smallest))]
+    left = iter(free)
+    dims = tree_map(
+        lambda leaf: dict.fromkeys(next(left), torch.export.Dim.AUTO) if isinstance(leaf, torch.Tensor) else None,
+        as_arguments(example),
+    )
+    args, kwargs = as_arguments(example)
+    by_name = dict(zip(inspect.signature(model.forward).parameters, dims[0], strict=False)) | dims[1]
     try:
         program = torch.export.export(model, args, kwargs, dynamic_shapes=by_name)
     except Exception as error:
         print(f"torch.export cannot record this model ({str(error).partition(chr(10))[0]}), so there is no {file.name}")
         return
     torch.export.save(program, file)
-    print(f"program for any batch size: {file}")
+    print(f"{_tried(model, torch.export.load(file).module(), batches)}: {file}")
+
+
+@torch.no_grad()
+def _tried(model: nn.Module, program: nn.Module, batches: Sequence[Any]) -> str:
+    """For which of these batches the program gives what the model does."""
+    right, wrong = dict[str, None](), dict[str, str]()
+    for batch in batches:
+        args, kwargs = as_arguments(batch)
+        said = " with ".join(dict.fromkeys(str(list(size)) for size in sizes_of(batch)))
+        try:
+            pairs = zip(tree_leaves(program(*args, **kwargs)), tree_leaves(model(*args, **kwargs)), strict=True)
+            fault = "" if all(map(_agree, *zip(*pairs, strict=True))) else "its outputs are not the model's"
+        except Exception as error:
+            fault = str(error).strip().partition("\n")[0]
+        if fault:
+            wrong[said] = fault
+        else:
+            right[said] = None
+    if not wrong:
+        return f"program, which gives the model's outputs for inputs of {', '.join(right)}"
+    other, fault = next(iter(wrong.items()))
+    return f"program for inputs of {', '.join(right) or 'no size'} only (with {other}: {fault})"
+
+
+def _agree(ours: Any, theirs: Any) -> bool:
+    return not isinstance(theirs, torch.Tensor) or torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _stages(model: nn.Module, spec: ModelSpec, dataset: Any, samples: Sequence[Any], count: int) -> list[str]:

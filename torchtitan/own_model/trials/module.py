@@ -17,8 +17,9 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.build import is_sharded
 from torchtitan.own_model.derive import as_arguments
-from torchtitan.own_model.first_samples import check_loss, states
 from torchtitan.own_model.samples import collate_of, own_draws
+from torchtitan.own_model.trials.first_samples import states
+from torchtitan.own_model.trials.means import check_means
 from torchtitan.refusal import Refusal, place_of
 from torchtitan.training.run import Run
 
@@ -36,7 +37,7 @@ class Changes:
 
 def try_out(run: Run, spec: ModelSpec, model: nn.Module, known: Structure, samples: Sequence[Any]) -> frozenset[str]:
     """The names of the buffers that forward changes."""
-    check_loss(spec, model, samples[0], _pieces(run)[0], run.device.type == "cpu")
+    check_means(spec, model, samples, _pieces(run)[0], run.device.type == "cpu")
     changes = find_changes(spec, model, samples)
     _check_state(model, changes, run)
     _check_draws(changes, known, run)
