@@ -153,7 +153,7 @@ def site(
     if keys.name.endswith("-0"):
         for number in range(args.fragments):
             for rank, link in enumerate(links):
-                link.found(number, 0, boxes[rank][number], bytes(4 * sum(box.size for box in boxes[rank][number])))
+                link.found(number, boxes[rank][number], bytes(4 * sum(box.size for box in boxes[rank][number])))
     for number, link in ((number, link) for number in range(args.fragments) for link in links):
         if versions[number] < 0:
             link.fetch_anchor(number, boxes[0][number][:1])
@@ -167,8 +167,7 @@ def site(
                 body = bytes(sum(num_bytes(*box.shape, args.codec) for box in mine))
                 travels.append(Travel(number, meeting, meeting + 1, 100, mine, mine, body))
             threads = [
-                threading.Thread(target=link.carry, args=(travel, lambda: b""))
-                for link, travel in zip(links, travels, strict=True)
+                threading.Thread(target=link.carry, args=(travel,)) for link, travel in zip(links, travels, strict=True)
             ]
             for thread in threads:
                 thread.start()

@@ -106,6 +106,11 @@ def test_a_swarm_that_waits_for_all_repeats_and_resumes_to_the_bit(ranks: Ranks,
         for ours, theirs in zip(train(), whole, strict=True):
             assert [line["loss"] for line in ours[-4:]] == [line["loss"] for line in theirs[-4:]]
     assert meetings(resumed, 0) == meetings(resumed, 1) == expected
+    for name in ("version-3", "update-2"):
+        (resumed / f"syncer-0/fragment-0/{name}.safetensors").unlink()
+    with swarm(resumed, ranks, [ONE, ONE], **saving) as train:  # an older copy of the syncer's folder
+        with pytest.raises(AssertionError, match="anchor 3 of fragment 0, and this syncer's newest is 2"):
+            train(only=0, training__steps=14)
 
 
 def test_a_site_that_comes_late_begins_where_the_run_is_with_documents_of_its_own(ranks: Ranks, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def served(
     try:
         while not server.started:
             time.sleep(0.01)
-        yield f"https://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", syncer
+        yield f"https://127.0.0.1:{server.port}", syncer
     finally:
         server.should_exit = server.force_exit = True
         thread.join(20)

@@ -1,6 +1,7 @@
 """The pure parts of a swarm: fragments, codecs, the outer step, and what the syncer decides."""
 
 import itertools
+import json
 import random
 import struct
 from xml.etree import ElementTree
@@ -12,6 +13,7 @@ from torchtitan.refusal import Refusal
 from torchtitan.swarm import codec, decide, wire
 from torchtitan.swarm.drawing import TRAINING, TRAVELLING, WAITING, Trip, draw
 from torchtitan.swarm.fragments import Box, Weight, as_matrix, box_of, checksum, divide, held_of
+from torchtitan.swarm.messages import Anchor, read
 from torchtitan.swarm.outer import Outer, mixed
 
 WEIGHTS = [Weight("a", (7, 300)), Weight("b", (64,)), Weight("c", (40, 3)), Weight("d", (64, 64))]
@@ -68,8 +70,8 @@ def test_a_cut_out_of_coded_rows_decodes_to_the_same_bits(kind, begin, end):
     blocks = slice(begin // codec.BLOCK, -(-end // codec.BLOCK))
     data = codec.pack(codes[1:3, begin:end], scales[1:3, blocks] if scales.numel() else scales, kind)
     header = wire.framed({"boxes": [Box(0, 1, 3, begin, end)]}, data)
-    read, payload = wire.opened(header)
-    boxes = wire.boxes_of(read, [Box(0, 0, 4, 0, 600)])
+    text, payload = wire.cut(header)
+    boxes = wire.boxes_of(read(Anchor, text).boxes, [Box(0, 0, 4, 0, 600)])
     ((_, part, of_part),) = wire.parts(payload, boxes, kind, of_rows=True)
     assert torch.equal(codec.decode(part, of_part, begin % codec.BLOCK), codec.decode(codes, scales)[1:3, begin:end])
 
@@ -96,21 +98,22 @@ def test_nothing_but_whole_messages_is_read():
         struct.pack("<I", 2) + b"[]",
     ):
         with pytest.raises(Refusal, match="no message of a swarm"):
-            wire.opened(body)
-    header, payload = wire.opened(whole)
+            read(Anchor, wire.cut(body)[0])
+    payload = wire.cut(whole)[1]
     with pytest.raises(Refusal, match="64 bytes of numbers where 20 belong"):
-        list(wire.parts(payload, wire.boxes_of(header, [Box(0, 0, 2, 0, 8)]), "int8", False))
+        list(wire.parts(payload, [Box(0, 0, 2, 0, 8)], "int8", False))
     for boxes in (
         [[1, 0, 2, 0, 8]],
         [[0, 0, 3, 0, 8]],
         [[0, -1, 2, 0, 8]],
         [[0, 1, 1, 0, 8]],
         [[0, 0, 2]],
+        [[0, 0, 1, 0, 8], [0, 1, 2, 0, 8]],
         "all",
         None,
     ):
-        with pytest.raises(Refusal, match="no part of this fragment|names no boxes"):
-            wire.boxes_of({"boxes": boxes}, [Box(0, 0, 2, 0, 8)])
+        with pytest.raises(Refusal, match="no part of this fragment|a weight twice|no message of a swarm: boxes"):
+            wire.boxes_of(read(Anchor, json.dumps({"boxes": boxes})).boxes, [Box(0, 0, 2, 0, 8)])
 
 
 def test_a_merge_waits_for_the_quorum_and_then_for_the_grace_of_those_who_are_there():
@@ -179,8 +182,9 @@ def test_random_bytes_and_cuts_never_end_in_anything_but_a_refusal():
     for cut, flip in itertools.product(range(0, len(whole), 7), range(8)):
         body = bytearray(whole[:cut] + draws.randbytes(flip))
         try:
-            header, payload = wire.opened(bytes(body))
-            list(wire.parts(payload, wire.boxes_of(header, [Box(0, 0, 2, 0, 8)]), "float32", False))
+            header, payload = wire.cut(bytes(body))
+            boxes = wire.boxes_of(read(Anchor, header).boxes, [Box(0, 0, 2, 0, 8)])
+            list(wire.parts(payload, boxes, "float32", False))
         except Refusal:
             continue
         assert len(body) == len(whole)

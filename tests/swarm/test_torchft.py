@@ -80,7 +80,7 @@ def ours(folder) -> list[list[Tensor]]:
     boxes = [Box(number, 0, shape[0], 0, shape[1]) for number, shape in enumerate(SHAPES)]
     syncer = [FragmentState(folder / str(box.weight), [box], "float32", Outer(RATE, MOMENTUM)) for box in boxes]
     for state, box, weight in zip(syncer, boxes, first(), strict=True):
-        state.found("site-0", 0, 0, [box], memoryview(codec.pack(weight, torch.empty(0), "float32")))
+        state.found("site-0", 0, [box], memoryview(codec.pack(weight, torch.empty(0), "float32")))
     sites, anchors = [first(), first()], first()
     for step in range(1, EVERY * MEETINGS + 1):
         for weights, goals in zip(sites, GOALS, strict=True):

@@ -58,3 +58,12 @@ def where_to_begin(own_step: int, others: Collection[int], is_new: bool) -> int:
     """The step of the run for a site that is new to it, so that its learning rate is that of the run's tokens."""
     middle = statistics.median_low(others) if others else 0
     return middle if is_new and own_step == 0 else own_step
+
+
+def older_copy(number: int, own: int, newest: int) -> str:
+    """Why a site cannot go on where the syncer has an older anchor than the site."""
+    return (
+        f"this site has anchor {own} of fragment {number}, and this syncer's newest is {newest}, so its folder is an "
+        "older copy. To keep what the sites have, serve another --out, and start the sites in new run folders with "
+        "checkpoint.initial_load_path; to go on from the syncer's anchor, start them in new run folders without it"
+    )

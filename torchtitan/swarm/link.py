@@ -4,7 +4,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.certificates import context
 from torchtitan.swarm.fragments import Box
-from torchtitan.swarm.wire import framed, opened
+from torchtitan.swarm.wire import cut, framed
 
 _PAUSES = 0.2, 0.5, 1, 2, 5, 10  # seconds before a further try; then always the last
 _PIECE = 1 << 16  # of a body: a time-out is for each, so a slow line only takes longer
-_ANSWERS = 200, 202, 404, 410  # of a syncer; anything else is a proxy's, or a syncer in trouble
+_ANSWERS = 200, 202, 404  # of a syncer; anything else is a proxy's, or a syncer in trouble
 
 
 class Ended(Exception):
@@ -73,33 +73,30 @@ class Link:
         while True:
             answer = self._call(f"{self._place(number)}/anchor", framed({"boxes": boxes}))
             if answer.status_code == 200:
-                header, payload = opened(answer.content)
-                return header["version"], payload
+                header, payload = cut(answer.content)
+                return json.loads(header)["version"], payload
             self._pause(1)
 
-    def found(self, number: int, version: int, boxes: Sequence[Box], payload: bytes) -> None:
-        header = {"version": version, "rank": self.rank, "boxes": boxes}
+    def found(self, number: int, boxes: Sequence[Box], payload: bytes) -> None:
+        """Offer first weights; the syncer takes those of the first site whose ranks have sent all."""
+        header = {"rank": self.rank, "boxes": boxes}
         self._call(f"{self._place(number)}/found", framed(header, payload))
 
-    def carry(self, travel: Travel, anchor: Callable[[], bytes]) -> None:
+    def carry(self, travel: Travel) -> None:
         """Send a difference, and wait for the meeting that it was part of. Runs in a thread of its own."""
         try:
             while travel.about is None:
-                self._send(travel, anchor)
+                self._send(travel)
                 self._await(travel)
         except (Exception, Ended) as error:
             travel.failed = error
 
-    def _send(self, travel: Travel, anchor: Callable[[], bytes]) -> None:
+    def _send(self, travel: Travel) -> None:
         header = {"rank": self.rank, "base": travel.base, "step": travel.step, "tokens": travel.tokens}
         body = framed(header | {"boxes": travel.sent}, travel.body)
-        while travel.sent:
-            answer = self._call(f"{self._place(travel.number)}/difference", body)
+        if travel.sent:
+            self._call(f"{self._place(travel.number)}/difference", body)
             travel.bytes_up += len(body)
-            if answer.status_code != 410:
-                return
-            logger.warning(f"the syncer has an older anchor of fragment {travel.number} than this site, and gets ours")
-            self.found(travel.number, travel.base, travel.sent, anchor())
 
     def _await(self, travel: Travel) -> None:
         asked = framed({"boxes": travel.boxes, "base": travel.base, "step": travel.step})
@@ -107,9 +104,9 @@ class Link:
             answer = self._call(f"{self._place(travel.number)}/result", asked)
             if answer.status_code == 200:
                 travel.bytes_down = len(answer.content)
-                about, travel.payload = opened(answer.content)
+                about, travel.payload = cut(answer.content)
                 travel.seconds = time.monotonic() - travel.begun
-                travel.about = about  # last: the training thread takes all of it once this is there
+                travel.about = json.loads(about)  # last: the training thread takes all of it once this is there
                 return
             if answer.status_code == 404:  # the syncer has lost it, or the other ranks have not sent theirs
                 self._pause(0.2)

@@ -19,6 +19,7 @@ from torchtitan.observe.metrics import JsonLines, TensorBoard
 from torchtitan.parallel.collectives import any_says_so, from_rank_0
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
+from torchtitan.swarm.decide import older_copy
 from torchtitan.swarm.drawing import Trip, draw
 from torchtitan.swarm.held import Held
 from torchtitan.swarm.identity import shared
@@ -108,8 +109,10 @@ class Site(NoSwarm):
             replays = self.waits_for_all and 0 <= own <= version
             if replays or (own == version and own >= 0):
                 continue  # a site that waits for all lives through the merges that it knows again
-            if own > version or version < 0:
-                self._offer(number, max(own, 0))
+            if version < 0:
+                self._offer(number)
+            elif own > version:
+                raise Refusal(older_copy(number, own, version))
             self._take_newest(number)
             self.flying.pop(number, None)
         if told["begins_at"] > step:
@@ -133,9 +136,9 @@ class Site(NoSwarm):
         self.flying = {}
         return step
 
-    def _offer(self, number: int, version: int) -> None:
+    def _offer(self, number: int) -> None:
         sent, anchor = self.held.sent[number], self.held.anchor_bytes(number)
-        _together(lambda: self.links.of(number).found(number, version, sent, anchor))
+        _together(lambda: self.links.of(number).found(number, sent, anchor))
 
     def _take_newest(self, number: int) -> None:
         """The anchor as it is now, of one version on all ranks."""
@@ -196,8 +199,7 @@ class Site(NoSwarm):
         boxes, sent = self.held.boxes[number], self.held.sent[number]
         travel = Travel(number, self.versions[number], step, tokens, boxes, sent, self.held.encoded(number))
         self.travels[number] = travel
-        anchor = lambda: self.held.anchor_bytes(number)  # noqa: E731
-        threading.Thread(target=self.links.of(number).carry, args=(travel, anchor), daemon=True).start()
+        threading.Thread(target=self.links.of(number).carry, args=(travel,), daemon=True).start()
 
     def _take(self, number: int, patience: float, is_asked_to_stop: Callable[[], bool]) -> None:
         """Take what has arrived, after a wait of at most so many seconds, or of any length if all wait for all."""

@@ -20,31 +20,35 @@ def framed(header: dict[str, Any], *payload: bytes) -> bytes:
     return b"".join([_LENGTH.pack(len(text)), text, *payload])
 
 
-def opened(body: bytes | bytearray) -> tuple[dict[str, Any], memoryview]:
-    """The header, and what follows it."""
-    try:
-        (length,) = _LENGTH.unpack_from(body)
-        if length > LARGEST_HEADER or length > len(body) - _LENGTH.size:
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(body[_LENGTH.size : _LENGTH.size + length])
-        if not isinstance(header, dict):
-            raise ValueError("no header")
-    except (struct.error, ValueError) as error:
-        raise Refusal(f"this body is no message of a swarm ({error}); it was cut off or comes from elsewhere") from None
-    return header, memoryview(body)[_LENGTH.size + length :]
+def cut(body: bytes | bytearray, most: int = LARGEST_HEADER) -> tuple[bytes, memoryview]:
+    """The text of the header, and what follows it."""
+    length = _LENGTH.unpack_from(body)[0] if len(body) >= _LENGTH.size else 0
+    if not 0 < length <= min(most, len(body) - _LENGTH.size):
+        raise Refusal(
+            f"this is no message of a swarm: {len(body)} bytes, with a header of {length}; it was cut off or comes "
+            "from elsewhere"
+        )
+    begin = _LENGTH.size + length
+    return bytes(body[_LENGTH.size : begin]), memoryview(body)[begin:]
 
 
-def boxes_of(header: dict[str, Any], fragment: Sequence[Box]) -> list[Box]:
-    """The boxes that a header names, each of which must lie in one of the fragment's."""
-    try:
-        boxes = [Box(*map(int, numbers)) for numbers in header["boxes"]]
-    except (KeyError, TypeError, ValueError):
-        raise Refusal("this message names no boxes of weights; it comes from another version") from None
-    whole = {box.weight: box for box in fragment}
+def boxes_of(named: Sequence[Sequence[int]], fragment: Sequence[Box]) -> list[Box]:
+    """The boxes that a header names: each lies in one of the fragment's, and no two in the same."""
+    boxes, whole = [Box(*numbers) for numbers in named], {box.weight: box for box in fragment}
     for box in boxes:
-        if box.weight not in whole or box.within(whole[box.weight]) != box or box.size < 1:
+        if box.weight not in whole or box.within(whole[box.weight]) != box:
             raise Refusal(f"{tuple(box)} is no part of this fragment; the site cuts the model otherwise than the run")
+    if len({box.weight for box in boxes}) < len(boxes):
+        raise Refusal("this message names a weight twice; a rank holds one part of each")
     return boxes
+
+
+def sizes(payload: memoryview, boxes: Sequence[Box], codec: Codec, skipped: Sequence[int] | None = None) -> list[int]:
+    """The bytes of each box, if they are as many as came."""
+    each = [num_bytes(*b.shape, codec, skip) for b, skip in zip(boxes, skipped or [0] * len(boxes), strict=True)]
+    if sum(each) != len(payload):
+        raise Refusal(f"this message has {len(payload)} bytes of numbers where {sum(each)} belong; it was cut off")
+    return each
 
 
 def parts(
@@ -52,11 +56,8 @@ def parts(
 ) -> Iterator[tuple[Box, Tensor, Tensor]]:
     """Codes and scales of each box. `of_rows`: blocks are counted from the row's begin, not from the box's."""
     skipped = [box.column % BLOCK if of_rows else 0 for box in boxes]
-    sizes = [num_bytes(*box.shape, codec, skip) for box, skip in zip(boxes, skipped, strict=True)]
-    if sum(sizes) != len(payload):
-        raise Refusal(f"this message has {len(payload)} bytes of numbers where {sum(sizes)} belong; it was cut off")
     begin = 0
-    for box, size, skip in zip(boxes, sizes, skipped, strict=True):
+    for box, size, skip in zip(boxes, sizes(payload, boxes, codec, skipped), skipped, strict=True):
         codes, scales = unpack(payload[begin : begin + size], *box.shape, codec, skip)
         yield box, codes, scales
         begin += size

@@ -9,12 +9,14 @@ some, use a site's checkpoint.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchtitan.refusal import Refusal
+
+if TYPE_CHECKING:
+    from torchtitan.swarm.messages import Known, Weights
 
 HELP = "write a swarm's anchor as a checkpoint"
 
@@ -38,31 +40,33 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
         raise Refusal(f"{out} exists; remove it, or name another --out")
     folders, known = in_order([Path(folder) for folder in args.folders])
     config = load_config(["--job.config_file", str(folders[0] / CONFIG)], prog="swarm export")
-    steps = [site["step"] for site in known["sites"].values()]
-    tokens = sum(site["tokens"] for site in known["sites"].values())
-    step = _write(folders, out, with_seed(config, known["seed"]), known["weights"], max(1, *steps, 1), tokens)
+    steps = [site.step for site in known.sites.values()]
+    tokens = sum(site.tokens for site in known.sites.values())
+    step = _write(folders, out, with_seed(config, known.seed), known.weights or [], max(1, *steps, 1), tokens)
     print(f"the anchor of {len(steps)} sites, as step {step}: {out}")
 
 
-def in_order(folders: Sequence[Path]) -> tuple[list[Path], dict[str, Any]]:
+def in_order(folders: Sequence[Path]) -> tuple[list[Path], "Known"]:
     """The folders as the sites list their syncers, and what the first of them knows of the run."""
-    known = [json.loads((folder / "run.json").read_text()) for folder in folders]
-    if waiting := [folder for folder, each in zip(folders, known, strict=True) if each["place"] is None]:
-        raise Refusal(f"{waiting[0]}: no site has joined yet; wait until one has")
-    order = sorted(range(len(known)), key=lambda number: known[number]["place"])
-    first, places = known[order[0]], [known[number]["place"] for number in order]
-    is_one_swarm = all(known[number]["swarm"] == first["run"] for number in order[1:])
-    if not is_one_swarm or places != [[place, len(known)] for place in range(len(known))]:
+    from torchtitan.swarm.syncer.syncer import read_known
+
+    known = [read_known(folder) for folder in folders]
+    places = [each.place for each in known if each.place is not None]
+    if len(places) < len(known):
+        waiting = next(folder for folder, each in zip(folders, known, strict=True) if each.place is None)
+        raise Refusal(f"{waiting}: no site has joined yet; wait until one has")
+    order = sorted(range(len(known)), key=places.__getitem__)
+    first = known[order[0]]
+    is_one_swarm = all(known[number].swarm == first.run for number in order[1:])
+    if not is_one_swarm or sorted(places) != [(place, len(known)) for place in range(len(known))]:
         raise Refusal(
-            f"{', '.join(map(str, folders))}: these are not the folders of all {first['place'][1]} syncers of one "
+            f"{', '.join(map(str, folders))}: these are not the folders of all {places[order[0]][1]} syncers of one "
             "swarm; name the --out of each swarm serve once"
         )
     return [folders[number] for number in order], first
 
 
-def _write(
-    folders: Sequence[Path], out: Path, config: object, weights: list[tuple[str, list[int]]], step: int, tokens: int
-) -> int:
+def _write(folders: Sequence[Path], out: Path, config: object, weights: "Weights", step: int, tokens: int) -> int:
     import torch
 
     from torchtitan.checkpoint.manager import Checkpointer
@@ -76,7 +80,7 @@ def _write(
 
     assert isinstance(config, Config)
     section = config.swarm
-    table = [Weight(name, tuple(shape)) for name, shape in weights or ()]
+    table = [Weight(name, tuple(shape)) for name, shape in weights]
     tensors = {f"model.{weight.name}": torch.empty(weight.rows, weight.columns) for weight in table}
     for number, boxes in enumerate(divide(table, section.fragments) if table else ()):
         folder = folders[number % len(folders)]

@@ -29,10 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     require_packages()
+    import resource
+
     from torchtitan.config.load import load_config, to_toml
     from torchtitan.observe.log import logger, start_logging
     from torchtitan.swarm.certificates import sites_of
     from torchtitan.swarm.identity import shared
+    from torchtitan.swarm.syncer.door import MOST_DESCRIPTORS
     from torchtitan.swarm.syncer.server import Server
     from torchtitan.swarm.syncer.syncer import Syncer
 
@@ -41,6 +44,10 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     if sys.platform == "linux":  # freed memory goes back to the system, or to the next request of any thread
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 8 << 20), libc.mallopt(M_ARENA_MAX, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     keys = Path(args.keys)
     syncer = Syncer(Path(args.out), config.swarm, shared(config), config.debug.seed, lambda: sites_of(keys))
     (Path(args.out) / CONFIG).write_text(to_toml(config), encoding="utf-8")  # for swarm export

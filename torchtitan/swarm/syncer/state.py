@@ -7,9 +7,8 @@ import itertools
 import json
 import os
 import struct
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
 from torchtitan.swarm.codec import BLOCK, Codec, decode, encode, pack
 from torchtitan.swarm.decide import NORMS_KEPT, is_usual, shares
 from torchtitan.swarm.fragments import Box, checksum, squares
 from torchtitan.swarm.outer import Outer, taken
-from torchtitan.swarm.wire import parts
+from torchtitan.swarm.syncer.pieces import Pieces, view
+from torchtitan.swarm.wire import parts, sizes
 
 UPDATES_KEPT = 32  # for sites that go on from a checkpoint of theirs
-
-
-@dataclass
-class Difference:
-    """What a site sent of a fragment, rank by rank."""
-
-    base: int  # the version of the anchor that it differs from
-    step: int
-    tokens: int
-    pieces: dict[int, tuple[list[Box], memoryview]] = field(default_factory=dict)  # by rank
-    complete_at: float = 0.0
-
-    def size(self) -> int:
-        return sum(box.size for boxes, _ in self.pieces.values() for box in boxes)
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,8 @@ class Meeting:
 
 
 class FragmentState:
-    def __init__(self, folder: Path, boxes: Sequence[Box], codec: Codec, outer: Outer) -> None:
+    def __init__(self, folder: Path, boxes: Sequence[Box], codec: Codec, outer: Outer, given_out: int = -1) -> None:
+        """`given_out`: the newest version that sites may have; the files may have lost it."""
         self.folder, self.boxes, self.codec, self.outer = folder, list(boxes), codec, outer
         self.size = sum(box.size for box in boxes)
         self.places = {box.weight: (place, box) for place, box in enumerate(boxes)}
@@ -64,27 +53,34 @@ class FragmentState:
         self.rest: list[Tensor] = []  # what rounding has kept from the sites so far
         self.meetings: list[Meeting] = []
         self.norms: list[float] = []  # of differences that counted
-        self.arriving: dict[str, Difference] = {}
-        self.founding: dict[str, dict[int, tuple[list[Box], memoryview]]] = {}  # by site and rank
+        self.arriving: dict[str, Pieces] = {}
+        self.founding: dict[str, Pieces] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._load()
+        if self.version < given_out:
+            self._rebuild(given_out)
 
     # --- what comes in
 
-    def found(self, site: str, version: int, rank: int, boxes: list[Box], payload: memoryview) -> bool:
-        """Take a rank's part of an anchor that is newer than ours. Returns whether it is complete now."""
-        if version <= self.version:
+    def found(self, site: str, rank: int, boxes: list[Box], payload: memoryview, session: int = 0) -> bool:
+        """Take a rank's part of the first weights, unless they are here. Returns whether they are now."""
+        if self.version >= 0:
             return True
-        own = self.founding.setdefault(site, {})
-        own[rank] = boxes, payload
-        if sum(box.size for each, _ in own.values() for box in each) < self.size:
+        sizes(payload, boxes, "float32")
+        own = self.founding.get(site)
+        if own is None or own.session != session:
+            own = self.founding[site] = Pieces(session=session)
+        if not own.put(rank, boxes, payload, self.boxes):
             return False
         anchor = [torch.zeros(box.shape) for box in self.boxes]
-        for each, body in own.values():
+        for each, body in own.pieces.values():
             for box, codes, scales in parts(body, each, "float32", of_rows=False):
                 place, whole = self.places[box.weight]
-                _view(anchor[place], whole, box).copy_(decode(codes, scales))
-        self.anchor, self.founding, self.version, self.meetings = anchor, {}, version, []
+                view(anchor[place], whole, box).copy_(decode(codes, scales))
+        if not all(tensor.isfinite().all() for tensor in anchor):
+            del self.founding[site]
+            raise Refusal(f"the first weights of site {site} are not all finite; look at its model's initialisation")
+        self.anchor, self.founding, self.version = anchor, {}, 0
         self.velocity = [torch.zeros_like(tensor) for tensor in anchor]
         is_rounded = self.codec != "float32"
         self.rest = [torch.zeros(t.shape if is_rounded else (0, 0), dtype=torch.bfloat16) for t in anchor]
@@ -93,15 +89,25 @@ class FragmentState:
         return True
 
     def add(
-        self, site: str, rank: int, base: int, step: int, tokens: int, boxes: list[Box], payload: memoryview
+        self,
+        site: str,
+        rank: int,
+        base: int,
+        step: int,
+        tokens: int,
+        boxes: list[Box],
+        payload: memoryview,
+        session: int = 0,
     ) -> None:
-        """Take a rank's part of a site's difference. A repeated one changes nothing."""
+        """Take a rank's part of a site's difference, if it is what it says."""
+        sizes(payload, boxes, self.codec)
         known = self.arriving.get(site)
-        if known is None or (known.base, known.step) != (base, step):
-            known = self.arriving[site] = Difference(base, step, tokens)
-        known.pieces[rank] = boxes, payload
-        if known.size() == self.size and not known.complete_at:
-            known.complete_at = time.monotonic()
+        if known is None or (known.base, known.step, known.session) != (base, step, session):
+            known = Pieces(base, step, tokens, session)
+        if known.tokens != tokens:
+            raise Refusal(f"rank {rank} of this site counts {tokens} tokens, and another {known.tokens}; they are one")
+        known.put(rank, boxes, payload, self.boxes)
+        self.arriving[site] = known
 
     def arrived(self) -> dict[str, float]:
         return {site: each.complete_at for site, each in self.arriving.items() if each.complete_at}
@@ -132,7 +138,7 @@ class FragmentState:
 
     def _merge(
         self,
-        counted: dict[str, Difference],
+        counted: dict[str, Pieces],
         share: dict[str, float],
         norms: dict[str, float],
         rejected: dict[str, tuple[int, str]],
@@ -145,7 +151,7 @@ class FragmentState:
             mean = torch.zeros(box.shape)
             for site, pieces in sent.items():
                 for piece, codes, scales in pieces[box.weight]:
-                    _view(mean, box, piece).add_(decode(codes, scales), alpha=share[site])
+                    view(mean, box, piece).add_(decode(codes, scales), alpha=share[site])
             norm += squares(mean)
             wanted = self.outer.step(mean, self.velocity[number]) if counted else mean
             if self.codec != "float32":
@@ -170,7 +176,7 @@ class FragmentState:
             del self.arriving[site]
         return meeting
 
-    def _norm(self, difference: Difference) -> float:
+    def _norm(self, difference: Pieces) -> float:
         total = 0.0
         for boxes, payload in difference.pieces.values():
             for _, codes, scales in parts(payload, boxes, self.codec, of_rows=False):
@@ -247,13 +253,29 @@ class FragmentState:
         self.version, self.norms = about["version"], about["norms"]
         self.meetings = [Meeting(**each) for each in about["meetings"]]
 
+    def _rebuild(self, given_out: int) -> None:
+        """Where files of anchors are lost, the updates that the sites took lead to the same anchor, to the bit."""
+        begun = self.version
+        if begun < 0:
+            raise Refusal(
+                f"{self.folder}: sites have anchor {given_out}, and no file of an anchor is left here; bring the "
+                "folder back from a copy, or name another --out"
+            )
+        while self.version < given_out and self._update_file(self.version).exists():
+            with safe_open(self._update_file(self.version), "pt") as file:
+                for number, anchor in enumerate(self.anchor):
+                    update = decode(file.get_tensor(f"codes.{number}"), file.get_tensor(f"scales.{number}"))
+                    self.anchor[number] = taken(anchor, update)
+            self.version += 1
+        logger.warning(
+            f"{self.folder}: the files of anchor {given_out} are lost, so this goes on from anchor {self.version}, "
+            f"which is made from {begun} and its updates"
+        )
+        if self.version > begun:
+            self._save()
 
-def _view(tensor: Tensor, whole: Box, box: Box) -> Tensor:
-    """The part of the tensor, which holds a whole box, that another box means."""
-    return tensor[box.row - whole.row : box.end_row - whole.row, box.column : box.end_column]
 
-
-def _by_weight(difference: Difference, codec: Codec) -> dict[int, list[tuple[Box, Tensor, Tensor]]]:
+def _by_weight(difference: Pieces, codec: Codec) -> dict[int, list[tuple[Box, Tensor, Tensor]]]:
     """In the order of the ranks, so that sums repeat to the bit."""
     found: dict[int, list[tuple[Box, Tensor, Tensor]]] = {}
     for rank in sorted(difference.pieces):

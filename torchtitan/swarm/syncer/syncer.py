@@ -4,7 +4,9 @@ It holds the run's identity, its sites, and the fragments with their anchors. It
 joins brings the table of weights and their first values, and from then on no site's values replace them.
 """
 
+import itertools
 import json
+import math
 import os
 import secrets
 import threading
@@ -18,9 +20,11 @@ from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.decide import differing, is_due, where_to_begin
 from torchtitan.swarm.fragments import Box, Weight, divide
+from torchtitan.swarm.messages import Known, Weights, read
 from torchtitan.swarm.outer import Outer
 from torchtitan.swarm.syncer.state import FragmentState, Meeting
 
+UNREADABLE = "run.json is not what a syncer writes; bring it back from a copy, or name another --out"
 ABSENT_SECONDS = 30.0  # without a word, after which merges do not wait for a site
 
 
@@ -42,8 +46,9 @@ class Syncer:
         self.heard: dict[str, float] = {}
         self.fragments: list[FragmentState] = []
         folder.mkdir(parents=True, exist_ok=True)
+        known: dict[str, Any]
         if self.file.exists():
-            known = json.loads(self.file.read_text())
+            known = read_known(folder).model_dump()
             if different := differing(known["shared"], self.shared):
                 raise Refusal(
                     f"{folder} holds another swarm's run: {different[0].replace('at this site', 'in this file')}; name "
@@ -52,15 +57,20 @@ class Syncer:
         else:
             known = {"run": secrets.token_hex(8), "seed": secrets.randbits(31) if seed is None else seed}
             known |= {"shared": self.shared, "weights": None, "streams": None, "sites": {}, "place": None, "swarm": ""}
+            known |= {"versions": []}
         self.run, self.seed = known["run"], known["seed"]
-        self.weights: list[list[Any]] | None = known["weights"]
+        self.weights: Weights | None = known["weights"]
         self.streams: int | None = known["streams"]
         self.sites: dict[str, dict[str, Any]] = known["sites"]
-        self.place: tuple[int, int] | None = known["place"] and tuple(known["place"])  # among the swarm's syncers
+        self.place: tuple[int, int] | None = known["place"]  # among the swarm's syncers
         self.swarm: str = known["swarm"]  # the run of the first of them
         if self.weights is not None:
-            self._make_fragments()
+            self.fragments = self._fragments_of(self.weights, known["versions"])
         self._save()
+
+    @property
+    def versions(self) -> list[int]:
+        return [fragment.version for fragment in self.fragments]
 
     @property
     def waits_for_all(self) -> bool:
@@ -92,7 +102,6 @@ class Syncer:
                     f"and it is number {at + 1} of {count} of swarm {self.swarm or self.run}; give all sites the same "
                     "swarm.syncers, in the same order"
                 )
-            self.streams, self.place, self.swarm = streams, place, swarm
             if site not in self.sites:
                 taken = {each["part"] for each in self.sites.values()}
                 free = [number for number in range(self.section.sites) if number not in taken]
@@ -105,23 +114,26 @@ class Syncer:
                         f"({', '.join(sorted(self.sites))}); a swarm with more needs swarm.sites of its own"
                     )
                 self.sites[site] = {"part": free[0], "session": 0, "step": 0, "tokens": 0, "speed": 0.0, "meeting": ""}
+                self.streams, self.place, self.swarm = streams, place, swarm
                 self._save()
             self.hear(site)
             own = self.sites[site]
             logger.info(f"site {site} is there, with part {own['part'] + 1} of {self.section.sites} of the data")
             return {"run": self.run, "seed": self.seed, "part": own["part"], "parts": self.section.sites}
 
-    def join(self, site: str, run: str, weights: Sequence[Sequence[Any]], step: int, is_new: bool) -> dict[str, Any]:
+    def join(self, site: str, run: str, weights: Weights, step: int, is_new: bool) -> dict[str, Any]:
         self.check(run)
         with self.lock:
-            table = [list(weight) for weight in weights]
+            if site not in self.sites:
+                raise Refusal(f"site {site} has not said hello to this syncer; restart the site")
             if self.weights is None:
-                self.weights = table
-                self._make_fragments()
-                self._save()
-            if table != self.weights:
+                fragments = self._fragments_of(weights)
+                self.weights, self.fragments = weights, fragments
+                logger.info(f"site {site} decides the model: {len(weights)} weights of {_size(weights):,} numbers")
+            if weights != self.weights:
                 other = next(
-                    (f"{a} and {b}" for a, b in zip(table, self.weights, strict=False) if a != b), "more weights"
+                    (f"{[*a]} and {[*b]}" for a, b in zip(weights, self.weights, strict=False) if a != b),
+                    "more weights",
                 )
                 raise Refusal(f"site {site} has another model than the run: {other}; use the run's [model]")
             own = self.sites[site]
@@ -132,11 +144,10 @@ class Syncer:
             others = [self.sites[name]["step"] for name in there]
             begins_at = where_to_begin(step, others, is_new and not self.waits_for_all)
             self.hear(site)
-            versions = [fragment.version for fragment in self.fragments]
             return {
                 "session": own["session"],
                 "clock": time.time(),
-                "versions": versions,
+                "versions": self.versions,
                 "begins_at": begins_at,
                 "again": read_again,
             }
@@ -201,23 +212,44 @@ class Syncer:
         versions = {number: self.fragments[number].version for number in range(first, len(self.fragments), count)}
         return {"run": self.swarm or self.run, "shared": self.shared, "versions": versions, "sites": sites}
 
-    def _make_fragments(self) -> None:
-        assert self.weights is not None
-        boxes: list[list[Box]] = divide(
-            [Weight(name, tuple(shape)) for name, shape in self.weights], self.section.fragments
-        )
-        folders = [self.folder / f"fragment-{number}" for number in range(len(boxes))]
-        self.fragments = [
-            FragmentState(folder, each, self.section.codec, self.outer)
-            for folder, each in zip(folders, boxes, strict=True)
+    def _fragments_of(self, weights: Weights, versions: Sequence[int] = ()) -> list[FragmentState]:
+        """`versions`: those that were given out. Refuses a table that this syncer could not serve."""
+        size, codec = _size(weights), self.section.codec
+        needed, memory = size * (8 if codec == "float32" else 10), _memory()
+        if len({name for name, _ in weights}) < len(weights):
+            raise Refusal("two of the model's weights have one name; this is no table that a site makes")
+        if needed > memory:
+            raise Refusal(
+                f"the syncer needs {needed:,} bytes of memory for a model of {size:,} numbers, and its machine has "
+                f"{memory:,}; serve on a larger one"
+            )
+        boxes: list[list[Box]] = divide([Weight(name, tuple(shape)) for name, shape in weights], self.section.fragments)
+        newest = itertools.chain(versions, itertools.repeat(-1))
+        return [
+            FragmentState(self.folder / f"fragment-{number}", each, codec, self.outer, given_out)
+            for number, (each, given_out) in enumerate(zip(boxes, newest, strict=False))
         ]
 
     def _save(self) -> None:
-        names = "run", "seed", "shared", "weights", "streams", "sites", "place", "swarm"
-        about = {name: getattr(self, name) for name in names}
+        """Nothing is written that could not be read again."""
+        text = json.dumps({name: getattr(self, name) for name in Known.model_fields})
+        read(Known, text, UNREADABLE)
         unfinished = self.file.with_suffix(".unfinished")
         with open(unfinished, "w") as file:
-            json.dump(about, file)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, self.file)
+
+
+def read_known(folder: Path) -> Known:
+    return read(Known, (folder / "run.json").read_bytes(), f"{folder}: {UNREADABLE}")
+
+
+def _size(weights: Weights) -> int:
+    return sum(math.prod(shape) for _, shape in weights)
+
+
+def _memory() -> int:
+    """Of this machine, in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
