@@ -542,6 +542,15 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         load_config(["--job.config_file", "nowhere.toml"])
     with pytest.raises(ConfigError, match="is not TOML: .*line 2"):
         load_config(["--job.config_file", written(tmp_path, "[job]\nx x")])
+    for value, why in (
+        ("9" * 5000, "more than 64 bits"),
+        ("0x1" + "0" * 16, "more than 64 bits"),
+        ("[" * 21 + "]" * 21, "more than 20 levels"),
+        ("[" * 9999, "more than 20 levels"),
+        ('"\\u0000"', "holds a zero byte"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            load_config(["--job.config_file", written(tmp_path, f"[job]\ndescription = {value}")])
     for empty in (["--job.config_file"], ["--job.config_file="], ["--job.config_file", "--training.steps", "3"]):
         with pytest.raises(ConfigError, match="it needs a file name"):
             load_config(empty)

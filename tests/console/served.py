@@ -38,7 +38,7 @@ def write_run(folder: Path, steps: int = 30, lr: float = 3e-3, last_bytes: bytes
         record = {"loss": 8 - step / 10, "lr": lr, "tokens_seen": step * 100.0, "step_seconds": 0.5, "grad_norm": 1.0}
         records.write(step, record | {"tokens_per_second": 200.0, "memory_gib": float("nan")})
         if step % 10 == 0:
-            validations.write(step, {"validation_loss": 8.5 - step / 10})
+            validations.write(step, {"validation_loss": 8.5 - step / 10, "accuracy": step / 100})
     records.close(), validations.close()
     (folder / "train.log").write_bytes(b"".join(b"line %d\n" % i for i in range(20_000)) + last_bytes)
     return folder

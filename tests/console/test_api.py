@@ -37,20 +37,21 @@ def id_of(console: Served, name: str) -> str:
 
 def test_runs_below_the_folder_are_listed_with_what_they_recorded(console):
     runs = {run["name"]: run for run in console.client.get("/api/runs").json()}
-    assert set(runs) >= {"one", "two"}
+    assert set(runs) >= {"one", "deeper/two"}
     one = runs["one"]
     assert (one["state"], one["step"], one["steps"], one["is_own"]) == ("stopped", 30, 100, False)
     assert one["loss"] == pytest.approx(5.0) and one["description"] == "debug model"
+    assert one["model"] == "llama3 debugmodel"
     page = console.client.get(f"/api/runs/{one['id']}").json()
     assert page["checkpoints"] == ["step-20"] and page["logs"] == ["train.log"]
     assert page["configuration"]["optimizer.lr"] == "0.003"
 
 
 def test_metrics_go_on_after_a_step_and_a_run_that_went_back_is_read_anew(console):
-    id = id_of(console, "two")
+    id = id_of(console, "deeper/two")
     first = console.client.get(f"/api/runs/{id}/metrics").json()
     assert [record["step"] for record in first["records"]] == list(range(1, 11)) and first["next"] == 10
-    assert first["validation"] == [{"step": 10, "validation_loss": 7.5}]
+    assert first["validation"] == [{"step": 10, "validation_loss": 7.5, "accuracy": 0.1}]
     assert "memory_gib" not in first["records"][0]
     assert first["records"][-1]["elapsed"] == pytest.approx(5.0)
     assert console.client.get(f"/api/runs/{id}/metrics?after=10").json()["records"] == []
@@ -77,7 +78,7 @@ def test_a_validation_that_is_written_after_the_record_of_its_step_is_given_once
 
 
 def test_a_new_run_begins_with_the_configuration_of_another(console):
-    page = console.client.get("/new", params={"source": id_of(console, "two")}).text
+    page = console.client.get("/new", params={"source": id_of(console, "deeper/two")}).text
     assert "lr = 0.001" in page and "lr = 0.001" not in console.client.get("/new", params={"source": "unknown"}).text
 
 
@@ -141,6 +142,21 @@ def test_a_configuration_is_checked_as_the_recipe_checks_it(console):
         line for line in mistakes(TOML.replace("./tests/assets", "./nowhere"), whole=True) if "nowhere" in line
     ]
     assert "tokenizer" in missing
+
+
+def test_what_no_person_means_is_refused_in_a_sentence(console):
+    id = id_of(console, "one")
+    for path in (f"/api/runs/{id}/files/%00", f"/api/runs/{id}/logs/%00", "/api/audit?search=%00"):
+        assert console.client.get(path).status_code == 422
+    as_json = {"Content-Type": "application/json"}
+    for version in ("NaN", "1e999", '"\\ud800"'):
+        body = f'{{"version": {version}, "\\ud800": 1}}'
+        answer = console.client.post("/api/designs/x/delete", content=body, headers=as_json)
+        assert answer.status_code == 422 and answer.json()["detail"][0]["loc"][0] == "body"
+    many = dict.fromkeys(map(str, range(50_000)))
+    assert len(console.client.post("/api/check", json=many).json()["detail"]) == 20
+    assert console.client.post("/api/check", content=b"[" * 100_000, headers=as_json).status_code == 400
+    assert console.client.post("/login", data=dict.fromkeys("abcde", "1")).status_code == 400
 
 
 def test_the_api_describes_itself_and_refuses_what_is_not_in_it(console):

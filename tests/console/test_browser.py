@@ -90,6 +90,7 @@ def test_the_page_shows_this_machine_and_its_runs_and_a_log_stays_text(page):
     page.get_by_role("link", name="first-try").click()
     page.get_by_text("100 of 100").wait_for()
     page.locator("canvas").first.wait_for()
+    page.get_by_role("img", name="Accuracy").wait_for()  # what a model of one's own measures
     page.get_by_text("Predicted: 0.25 s a step, 1 GiB (1 rank; a guess). Measured: 0.5 s a step, 2.00 times").wait_for()
     page.get_by_text(": no progress for 4 s at step 4: rank 1 lags <b>. The tab Hang").wait_for()
     page.get_by_role("tab", name="Hang").click()

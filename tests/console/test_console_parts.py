@@ -5,6 +5,7 @@ import json
 import math
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torchtitan.console.pages.keys import meanings
 from torchtitan.console.predictions import in_words, read_prediction
 from torchtitan.console.resume import plan_resume
 from torchtitan.console.text import inert, whole_characters
+from torchtitan.foreign import read_piece
 from torchtitan.launch.ssh.client import Broken
 from torchtitan.node.messages import RunRow
 from torchtitan.refusal import Refusal
@@ -89,6 +91,24 @@ def test_records_are_read_on_whole_line_by_whole_line_and_what_is_none_is_passed
     assert columns.points("loss") == [(1, 3.0), (2, 2.0)]
 
 
+def test_a_record_without_an_end_is_none_and_steps_that_are_written_again_and_again_take_no_time(tmp_path):
+    run, columns = write_run(tmp_path / "run", steps=1), Columns("metrics.jsonl")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"step": {step}, "loss": 1}}\n' for step in [*range(2, 100_000), *[99_999] * 50_000])
+        file.truncate(file.tell() + 2**40)
+    begun = time.process_time()
+    columns.read_on(lambda *piece: read_piece(run, *piece))
+    assert len(columns.steps) == 99_999 and columns.points("elapsed") == [(1, 0.5)] and len(columns._rest) < 2**17
+    assert time.process_time() - begun < 10
+
+
+def test_a_record_without_its_seconds_spoils_none_after_it():
+    file, columns = File(), Columns("metrics.jsonl")
+    file.write({"step": 1, "loss": 3.0}, {"step": 2, "step_seconds": 2})
+    columns.read_on(file.read)
+    assert columns.points("elapsed") == [(2, 2.0)]
+
+
 def test_steps_that_are_written_again_replace_the_earlier_ones():
     file, curves = File(), Curves()
     file.write(*({"step": i, "loss": 1.0, "tokens_seen": i * 10} for i in range(1, 6)))
@@ -124,6 +144,7 @@ def test_a_prediction_is_shown_beside_what_was_measured_unless_the_run_is_anothe
         b"[]",
         b"{}",
         json.dumps(plan | {"seconds": -1}).encode(),
+        json.dumps(plan | {"seconds": 10**400}).encode(),
         json.dumps(plan | {"run": 1}).encode(),
     ):
         assert read_prediction(wrong, ran, curves) is None

@@ -29,7 +29,8 @@ for line in sys.stdin:
     if kind == "report": print(own.model_copy(update=dict(id=id)).model_dump_json(), flush=True)
     if kind == "runs":
         row = dict(run="mine", folder={folder!r} + "/honest/runs/mine", state="ended", is_own=True, rank=0, nodes=1)
-        say(id=id, kind=kind, runs=[row | dict(log="node/0/output.log", description="\\x1b[2J<b>")])
+        bad = row | dict(rank=1, started=1e300, step=2**64, steps=5.5, more=1)
+        say(id=id, kind=kind, runs=[row | dict(log="node/0/output.log", description="\\x1b[2J<b>"), bad, dict(run="/")])
     if kind == "read": say(id=id, kind=kind, data=base64.b64encode(b"a lie").decode(), size=5, is_end=True)
     if kind == "stop": say(id=id, kind=kind, state="stopped")
 """
@@ -54,11 +55,19 @@ def test_what_a_lying_node_says_stays_its_own_and_the_honest_one_is_served(tmp_p
         def logs() -> dict[str, str]:
             runs = console.client.get("/api/runs").json()
             path = "logs/node/0/output.log"
-            return {one["node"]: console.client.get(f"/api/runs/{one['id']}/{path}").json().get("text") for one in runs}
+            plain = [run for run in runs if not run["trouble"]]
+            return {
+                one["node"]: console.client.get(f"/api/runs/{one['id']}/{path}").json().get("text") for one in plain
+            }
 
         wait_for(lambda: logs() == {"honest": "the truth", "liar": "a lie"})
-        lie = next(run for run in console.client.get("/api/runs").json() if run["node"] == "liar")
-        assert lie["description"] == "<b>"
+        lie, bad, nameless = (run for run in console.client.get("/api/runs").json() if run["node"] == "liar")
+        assert "more = 1: Extra" in bad["trouble"] and bad["rank"] == 1 and bad["started"] is bad["step"] is None
+        for why in ("step = 18446744073709551616: Input", "steps = 5.5: Input", "started = 1e+300: Input"):
+            assert why in bad["trouble"]
+        assert "run = '/': String" in nameless["trouble"] and not nameless["is_own"]
+        assert console.client.get("/").status_code == 200
+        assert lie["description"] == "\N{REPLACEMENT CHARACTER}[2J<b>"
         assert console.client.post(f"/api/runs/{lie['id']}/stop").json()["state"] == "stopped"
         assert (part / "end.json").read_text() == '{"state": "ended"}'
         for mode, why in (("wrong", "is it a node program?"), ("endless", "a line of more than")):

@@ -132,7 +132,7 @@ def test_runs_below_a_folder_that_a_host_s_watch_names_are_shown_and_can_only_be
     library.refresh()
     (entry,) = library.entries()
     shown = entry.page.name, entry.page.node, entry.page.step, entry.page.is_own, entry.row.run
-    assert shown == ("one", "b", 3, False, "@0/deep/one")
+    assert shown == ("deep/one", "b", 3, False, "@0/deep/one")
     assert library.page(entry.page.id).checkpoints == ["step-20"]
     with pytest.raises(ValidationError, match="run"):  # no message stops or deletes it
         entry.member.node.ask(messages.Stop, run=entry.row.run)

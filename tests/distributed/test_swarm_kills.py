@@ -16,6 +16,7 @@ from tests.ports import free_port
 from tests.swarm.served import keys
 from tests.tiny_runs import read_records
 from torchtitan.hardware import EXIT_UNFINISHED
+from torchtitan.tools.runs import look
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -106,9 +107,14 @@ def test_killed_syncers_and_sites_cost_the_others_nothing(tmp_path: Path, swarm:
     syncer = swarm.serve()
     sites = [swarm.site(0), swarm.site(1)]
     swarm.wait_for(lambda: min(swarm.meetings(0), swarm.meetings(1)) >= 3, "no three meetings")
+    assert look(swarm.folder / "syncer")[0] == "running" and look(swarm.folder / "syncer")[1].step
+    second = swarm.serve()
+    swarm.wait_for(lambda: "is in use by process" in swarm.said("syncer"), "a second syncer took the folder")
+    assert second.wait() != 0
 
     syncer.send_signal(signal.SIGKILL)
     syncer.wait()
+    assert look(swarm.folder / "syncer")[0] == "stopped"
     swarm.wait_for(
         lambda: "cannot be reached" in swarm.said("site-0") + swarm.said("site-1"), "both met without a syncer"
     )

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def damage_text(data: bytes, chance: random.Random) -> bytes:
     return data
 
 
-def damage_json(value: Any, chance: random.Random) -> Any:
+def damage_json(value: Any, chance: random.Random, corpus: Sequence[Any] = CORPUS) -> Any:
     """One value somewhere inside replaced or removed, or a key renamed."""
     value, path = copy.deepcopy(value), []
     at = value
@@ -65,7 +65,7 @@ def damage_json(value: Any, chance: random.Random) -> Any:
         path.append((at, key))
         at = at[key]
     if not path:
-        return chance.choice(CORPUS)
+        return chance.choice(corpus)
     parent, key = path[-1]
     way = chance.randrange(6)
     if way == 0:
@@ -73,7 +73,7 @@ def damage_json(value: Any, chance: random.Random) -> Any:
     elif way == 1 and isinstance(parent, dict):
         parent[f"{key}_"] = parent.pop(key)
     else:
-        parent[key] = chance.choice(CORPUS)
+        parent[key] = chance.choice(corpus)
     return value
 
 

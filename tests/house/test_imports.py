@@ -38,7 +38,7 @@ SHAPES = (
     T + "models.downloads",
 )  # of any model, no torch
 FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
-BELOW = (*CONFIG, T + "root", T + "hardware", *SHAPES)  # what every room may import
+BELOW = (*CONFIG, T + "root", T + "foreign", T + "hardware", *SHAPES)  # what every room may import
 OWN = T + "own_model"
 LAUNCH = (T + "launch",)
 START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # none of its folders
@@ -70,7 +70,7 @@ OUTSIDE_A_PLAIN_RUN = tuple(T + room for room in ("own_model", "tools", "launch"
 
 # What may stand at the head of a file. Anything else is heavy or optional: imported by the one function that needs it.
 LIGHT = {"pydantic", "pydantic_core", "tyro", "tomli", "tomli_w"}
-OF_SWARM = {"uvicorn", "starlette", "httpx", "cryptography", "safetensors"}  # its verbs load them when they run
+OF_SWARM = {"uvicorn", "starlette", "anyio", "httpx", "cryptography", "safetensors"}  # its verbs load them
 OF_CONSOLE = {"nicegui", "fastapi", "starlette", "uvicorn", "sqlalchemy"}  # its verbs load them when they run
 DOORS = (T + "console.verb", T + "console.token")  # loaded for their line of help, where packages may be missing
 ALWAYS_THERE = LIGHT | {"torch", "numpy", "rich", "fsspec"}
@@ -123,7 +123,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return (*CONFIG, *SHAPES)
     if within(module, (OWN,)):
         return (*CORE, OWN)
-    if within(module, (T + "hardware", T + "root")):
+    if within(module, (T + "hardware", T + "root", T + "foreign")):
         return BELOW
     if module == T + "models.layers":
         return CONFIG
@@ -142,7 +142,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     if within(module, LAUNCH):
         return (*BELOW, *LAUNCH)
     if module == T + "node.keeper":  # every run has one: it loads nothing else
-        return (T + "refusal", T + "node.processes")
+        return (T + "refusal", T + "foreign", T + "node.processes")
     if within(module, NODE):
         return (*BELOW, *START, T + "tools.runs", *NODE)
     if within(module, CONSOLE):

@@ -71,13 +71,13 @@ def test_only_an_answer_of_the_right_kind_to_a_question_counts() -> None:
     node = liar("""
 print("Welcome to this host\\x1b[31m")
 say(id=id + 7, kind="port", port=1)
-say(id=id, kind="port", port=99999999)
-say(id=id, kind="port", port=5, more=1)
 say(id=None, kind="refused", why="nothing")
-say(id=id, kind="runs", runs=[]) if asked["do"] == "port" else say(id=id, kind="refused", why="no\\x1b[2Jt so")
+answers = [dict(kind="runs", runs=[]), dict(kind="port", port=99999999), dict(kind="port", port=5, more=1)]
+say(id=id, **answers[number - 1]) if asked["do"] == "port" else say(id=id, kind="refused", why="no\\x1b[2Jt so")
 """)
-    with pytest.raises(Refusal, match="answers port with runs"):
-        node.ask(messages.Port)
+    for why in ("answers port with runs", "its answer is none: port.port: Input", "its answer is none: port.more: Ex"):
+        with pytest.raises(Refusal, match=why):  # at once
+            node.ask(messages.Port)
     with pytest.raises(Refusal, match="no\N{REPLACEMENT CHARACTER}.2Jt so"):
         node.ask(messages.Runs)
     node.close()
@@ -86,7 +86,7 @@ say(id=id, kind="runs", runs=[]) if asked["do"] == "port" else say(id=id, kind="
 def test_bytes_that_were_not_asked_for_are_not_taken() -> None:
     node = liar("""
 at = asked["position"]
-for data in ("=A==", "QUI=" if at < 4 else "", "QQ=="):
+for data in ("QUI=" if at < 4 else "", "QQ=="):
     say(id=id, kind="follow", data=data, size=4, is_end=at == 4)
 """)
     heard = Heard()
@@ -117,7 +117,10 @@ else: say(id=id, kind="refused", why="Stale file handle")
     [
         ("sys.stdout.write('x' * 30_000_000)", "a line of more than"),
         ("for n in range(1000): say(id=n + 1000, kind='port', port=1)", "lines came that answer nothing"),
-        ("sys.exit('\\x1b[31mgone')", "gone"),
+        (
+            "sys.exit('\\x1b]52;c;AA\\x07gone')",
+            "broke: \ufffd.52;c;AA\ufffdgone$",
+        ),
     ],
 )
 def test_a_node_that_floods_or_ends_is_given_up(body: str, why: str) -> None:
@@ -146,7 +149,7 @@ def test_a_node_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_node_of_another_protocol_is_refused_with_the_fix() -> None:
-    with pytest.raises(Broken, match="speaks protocol 7, and this is 3; install"):
+    with pytest.raises(Broken, match=f"speaks protocol 7, and this is {messages.PROTOCOL}; install"):
         liar("", 7)
 
 

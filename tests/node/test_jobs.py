@@ -205,9 +205,10 @@ def test_what_a_run_writes_over_its_own_records_hides_no_other_run(home: Path) -
     (home / "runs/worse/node/0/job.json").write_text(json.dumps(job))
     (home / "runs/worse/node/1").mkdir()
     (home / "runs/worse/node/1/job.json").write_text("[" * 60_000)
-    assert {row["run"]: row.get("step") for row in program.ask(do="runs")["runs"]} == dict.fromkeys(
-        ("@0/run", "@0/deep", "@0/odd", "good")
-    )
+    why = {(row["run"], row["rank"]): row["trouble"] for row in program.ask(do="runs")["runs"]}
+    said = {"bad": "rank = 'x': Input should be", "worse": "node/1/job.json is no record", "good": ""}
+    said |= {"@0/run": "step = 'many': Input", "@0/deep": "", "@0/odd": ""}
+    assert all(words in why.pop((run, 0 if run == "good" else None)) for run, words in said.items()), why
     log = bytearray()
     follow(program, "good", log)
     assert log.count(b"line") == 3

@@ -1,6 +1,7 @@
 """`launch ssh` without a network: its ssh is a script that runs the node program here, and its jobs start at once."""
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from torchtitan.launch.ssh.install import bring_up, program
 from torchtitan.launch.ssh.pack import Packed
 from torchtitan.launch.ssh.parts import Job, Part, address_of, at_once, start
 from torchtitan.node import report
-from torchtitan.node.messages import MOST_ROWS
+from torchtitan.node.messages import MOST_ROWS, read_answer, write
 from torchtitan.refusal import Refusal
 
 SSH = f"""#!/bin/sh
@@ -213,6 +214,9 @@ def test_the_nodes_meet_at_the_head_s_one_address(monkeypatch: pytest.MonkeyPatc
     node.report = known.model_copy(update={"addresses": {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}})
     with pytest.raises(Refusal, match="give its host an address="):
         address_of(part, ["true"])
+    line = json.loads(write(known)) | {"addresses": {"\x1b]0;title\x07": "eth0"}}
+    refused = read_answer(json.dumps(line).encode())
+    assert refused.kind == "refused" and "]0;title" in refused.why and refused.why.isprintable()
     with pytest.raises(Refusal, match="an installed package is none"):
         monkeypatch.setattr(pack, "INSIDE", ROOT)
         with pack.packed_checkout():

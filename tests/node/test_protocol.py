@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.node.machines import CODE, HASH, ROOT, Program, archive, commit, pieces
+from torchtitan.foreign import read_piece
 from torchtitan.launch.ssh.pack import pack
-from torchtitan.node import archives, bounded, folders, processes, report
+from torchtitan.node import archives, bounded, processes, report
 from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES, MOST_ROWS
 from torchtitan.refusal import Refusal
 
@@ -29,7 +30,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     (watched / "theirs").mkdir()
     (watched / "theirs/config.toml").write_text("[training]\nsteps = 7\n")
     (watched / "theirs/metrics.jsonl").write_text('{"step": 7, "loss": 1.5}\n')
-    (watched / "secret").write_text("no run")
+    (watched / "no_run").mkdir()
+    for secret in (watched / "secret", watched / "no_run/secret"):
+        secret.write_text("no run")
     running = Program(home, "--watch", str(watched), "--git", "https://example.org/mine", "--env", "HF_TOKEN")
     assert running.ask(**pieces(CODE))["is_here"]
     assert running.start("mine")["kind"] == "start"
@@ -157,6 +160,9 @@ def test_an_oversize_line_is_refused_without_its_memory(program: Program) -> Non
         ("@0/theirs", "../secret"),
         ("@0/../secret", "a"),
         ("@0", "../../x"),
+        ("@0", "secret"),
+        ("@0", "theirs/config.toml"),
+        ("@0/no_run", "secret"),
         ("@7/theirs", "config.toml"),
         ("others", "config.toml"),
     ],
@@ -179,18 +185,17 @@ def test_a_watched_run_is_read_and_nothing_else(program: Program) -> None:
     assert followed["is_end"] and followed["size"] == 25
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what was opened")
 @pytest.mark.parametrize("swapped", ["run", "run/log"])
-def test_a_link_that_is_put_there_after_the_check_is_not_followed(tmp_path: Path, swapped: str) -> None:
+def test_no_link_below_the_runs_is_followed_and_the_folder_of_them_all_may_be_one(tmp_path: Path, swapped: str) -> None:
     for name in ("run", "secret"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "log").write_text(name)
-    checked = folders.inside(tmp_path / "run", "log")
-    assert folders.read_at(checked, 0, 9) == (b"run", 3)
-    (tmp_path / swapped).rename(tmp_path / "moved")
-    (tmp_path / swapped).symlink_to(tmp_path / swapped.replace("run", "secret"))
-    with pytest.raises(Refusal, match="log is a link by now; ask again"):
-        folders.read_at(checked, 0, 9)
+        (tmp_path / "disk" / name).mkdir(parents=True)
+        (tmp_path / "disk" / name / "log").write_text(name)
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    assert read_piece(tmp_path / "runs", "run/log", 0, 9) == (b"run", 3)
+    (tmp_path / "disk" / swapped).rename(tmp_path / "moved")
+    (tmp_path / "disk" / swapped).symlink_to(tmp_path / "disk" / swapped.replace("run", "secret"))
+    with pytest.raises(Refusal, match="run/log is no plain file, or a link leads there"):
+        read_piece(tmp_path / "runs", "run/log", 0, 9)
 
 
 def test_of_too_many_files_the_newest_are_listed_in_a_line_that_a_client_takes(program: Program) -> None:
@@ -285,18 +290,47 @@ def test_what_a_job_lacks_is_said(program: Program) -> None:
 
 
 def test_code_comes_from_allowed_repositories_at_a_commit(tmp_path: Path) -> None:
-    made = commit(tmp_path / "mine/recipe", {"torchtitan/launch/start.py": ""})
+    made, theirs = (commit(tmp_path / name, {"torchtitan/launch/start.py": name}) for name in ("mine/recipe", "other"))
     code = Program(tmp_path / "home", "--git", f"file://{tmp_path}/mine")
     address = f"file://{tmp_path}/mine/recipe"
-    for wrong in (f"file://{tmp_path}/mined", f"{address}/../../x", "ext::id", "https://example.org/a"):
-        answer = code.ask(do="has", code={"git": wrong, "commit": made})
-        assert answer["kind"] == "refused", answer
+    for wrong in (f"file://{tmp_path}/mined", f"{address}/../../other", f"{address}/%2e%2e/.%2E/other", "ext::id"):
+        answer = code.ask(do="has", code={"git": wrong, "commit": theirs})
+        assert answer["kind"] == "refused" and "(--git)" in answer["why"], answer
     assert "git fetch fails" in code.ask(do="has", code={"git": address, "commit": "0" * 40})["why"]
     assert not code.ask(do="has", code=made)["is_here"]
-    for known in ({"git": address, "commit": made}, {"git": address, "commit": made}, made):
+    for known in ({"git": address.replace("recipe", "r%65cipe/"), "commit": made}, {"git": address, "commit": made}):
         assert code.ask(do="has", code=known)["is_here"]
+    assert code.ask(do="has", code=made)["is_here"]
     assert [path.name for path in (tmp_path / "home/code").iterdir()] == [made]
     code.close()
+
+
+# What git, a server or a proxy on the way might take for another path than it looks, or for another host.
+DISGUISES = (
+    "../ ..%2f .%2e/ %2e%2e/ %2E%2E%2f %252e%252e/ ..%5c ..\\ ..;/ ..%00/ ./ // %2f %c0%ae%c0%ae/ %ef%bc%8e./ ?x/ #/"
+)
+
+
+@pytest.mark.parametrize(
+    "allowed", ["https://a.org/mine", "ssh://git@a.org:22/mine/", "git@a.org:mine", "file:///mine"]
+)
+def test_no_disguise_of_an_address_leads_out_of_what_git_allows(allowed: str) -> None:
+    top = archives.Address.read(allowed)
+    known = ("", "/", "/a", "/a/b.git", "/a%20b/~c/") if "://" in allowed else ("", "/", "/a", "/a/b.git")
+    for rest in known:
+        assert (found := archives.Address.read(allowed.rstrip("/") + rest)) and found.is_below(top), rest
+    base = allowed.rstrip("/")
+    wrong = [f"{base}/{word}other" for word in DISGUISES.split()] + [f"{base}{word}other" for word in DISGUISES.split()]
+    wrong += [f"{base}d", f"{base}.git", base.rpartition("mine")[0], base.upper(), f"ext::{base}", f"-{base}"]
+    wrong += [base.replace("a.org", host) for host in ("b.org", "a.org@b.org", "x@a.org", "a.org:1", "a.org\\@b.org")]
+    wrong += [base.replace("mine", path) for path in ("/mine", "other/../mine", "~mine", "x:mine", "%6d%69%6e%65%")]
+    for address in {*wrong} - {base}:
+        assert not ((found := archives.Address.read(address)) and found.is_below(top)), address
+
+
+def test_an_allowed_address_that_git_could_misread_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"--git 'https://a.org/%2e%2e' is no address"):
+        archives.Archives(tmp_path, ["https://a.org/%2e%2e"])
 
 
 def test_a_machine_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

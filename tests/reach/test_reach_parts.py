@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan.reach import find, join, leave, measure, messages, proof, serve, server, wireguard
+from torchtitan.reach import find, join, leave, measure, messages, port, proof, serve, server, wireguard
+from torchtitan.reach import node as node_module
 from torchtitan.reach.carry import Streams
 from torchtitan.reach.inside import Inside
 from torchtitan.reach.node import Node
@@ -473,6 +474,43 @@ def test_a_node_takes_no_address_or_key_of_another_and_no_network_that_it_uses(
     monkeypatch.setattr(node.interface, "remove_peer", given.append)
     node._obey({"do": "revoked", "serials": [node.peers["lima"].serial]})
     assert [*node.peers] == ["oslo"] and given[-1] == PUBLIC
+
+
+@needs_wg
+def test_addresses_of_other_tunnels_are_neither_offered_nor_written_to(
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tunnels that carry each other's packets stand still. One that carries all this machine sends may be used."""
+    found = {"127.0.0.1": "lo", "192.168.1.2": "eth0", "10.88.0.1": "reach0", "100.64.0.9": "tailscale0"}
+    for module in (port, node_module):
+        monkeypatch.setattr(module, "own_addresses", lambda: found)
+    monkeypatch.setattr(port, "is_tunnel", lambda interface: interface in ("reach0", "tailscale0"))
+    monkeypatch.setattr(port, "address_toward", lambda to: ways.get(to, "192.168.1.2"))
+    sent: list[Any] = []
+    ways = {"10.99.0.1": "100.64.0.9", "10.99.0.9": "100.64.0.9"}
+    for meet, offered, written in (("198.51.100.10", 1, 1), ("10.99.0.9", 2, 2)):
+        node, udp = Node(keys / "zurich", "meet", PORT_OF_TEST, "reach0", 51999, tmp_path), object.__new__(port.Port)
+        udp.number, udp._server = 51999, meet
+        udp._raw = {socket.AF_INET: argparse.Namespace(sendto=lambda _, to: sent.append(to))}
+        node._udp, node.router = udp, KEEPS
+        node._say_where()
+        addresses = [address for address, _ in node._said["candidates"]]
+        assert addresses == ["192.168.1.2", "100.64.0.9"][:offered]
+        for to in ("10.99.0.1", "198.51.100.1"):
+            udp.send(b"", (to, 7))
+        assert len(sent) == written
+        sent.clear()
+
+
+def test_a_peer_greets_with_its_first_endpoint_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """WireGuard greets once in 5 s, also in vain: a keepalive without an endpoint would cost these seconds."""
+    said: list[str] = []
+    monkeypatch.setattr(wireguard, "_run", lambda words, text=None: said.append(" ".join(words[3:])))
+    interface = wireguard.Interface("reach0")
+    for endpoint in (None, "198.51.100.1:7", "198.51.100.1:8"):
+        interface.set_peer("KEY", ["10.88.0.2"], endpoint, 25)
+    alive = "peer KEY allowed-ips 10.88.0.2/32 persistent-keepalive 25 endpoint 198.51.100.1"
+    assert said == ["peer KEY allowed-ips 10.88.0.2/32", f"peer KEY remove {alive}:7", f"{alive}:8"]
 
 
 @needs_wg

@@ -1,6 +1,8 @@
 """Weights to Hugging Face and back, from Meta's files, against transformers; and what is refused."""
 
+import io
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -237,12 +239,67 @@ def test_parameters_are_filled_in_their_own_type(tmp_path: Path) -> None:
     assert same(parameters, {name: weight.bfloat16() for name, weight in random_weights(TINY).items()})
 
 
+def renamed_in_index(folder: Path, name: Any) -> None:
+    index = folder / "model.safetensors.index.json"
+    named = json.loads(index.read_text())
+    named["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(named))
+
+
+def test_a_cache_of_the_hub_is_read_though_its_files_are_links(tmp_path: Path) -> None:
+    blobs, folder = exported(tmp_path / "blobs"), tmp_path / "snapshots/1"
+    folder.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (folder / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert same(contents(open_model(str(folder)).weights), contents(open_model(str(blobs)).weights))
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("harm was done"),)
+
+
+def saved(thing: Any) -> bytes:
+    torch.save({"output.weight": thing}, file := io.BytesIO())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (saved(Harmful()), "and reading it could run any code; where it was made, save the weights alone"),
+        (saved([1]), "cannot be read ("),
+        (pickle.dumps(Harmful()), "cannot be read (RuntimeError: "),
+        (b"", "cannot be read ("),
+    ],
+)
+def test_a_pickle_is_refused_in_a_sentence_and_not_run(
+    held: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/params.json").write_text("{}")
+    (tmp_path / "meta/consolidated.00.pth").write_bytes(held)
+    assert message in refusal("convert", "meta", "hf")
+    assert "is a file, which tells no shape of a model" in refusal("convert", "meta/consolidated.00.pth", "hf")
+    torch.save({"output.weight": torch.zeros(2, 2)}, "meta/consolidated.00.pth")
+    assert "cannot be read (KeyError: 'dim')" in refusal("convert", "meta", "hf")
+    assert not Path("harm was done").exists()
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (lambda f: next(f.glob("*-00002-of-*")).unlink(), "lacks model-00002-of-00005.safetensors; download all"),
         (lambda f: (f / "model-00002-of-00005.safetensors").write_bytes(b"\x08"), "00002.* is damaged"),
         (lambda f: (f / "model.safetensors.index.json").write_text('{"'), "index.json is not valid JSON"),
+        (
+            lambda f: renamed_in_index(f, "../x.safetensors"),
+            "the file '../x.safetensors', which cannot lie",
+        ),
+        (lambda f: renamed_in_index(f, "/etc/hostname"), "names the file '/etc/hostname'"),
+        (lambda f: renamed_in_index(f, ["x"]), "names the file"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
         (lambda f: (f / "config.json").write_text('{"'), "config.json is not valid JSON"),
         (lambda f: save_file({"a": torch.zeros(1, dtype=torch.int8)}, f / "model-00002-of-00005.safetensors"), "I8"),
     ],

@@ -19,6 +19,9 @@ from torchtitan.config.schema import Config, Section
 from torchtitan.config.spelling import spelled_out
 from torchtitan.refusal import Refusal
 
+_MOST_LEVELS = 20  # of tables and lists in a file
+_TOO_DEEP = f"its tables have more than {_MOST_LEVELS} levels; write fewer"
+_TOO_LARGE = "one of its integers has more than 64 bits; write a smaller one"
 IN_THE_FILE_ONLY = {"sources", "module_fqns_per_model_part", "rope_scaling"}  # too deep for a command line
 
 
@@ -121,11 +124,30 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _parse_toml(text: str, origin: str) -> dict[str, Any]:
     try:
         data = tomli.loads(text)
+        mistake = _odd(data)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(origin, [f"is not TOML: {error}"]) from None
+        mistake = f"is not TOML: {error}"
+    except RecursionError:
+        mistake = _TOO_DEEP
+    except ValueError:  # an integer of more digits than Python reads
+        mistake = _TOO_LARGE
+    if mistake:
+        raise ConfigError(origin, [mistake])
     if isinstance(job := data.get("job"), dict) and "config_file" in job:
         raise ConfigError(origin, ["job.config_file is for the command line; a file cannot name another: remove it"])
     return data
+
+
+def _odd(value: Any, level: int = 0) -> str:
+    """What TOML forbids and tomli reads, or what the name of no file can hold."""
+    if isinstance(value, (dict, list)):
+        if level > _MOST_LEVELS:
+            return _TOO_DEEP
+        below = value.values() if isinstance(value, dict) else value
+        return next((found for one in below if (found := _odd(one, level + 1))), "")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return _TOO_LARGE
+    return f"{value[:80]!a} holds a zero byte; leave it out" if isinstance(value, str) and "\0" in value else ""
 
 
 def _validate(data: dict[str, Any]) -> tuple[Config, list[str], set[str]]:

@@ -86,8 +86,6 @@ class Actions:
             check_text(wish.config, "the configuration")
         except ConfigError as error:
             return error.mistakes
-        except RecursionError:
-            return ["its tables are too deep; write fewer levels"]
         return self._check_whole(wish.config) if wish.whole else []
 
     def _check_whole(self, text: str) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
@@ -19,14 +20,15 @@ from torchtitan.console.door.people import Forbidden, Person
 from torchtitan.console.library import Library, Unknown
 from torchtitan.console.links import Links, read_links
 from torchtitan.console.nodes import Nodes
+from torchtitan.console.text import inert
 from torchtitan.console.verbs.submissions import sites
 from torchtitan.launch.ssh.client import Broken
-from torchtitan.node.messages import CHUNK_BYTES, RunName
+from torchtitan.node.messages import CHUNK_BYTES, FilePath, RunName
 from torchtitan.refusal import Refusal
 from torchtitan.root import VERSION
 
 _MOST_RECORDS = 5000
-
+_MOST_MISTAKES, _MOST_CHARACTERS = 20, 200  # of a request, in the answer that refuses it
 
 _BYTES: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {}}}}
 
@@ -42,6 +44,7 @@ def person_of(request: Request) -> Person:
 
 Who = Annotated[Person, Depends(person_of)]
 Id = Annotated[str, Path(max_length=100)]
+Search = Annotated[answers.Plain, Query(max_length=200)]
 Position = Annotated[int, Query(ge=-(2**40), le=2**53, description="bytes; a negative one counts from the end")]
 Step = Annotated[int, Query(ge=-1, le=2**53)]
 Tags = Annotated[list[answers.Tag], Query(max_length=answers.MOST_TAGS, default_factory=list)]
@@ -60,11 +63,28 @@ def build_app() -> FastAPI:
         why = f"it cannot be read now: {error.strerror or 'it is gone'}" if isinstance(error, OSError) else str(error)
         return JSONResponse({"detail": why}, error.status if isinstance(error, Denied) else status)
 
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        """Without what was sent: Python's parser takes NaN and half a character, and no answer can hold them."""
+        rows = [
+            {
+                "loc": [part if isinstance(part, int) else _shown(part) for part in mistake["loc"]],
+                "msg": _shown(mistake["msg"]),
+                "type": mistake["type"],
+            }
+            for mistake in error.errors()[:_MOST_MISTAKES]
+        ]
+        return JSONResponse({"detail": rows}, 422)
+
     @app.exception_handler(SQLAlchemyError)
     async def failed(_: Request, error: Exception) -> Response:
         return JSONResponse({"detail": no_database(error)}, 503)
 
     return app
+
+
+def _shown(text: str) -> str:
+    return inert(text[:_MOST_CHARACTERS].encode("utf-8", errors="replace"))
 
 
 def build_api(library: Library, nodes: Nodes, actions: Actions, audit: Audit, kept: Kept) -> APIRouter:
@@ -144,7 +164,7 @@ def _add_files(api: APIRouter, library: Library) -> None:
         return answers.Files(files=list(rows), left_out=left_out)
 
     @api.get("/runs/{id}/files/{path:path}", response_class=StreamingResponse, responses=_BYTES)
-    async def download(id: Id, path: Annotated[str, Path(max_length=1024)]) -> StreamingResponse:
+    async def download(id: Id, path: FilePath) -> StreamingResponse:
         """The bytes of a file."""
         first, size = await run_in_threadpool(library.read, id, path, 0, CHUNK_BYTES)
 
@@ -164,9 +184,9 @@ def _add_files(api: APIRouter, library: Library) -> None:
     @api.get("/runs/{id}/logs/{name:path}")
     def log(
         id: Id,
-        name: Annotated[str, Path(max_length=1024)],
+        name: FilePath,
         position: Position = 0,
-        search: Annotated[str, Query(max_length=200)] = "",
+        search: Search = "",
     ) -> answers.LogPiece:
         """At most 64 KiB of a log from a position on; with `search`, the lines that hold this text."""
         return library.log(id, name, position, search)
@@ -267,7 +287,7 @@ def _add_actions(api: APIRouter, actions: Actions, audit: Audit) -> None:
     def newest(
         who: Who,
         number: Annotated[int, Query(ge=1, le=1000)] = 100,
-        search: Annotated[str, Query(max_length=200)] = "",
+        search: Search = "",
     ) -> list[answers.AuditRow]:
         """Who did what, the newest first; with `search`, the rows that hold this text. For admins."""
         who.need("admin")

@@ -6,6 +6,7 @@ import math
 import re
 import threading
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,7 +15,7 @@ from torchtitan.console.answers import LogPiece
 from torchtitan.console.text import inert
 
 Read = Callable[[str, int, int], tuple[bytes, int]]  # path, position, bytes -> bytes, size of the file
-_PIECE = 2**19
+_PIECE, _LINE = 2**19, 2**16  # bytes at a time, and of a record
 _END = 128
 _MOST_PIECES = 200  # of one look
 _MOST_RECORDS = 200_000
@@ -46,15 +47,18 @@ class Columns:
                 continue
             piece, self._end = piece[len(self._end) :], piece[-_END:]
             self._position += len(piece)
-            *lines, self._rest = (self._rest + piece).split(b"\n")
+            *lines, rest = (self._rest + piece).split(b"\n")
             for line in lines:
                 self._take(line)
+            self._rest = rest[: _LINE + 1]  # of what is too long, enough to be that until its end comes
             if len(self.steps) > 1.1 * _MOST_RECORDS:  # a tenth at a time, which is seldom
                 self._delete(slice(0, -_MOST_RECORDS))
             if not piece or self._position >= size:
                 return
 
     def _take(self, line: bytes) -> None:
+        if len(line) > _LINE:
+            return
         try:
             record = json.loads(line)
             numbers = {name: float(value) for name, value in record.items() if type(value) in (int, float)}
@@ -64,9 +68,10 @@ class Columns:
             return
         if self.steps and record["step"] <= self.steps[-1]:
             # A run that went back to an earlier checkpoint writes these steps again.
-            self._delete(slice(next(i for i, known in enumerate(self.steps) if known >= record["step"]), None))
+            self._delete(slice(bisect_left(self.steps, record["step"]), None))
         if "step_seconds" in numbers:
-            last, before = (self.steps[-1], self.values["elapsed"][-1]) if self.steps else (record["step"] - 1, 0.0)
+            known = self.values.get("elapsed") if self.steps else None  # a record may have had no seconds
+            last, before = (self.steps[-1], known[-1]) if known else (record["step"] - 1, 0.0)
             numbers["elapsed"] = before + numbers["step_seconds"] * (record["step"] - last)
         for name in list(numbers)[:_MOST_KEYS]:
             if name not in self.values and len(self.values) < _MOST_KEYS:
@@ -80,7 +85,7 @@ class Columns:
             del column[which]
 
     def after(self, step: int, most: int) -> Iterator[dict[str, float]]:
-        start = next((i for i, known in enumerate(self.steps) if known > step), len(self.steps))
+        start = bisect_right(self.steps, step)
         for i in range(start, min(start + most, len(self.steps))):
             found = {name: column[i] for name, column in self.values.items() if math.isfinite(column[i])}
             yield {"step": self.steps[i], **found}
@@ -143,6 +148,10 @@ class Curves:
             return points
         places = dict(zip(self.training.steps, self.training.values.get(axis, ()), strict=False))
         return [(places[step], y) for step, y in points if step in places]
+
+    def metrics(self) -> list[str]:
+        """What a model of one's own measures on held-out data beside the loss."""
+        return [name for name in self.validation.values if name not in ("step", "validation_loss", "validation_tokens")]
 
     def names(self) -> list[str]:
         own = ("step", "elapsed")

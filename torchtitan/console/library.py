@@ -6,7 +6,6 @@ A run is named by an id that the library gave it, so no path that a request hold
 import base64
 import hashlib
 import logging
-import math
 import re
 import threading
 import time
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan.config.names import flat
 from torchtitan.console import predictions
 from torchtitan.console.answers import Hang, LogMatch, LogPiece, Prediction, Run, RunPage
 from torchtitan.console.curves import Curves
@@ -23,7 +21,7 @@ from torchtitan.console.nodes import HERE, Member, Nodes
 from torchtitan.console.text import inert, whole_characters
 from torchtitan.launch.ssh.client import Broken
 from torchtitan.node import messages
-from torchtitan.node.folders import PLAN, Folders, inside, read_at
+from torchtitan.node.folders import PLAN, Folders
 from torchtitan.node.messages import CHUNK_BYTES, FileRow, RunRow
 from torchtitan.refusal import Refusal
 from torchtitan.tools.runs import parse_config
@@ -61,7 +59,7 @@ class Local:
         return self.folders.files(self.run)
 
     def read(self, path: str, position: int, size: int) -> tuple[bytes, int]:
-        return read_at(inside(self.folders.of(self.run), path), position, size)
+        return self.folders.read(self.run, path, position, size)
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,7 @@ class Library:
             return None
         files = {row.path: row.changed for row in place.files()[0]}
         stacks = sorted(filter(_STACK.fullmatch, files), key=lambda path: int(path[len("hang/rank_") : -4]))
-        written, recorded = (files.get(name, 0.0) for name in (_HANG, "metrics.jsonl"))
+        written, recorded = (files.get(name) or 0.0 for name in (_HANG, "metrics.jsonl"))
         return Hang(report=inert(report).strip(), written=written, went_on=recorded > written, stacks=stacks)
 
     def prediction(self, id: str) -> Prediction | None:
@@ -281,7 +279,7 @@ def _checkpoints(files: Sequence[FileRow]) -> dict[str, str]:
 
 def _search(place: Place, path: str, position: int, text: str) -> LogPiece:
     """Lines with this text, letters of either case; a search stops after some megabytes, and goes on from `next`."""
-    start, needle, rest = position, text.lower().encode(), b""
+    start, needle, rest = position, text.lower().encode("utf-8", "replace"), b""
     matches: list[LogMatch] = []
     end = position + _SEARCH_BYTES
     while True:
@@ -308,7 +306,7 @@ def keys_of(toml: str) -> dict[str, str]:
 
 def _flat(toml: str) -> dict[str, Any]:
     try:
-        return flat(parse_config(toml))
+        return parse_config(toml)
     except ValueError:
         return {}
 
@@ -319,11 +317,11 @@ def _word(value: Any) -> str:
 
 def _page(member: Member, row: RunRow, tags: Mapping[str, Sequence[str]]) -> Run:
     path = Path(row.folder)
-    name = row.run if row.is_own else path.name
+    last = row.run if row.is_own else path.name  # the same run keeps its id
+    name = last if row.is_own else row.run.partition("/")[2] or last
     key = hashlib.sha256(f"{member.name}\0{row.folder}\0{row.rank}".encode()).hexdigest()[:12]
-    shown = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60].strip(".-") or "run"
-    words = {name: _word(getattr(row, name) or "") for name in ("folder", "description")}
-    numbers = {name: _finite(getattr(row, name)) for name in ("loss", "tokens_per_second")}
+    shown = re.sub(r"[^A-Za-z0-9_.-]+", "-", last)[:60].strip(".-") or "run"
+    words = {name: _word(getattr(row, name) or "") for name in ("folder", "model", "description", "trouble")}
     own: dict[str, Any] = {
         "id": (id := f"{shown}-{key}"),
         "name": _word(name),
@@ -331,12 +329,7 @@ def _page(member: Member, row: RunRow, tags: Mapping[str, Sequence[str]]) -> Run
         "tags": list(tags.get(id, ())),
         "away_since": member.last_seen if member.trouble and not member.is_here else None,
     }
-    return Run(**own, **row.model_dump() | words | numbers)
-
-
-def _finite(number: float | None) -> float | None:
-    """JSON has no NaN."""
-    return number if number is not None and math.isfinite(number) else None
+    return Run(**own, **row.model_dump() | words)
 
 
 def age(moment: float | None) -> str:

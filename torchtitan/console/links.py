@@ -14,7 +14,7 @@ from torchtitan.launch.ssh.probe import collect, delete
 from torchtitan.refusal import Refusal
 
 _SECONDS = 900
-Matrix = list[list[float]]
+Matrix = list[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]]
 
 
 class Links(Answer):

@@ -42,6 +42,7 @@ class Member:
         self.runs: Sequence[messages.RunRow] = ()
         self.last_seen: float | None = None
         self.trouble = "it has not answered yet"
+        self._runs_trouble = ""  # why its runs are as they were
         self._utilisation: deque[float] = deque(maxlen=_HOUR)
         self._is_over = threading.Event()
 
@@ -74,10 +75,11 @@ class Member:
             try:
                 answer = self.node.ask(messages.Runs, 30, known=mark, seconds=_SECONDS)
                 self.runs, mark = answer.runs, answer.mark if is_asked() else ""
+                self._runs_trouble = ""
             except Refusal as error:
-                pause = _SECONDS
+                pause, self._runs_trouble = _SECONDS, inert(str(error).encode())
                 if isinstance(error, Broken):  # known at once, so that nobody waits for this node
-                    self.trouble = inert(str(error).encode())
+                    self.trouble = self._runs_trouble
 
     @property
     def is_bare(self) -> bool:
@@ -90,8 +92,9 @@ class Member:
             versions = [("recipe", report.version, VERSION), ("torch", report.torch, own.torch)]
             versions += [("Python", report.python, own.python)]
         differs = [f"{what} {its or 'none'}, here {ours or 'none'}" for what, its, ours in versions if its != ours]
-        names = ("name", "is_here", "is_bare", "trouble", "last_seen", "report")
+        names = ("name", "is_here", "is_bare", "last_seen", "report")
         known: dict[str, Any] = {name: getattr(self, name) for name in names}
+        known["trouble"] = self.trouble or self._runs_trouble
         busy = list(self._utilisation)
         return NodePage(**known, is_connected=not self.trouble, differs=differs, utilisation=busy)
 

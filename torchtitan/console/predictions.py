@@ -21,7 +21,7 @@ def read_prediction(text: bytes, ran: Mapping[str, Any], curves: Curves) -> Pred
         numbers: dict[str, Any] = {name: float(said[name]) for name in ("seconds", "memory_gib")}
         words: dict[str, Any] = {name: inert(str(said[name])[:300].encode()) for name in ("layout", "rests_on")}
         differs = [key for key, value in said["run"].items() if key in ran and ran[key] != value]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     if not all(0 < number < float("inf") for number in numbers.values()):
         return None

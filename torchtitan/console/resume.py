@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.config.load import check_text
-from torchtitan.config.names import flat
 from torchtitan.console.answers import StartRun
 from torchtitan.console.library import Entry
 from torchtitan.node.folders import PLAN
@@ -54,7 +53,7 @@ def _need_same(run: str, texts: Sequence[str], record: str) -> None:
 
 def _keys(text: str) -> Mapping[str, Any]:
     try:
-        return flat(parse_config(text))
+        return parse_config(text)
     except ValueError:
         return {}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchtitan.refusal import Refusal
 
 _SIOCGIFADDR = 0x8915
-_ARPHRD_NONE = "65534"
+_TUNNELS = {"65534", "768", "769", "778", "823"}  # kinds of Linux: none (WireGuard, tun), IP in IP, GRE
 
 
 def own_addresses() -> dict[str, str]:
@@ -124,7 +124,9 @@ def way_to_head(head: str) -> tuple[str, str] | None:
 
 
 def is_tunnel(interface: str) -> bool:
-    """Whether an interface has no hardware beneath, as those of WireGuard and other tunnels."""
+    """Whether an interface has no hardware beneath, as those of WireGuard, Tailscale, OpenVPN, ZeroTier and VXLAN."""
+    about = Path("/sys/class/net") / interface
     with contextlib.suppress(OSError):
-        return Path(f"/sys/class/net/{interface}/type").read_text().strip() == _ARPHRD_NONE
+        is_bare = (about / "type").read_text().strip() in _TUNNELS
+        return is_bare or (about / "tun_flags").exists() or "DEVTYPE=vxlan" in (about / "uevent").read_text()
     return False

@@ -7,14 +7,17 @@ import base64
 import gzip
 import hashlib
 import os
+import re
 import subprocess
 import tarfile
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
+from urllib.parse import unquote
 
 from torchtitan.node import bounded
 from torchtitan.node.messages import Code, Git
@@ -25,6 +28,31 @@ MOST_UNPACKED_BYTES = 2**32
 MOST_FILES = 100_000
 _ENTRY = "torchtitan/launch/start.py"  # what every code folder must have
 _GIT_SECONDS = 600
+_TRANSPORTS = "file:git:http:https:ssh"
+_URL, _SCP = re.compile(r"(file://|(?:git|https?|ssh)://[^/]+)(?:/(.*))?"), re.compile(r"([\w.@-]+:)(.*)")
+_PART = re.compile(r"[\w.~+@=,() -]+")  # of a path: nothing that a program on the way could take for a separator
+
+
+@dataclass(frozen=True)
+class Address:
+    """Of a repository, as git, a server and whatever is between read it: no `..`, and nothing that may become one."""
+
+    host: str  # with scheme, user and port
+    path: tuple[str, ...]
+
+    @classmethod
+    def read(cls, text: str) -> "Address | None":
+        """None, if two programs could read the address differently."""
+        url = _URL.fullmatch(text)
+        if (found := url or _SCP.fullmatch(text)) is None:
+            return None
+        parts = (found[2] or "").removesuffix("/").split("/")
+        path = tuple(unquote(part) if url else part for part in parts) if parts != [""] else ()
+        return cls(found[1], path) if all(_PART.fullmatch(part) and part.strip(". ") for part in path) else None
+
+    def is_below(self, top: "Address") -> bool:
+        """Whether it is `top`, or lies below."""
+        return self.host == top.host and self.path[: len(top.path)] == top.path
 
 
 class Archives:
@@ -32,6 +60,11 @@ class Archives:
 
     def __init__(self, folder: Path, git: Sequence[str]) -> None:
         self._folder, self.git = folder, list(git)
+        self._allowed: list[Address] = []
+        for one in git:
+            if (top := Address.read(one)) is None:
+                raise Refusal(f"--git {one!a} is no address of repositories; write https://host/group, or git@host:a")
+            self._allowed.append(top)
         self._lock = threading.Lock()
         self._part: IO[bytes] | None = None  # of the archive that is being sent
         self._part_of = ""
@@ -80,8 +113,8 @@ class Archives:
                 raise Refusal(f"the archive cannot be unpacked: {error}; launch/ssh/pack.py packs it") from None
 
     def _fetch(self, code: Git) -> None:
-        allowed = any(code.git == one or code.git.startswith(one.rstrip("/") + "/") for one in self.git)
-        if not allowed or ".." in code.git:
+        asked = Address.read(code.git)
+        if asked is None or not any(map(asked.is_below, self._allowed)):
             names = ", ".join(self.git) or "none"
             raise Refusal(f"git = {code.git} is not allowed on this node; it allows addresses below: {names} (--git)")
         if self.place_of(code).is_dir():
@@ -124,8 +157,8 @@ class _Bounds:
 
 
 def _git(folder: Path, *words: str) -> None:
-    quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1"}
-    command = ["git", "-c", "protocol.ext.allow=never", *words]
+    quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1", "GIT_ALLOW_PROTOCOL": _TRANSPORTS}
+    command = ["git", "-c", "submodule.recurse=false", *words]
     try:
         done = bounded.output(command, _GIT_SECONDS, cwd=folder, env=os.environ | quiet)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -10,21 +10,18 @@ import os
 import secrets
 import shutil
 import stat
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from torchtitan.foreign import printable, read_piece, walk
 from torchtitan.node import processes
-from torchtitan.node.messages import FileRow, RunRow, Start, State, fitting
+from torchtitan.node.messages import FileRow, RunRow, Start, State, ValidationError, fitting, moment_of, row_of
 from torchtitan.refusal import Refusal
 from torchtitan.tools import runs
 
 _PARTS, PLAN = "node", "plan.json"
-# A run's code may write anything into its own records.
-_BROKEN = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError)
-_OVER: Mapping[str, State] = {"finished": "ended", "stopped": "stopped"}  # tools/runs.py's words, and ours
+_OVER: Mapping[str, State] = {"ended": "ended", "stopped": "stopped"}  # others are `running`, or `see` another host
 
 
 class Folders:
@@ -34,6 +31,11 @@ class Folders:
 
     def of(self, run: str) -> Path:
         """The folder of an own or a watched run."""
+        top, below = self._find(run)
+        return top / below
+
+    def _find(self, run: str) -> tuple[Path, Path]:
+        """The folder in which an own or a watched run lies, and the way from there; it holds no link."""
         top, rest = self.own, run
         if run.startswith("@"):
             number, _, rest = run[1:].partition("/")
@@ -41,9 +43,15 @@ class Folders:
                 raise Refusal(f"run = {run} is in no watched folder; this node has {len(self._watched)} (--watch)")
             top = self._watched[int(number)]
         folder = inside(top, rest or ".")
-        if not folder.is_dir() or not (top != self.own or (folder / _PARTS).is_dir()):
+        is_run = (folder / _PARTS).is_dir() if top == self.own else os.path.lexists(folder / "config.toml")
+        if not is_run:
             raise Refusal(f"run = {run} is not here; `runs` lists those that are")
-        return folder
+        return top, folder.relative_to(top)
+
+    def read(self, run: str, path: str, position: int, size: int) -> tuple[bytes, int]:
+        """Bytes of a plain file of a run, and how large it is."""
+        top, below = self._find(run)
+        return read_piece(top, path if below == Path() else f"{below}/{path}", position, size)
 
     def parts(self, run: str) -> list[Path]:
         """Where this machine keeps its part, or parts, of an own run."""
@@ -77,7 +85,7 @@ class Folders:
     def over(self, run: str) -> bool:
         """Whether nothing will be written any more, as far as this machine knows."""
         if run.startswith("@"):
-            return runs.row(self.of(run))[1] in _OVER
+            return runs.look(self.of(run))[0] in _OVER
         return all(
             state_of(part) != "running" if _is_ours(part) else (part / "end.json").exists()
             for part in _parts(self.of(run))
@@ -88,30 +96,28 @@ class Folders:
         if not self.over(run):
             raise Refusal(f"run = {run} still runs; stop it first")
         folder = self.of(run)
-        freed = sum(row.size for row in _walk(folder))
+        freed = sum(row.size for row in _walk(folder) if row)
         gone = folder.with_name(f".deleted-{secrets.token_hex(8)}")  # no half-deleted run is ever listed
         folder.rename(gone)
-        shutil.rmtree(gone)
+        try:
+            shutil.rmtree(gone)
+        except RecursionError:
+            raise Refusal(f"{gone} has folders in folders, too many for Python; use rm -r on this machine") from None
         return freed
 
     def files(self, run: str) -> tuple[list[FileRow], int]:
         """By their paths; where they are too many for an answer, the newest. And how many are left out."""
-        rows = sorted(_walk(self.of(run)), key=lambda row: row.changed, reverse=True)
-        shown = fitting(rows)
-        return sorted(shown, key=lambda row: row.path), len(rows) - len(shown)
+        found = list(_walk(self.of(run)))
+        shown = fitting(sorted(filter(None, found), key=lambda row: row.changed or 0, reverse=True))
+        return sorted(shown, key=lambda row: row.path), len(found) - len(shown)
 
     def rows(self) -> list[RunRow]:
         """Every run, the newest first."""
-        found: list[RunRow] = []
-        for folder in self.own.iterdir():
-            for part in filter(_is_ours, _parts(folder)):
-                with suppress(*_BROKEN):
-                    found.append(_own_row(folder, part))
+        found = [_own_row(folder, part) for folder in self.own.iterdir() for part in _parts(folder) if _is_shown(part)]
         for number, top in enumerate(self._watched):
-            for folder in runs.find_runs(top) if top.is_dir() else ():
+            for folder in runs.find_runs(top):
                 name = f"@{number}" if folder == top else f"@{number}/{folder.relative_to(top)}"
-                with suppress(*_BROKEN):
-                    found.append(_watched_row(folder, name))
+                found.append(_watched_row(folder, name))
         return sorted(found, key=lambda row: row.started or 0, reverse=True)
 
 
@@ -123,29 +129,13 @@ def inside(top: Path, path: str) -> Path:
     return found
 
 
-def read_at(file: Path, position: int, size: int) -> tuple[bytes, int]:
-    """Bytes of a plain file that `inside` found, and how large it is. A pipe or a device is not opened for long."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        if sys.platform == "linux":  # a link may have been put there since the path was checked
-            opened = os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)")
-            if opened != str(file).removesuffix(" (deleted)"):
-                raise Refusal(f"{file.name} is a link by now; ask again, or use a path that `files` lists")
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Refusal(f"{file.name} is no plain file; use a path that `files` lists")
-        return os.pread(descriptor, size, position), status.st_size
-    finally:
-        os.close(descriptor)
-
-
 def state_of(part: Path) -> State:
     """How a part of a run ended; running; or lost, if its keeper is gone and wrote nothing."""
     if end := processes.read_record(part / "end.json"):
-        return end["state"]
-    keeper = processes.read_record(part / "keeper.json")
+        return end["state"] if end.get("state") in get_args(State) else "lost"
+    keeper: Any = processes.read_record(part / "keeper.json")
     if not keeper:  # the node program that starts it has not come so far, or has died
-        keeper = processes.read_record(part / "job.json").get("starter", {})
+        keeper = processes.read_record(part / "job.json").get("starter")
     return "running" if processes.is_alive(keeper) else "lost"
 
 
@@ -159,53 +149,61 @@ def _is_ours(part: Path) -> bool:
     return processes.is_here(processes.read_record(part / "job.json"))
 
 
+def _is_shown(part: Path) -> bool:
+    """A part whose record nobody can read has a row here, too: it may be this machine's."""
+    job = processes.read_record(part / "job.json")
+    return not job or processes.is_here(job)
+
+
 def _parts(folder: Path) -> list[Path]:
     parts = folder / _PARTS
-    if folder.name.startswith(".") or folder.is_symlink() or not parts.is_dir():
+    if folder.name.startswith(".") or folder.is_symlink() or parts.is_symlink():
         return []
-    return [part for part in parts.iterdir() if part.name.isdecimal() and (part / "job.json").is_file()]
+    try:
+        found = [part for part in parts.iterdir() if part.name.isdecimal() and not part.is_symlink()]
+    except OSError:
+        return []
+    return [part for part in found if os.path.lexists(part / "job.json")]
 
 
-def _walk(folder: Path) -> Iterator[FileRow]:
-    for at, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.relpath(os.path.join(at, name), folder)
-            with suppress(OSError, ValueError):  # it is gone meanwhile, or has a name that no message takes
-                status = os.lstat(os.path.join(at, name))
-                if stat.S_ISREG(status.st_mode):
-                    yield FileRow(path=path, size=status.st_size, changed=status.st_mtime)
+def _walk(folder: Path) -> Iterator[FileRow | None]:
+    """The plain files below a folder; None for one with a name that no message takes."""
+    for path, entry in walk(folder):
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except OSError:  # it is gone meanwhile
+            continue
+        if stat.S_ISREG(status.st_mode):
+            try:
+                yield FileRow(path=path, size=status.st_size, changed=moment_of(status.st_mtime))
+            except ValidationError:
+                yield None
 
 
 def _own_row(folder: Path, part: Path) -> RunRow:
-    job, end = processes.read_record(part / "job.json"), processes.read_record(part / "end.json")
-    return RunRow(
-        run=folder.name,
-        folder=str(folder),
-        state=state_of(part),
-        is_own=True,
-        code=os.path.basename(job["code"]),
-        log=log_of(part),
-        **{name: job.get(name) for name in ("rank", "nodes", "started", "head")},
-        **{name: end.get(name) for name in ("ended", "exit_code")},
-        **_records(folder),
-    )
+    files = {name: part / f"{name}.json" for name in ("job", "end")}
+    job, end = (processes.read_record(file) for file in files.values())
+    code = job.get("code")
+    said = {name: job.get(name) for name in ("rank", "nodes", "started", "head")}
+    said |= {name: end.get(name) for name in ("ended", "exit_code")}
+    said |= {"run": folder.name, "is_own": True, "state": end.get("state") if end else state_of(part)}
+    said |= {"code": os.path.basename(code) if isinstance(code, str) else code, "log": log_of(part)}
+    is_none = [file for file, record in zip(files.values(), (job, end), strict=True) if not record]
+    troubles = [f"{file.relative_to(folder)} is no record" for file in is_none if os.path.lexists(file)]
+    return _row(folder, runs.look(folder)[1], said, *troubles)
 
 
 def _watched_row(folder: Path, name: str) -> RunRow:
-    state = _OVER.get(runs.row(folder)[1], "running")
-    started = (folder / "config.toml").stat().st_mtime
-    return RunRow(run=name, folder=str(folder), state=state, is_own=False, started=started, **_records(folder))
-
-
-def _records(folder: Path) -> dict[str, Any]:
-    """What train.py has written of its progress; it may be any JSON."""
+    state, progress = runs.look(folder)
     try:
-        config = runs.read_config(folder)
-    except Refusal:
-        config = {}
-    last = runs.last_record(folder / "metrics.jsonl")
-    found = {"steps": config.get("training.steps")} | {
-        name: last.get(name) for name in ("step", "loss", "tokens_per_second")
-    }
-    numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
-    return numbers | {"description": str(config.get("job.description", ""))[:256]}
+        started = os.stat(folder / "config.toml", follow_symlinks=False).st_mtime
+    except OSError:  # it is gone meanwhile
+        started = None
+    said = {"run": name, "is_own": False, "state": _OVER.get(state, "running"), "started": started}
+    return _row(folder, progress, said)
+
+
+def _row(folder: Path, progress: runs.Progress, said: Mapping[str, Any], *troubles: str) -> RunRow:
+    """What a part's records or its disk say of a run, beside what train.py has written of its progress."""
+    trouble = "; ".join(filter(None, (*troubles, progress.trouble)))[:256]
+    return row_of({**said, **progress.model_dump(), "folder": printable(str(folder)), "trouble": trouble})

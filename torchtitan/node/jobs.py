@@ -16,7 +16,7 @@ from torchtitan.launch.node import SECONDS_TO_SAVE
 from torchtitan.node import bounded, processes
 from torchtitan.node.archives import Archives
 from torchtitan.node.folders import PLAN, Folders, state_of
-from torchtitan.node.messages import CLUSTER, Start, State
+from torchtitan.node.messages import CLUSTER, Start, State, ValidationError, why
 from torchtitan.refusal import Refusal
 from torchtitan.root import PACKAGE
 
@@ -86,10 +86,17 @@ class Jobs:
     def _as_before(self, job: Start) -> Start:
         """A run that goes on has the variables and the ranks that it had, where its new start gives none."""
         old = processes.read_record(self._folders.part_of(job) / "job.json")
-        kept, ranks = old.get("environment", {}), job.ranks_here or old.get("ranks_here")
-        if job.ranks_here and not kept.get("CUDA_VISIBLE_DEVICES"):  # it was on the CPU, and need not be any more
-            kept.pop("CUDA_VISIBLE_DEVICES", None)
-        return job.model_copy(update={"environment": kept | job.environment, "ranks_here": ranks})
+        kept = {name: old[name] for name in ("environment", "ranks_here") if old.get(name) is not None}
+        try:  # the run's code may have written it
+            before = Start.model_validate(job.model_dump() | kept)
+        except ValidationError as error:
+            raise Refusal(
+                f"run = {job.run} cannot go on: its job.json has {why(error)}; start it under a new name"
+            ) from None
+        environment, ranks = dict(before.environment), job.ranks_here or before.ranks_here
+        if job.ranks_here and not environment.get("CUDA_VISIBLE_DEVICES"):  # it was on the CPU, and need not be now
+            environment.pop("CUDA_VISIBLE_DEVICES", None)
+        return job.model_copy(update={"environment": environment | job.environment, "ranks_here": ranks})
 
     def _environment(self, job: Start) -> dict[str, str]:
         for name in job.environment:
@@ -129,7 +136,12 @@ def _wait(part: Path, end: float) -> State:
         if time.monotonic() > end:
             raise Refusal(f"{part.parent.parent.name} does not end: its keeper hangs; look at this machine")
         time.sleep(0.05)
-    left = processes.end_all(processes.read_record(part / "job.json")["mark"], None)
+    mark = processes.read_record(part / "job.json").get("mark")
+    if not isinstance(mark, str) or not re.fullmatch("[0-9a-f]{32}", mark):
+        raise Refusal(
+            f"{part / 'job.json'} does not tell the run's processes from others any more; look at this machine"
+        )
+    left = processes.end_all(mark, None)
     if left:
         raise Refusal(f"processes {left} of this run cannot be killed; a driver hangs, restart the machine")
     if state == "lost":

@@ -70,7 +70,8 @@ def _keep(folder: Path, job: dict[str, Any]) -> tuple[int, bool]:
             if asked is None:
                 asked = time.monotonic()
                 os.kill(child.pid, signal.SIGINT)  # send_signal may reap the child, whose end would never be seen
-            if time.monotonic() - asked >= wish["seconds"]:
+            seconds = wish.get("seconds")
+            if time.monotonic() - asked >= (seconds if isinstance(seconds, (int, float)) else 0):
                 processes.end_all(job["mark"], os.getpid(), seconds=1)
         time.sleep(0.05)
     child.returncode = code

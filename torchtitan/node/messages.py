@@ -5,45 +5,44 @@ length and pattern is bounded, so both sides may parse what they do not trust.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, WrapValidator
 
-PROTOCOL = 3
-CHUNK_BYTES = 2**20  # of a file or an archive in one message
+from torchtitan.node.fields import (
+    CHUNK_BYTES,
+    FIRST,
+    LAST,
+    NAMELESS,
+    Address,
+    AnyRun,
+    Base64,
+    FilePath,
+    Hash,
+    HostName,
+    Id,
+    Label,
+    Message,
+    Moment,
+    NewTokens,
+    Prompt,
+    RunName,
+    Sha256,
+    Size,
+    State,
+    Temperature,
+    Text,
+    Value,
+    Variable,
+)
+from torchtitan.tools.runs import Progress, checked
+
+PROTOCOL = 4
 LINE_BYTES = 4 * 2**20  # a longer line is refused unread
 CLUSTER = "cluster.toml"  # what a run that probes writes into its folder
 MOST_ROWS = 5000  # files or runs in one answer
 _ENVELOPE_BYTES = 1024  # of an answer, beside its rows
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$"
-_PLAIN = r"^[^\x00-\x1f\x7f]*$"
-
-Id = Annotated[int, Field(ge=0, le=2**53)]
-Size = Annotated[int, Field(ge=0, le=2**60)]
-Text = Annotated[str, Field(max_length=4096)]
-Label = Annotated[str, Field(max_length=256)]
-RunName = Annotated[str, Field(pattern=_NAME)]
-# The third folder of --watch has number 2: its runs are @2/path/of/the/run, or @2 if the folder itself is one.
-AnyRun = Annotated[str, Field(pattern=_NAME + r"|^@[0-9]{1,3}(/[^\x00-\x1f\x7f]{1,512})?$")]
-FilePath = Annotated[str, Field(min_length=1, max_length=1024, pattern=_PLAIN)]
-Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Hash = Annotated[str, Field(pattern="^([0-9a-f]{64}|[0-9a-f]{40})$")]
-Variable = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,79}$")]
-Value = Annotated[str, Field(max_length=1024, pattern=_PLAIN)]
-HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:\[][A-Za-z0-9_.:%\]-]{0,252}$")]
-_BASE64 = "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
-Base64 = Annotated[str, Field(max_length=CHUNK_BYTES * 4 // 3 + 4, pattern=_BASE64)]
-Prompt = Annotated[str, Field(max_length=8192, pattern=r"^[^\x00]+$")]
-NewTokens = Annotated[int, Field(ge=1, le=1000)]
-Temperature = Annotated[float, Field(ge=0, le=100)]
-State = Literal["running", "ended", "stopped", "failed", "lost"]
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-
 M = TypeVar("M", bound=Message)
 
 
@@ -60,6 +59,10 @@ Code = Hash | Git  # what is here: an archive that was put, or a commit that was
 class WithId(Message):
     """A request, or its answer."""
 
+    id: Id
+
+
+class _Answered(BaseModel):
     id: Id
 
 
@@ -176,56 +179,68 @@ class Device(Message):
     utilisation: Annotated[float, Field(ge=0, le=1)] | None
 
 
-class RunRow(Message):
+class RunRow(Message, Progress):
     """A run, or this node's part of one. `log` is what its ranks here printed, a path for `follow`."""
 
     run: AnyRun
     folder: Text
     state: State
     is_own: bool  # False: below a watched folder; it can be read, and nothing else
-    rank: int | None = None
-    nodes: int | None = None
+    rank: Annotated[int, Field(ge=0, le=9999)] | None = None
+    nodes: Annotated[int, Field(ge=1, le=10000)] | None = None
     head: Text | None = None  # host:port where the nodes meet: the same for all parts of a run
-    started: float | None = None  # seconds since 1970
-    ended: float | None = None
-    exit_code: int | None = None
+    started: Moment | None = None
+    ended: Moment | None = None
+    exit_code: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     code: Label | None = None
-    step: int | None = None
-    steps: int | None = None
-    loss: float | None = None
-    tokens_per_second: float | None = None
-    description: Label | None = None
     log: FilePath | None = None
+
+
+def row_of(said: Mapping[str, Any]) -> RunRow:
+    """A row of what a disk or a node says: what is bad is left out, and `trouble` says why. Without a name, it is only
+    shown.
+    """
+    found = checked(RunRow, said, {"run": NAMELESS, "folder": "", "state": "lost", "is_own": False})
+    return found if found.run != NAMELESS else found.model_copy(update={"is_own": False})
+
+
+def _row(said: Any, check: Callable[[Any], RunRow]) -> RunRow:
+    """One bad row spoils no others of an answer."""
+    return row_of(said) if isinstance(said, dict) else check(said)
+
+
+def moment_of(seconds: float) -> float | None:
+    return seconds if FIRST <= seconds <= LAST else None
 
 
 class FileRow(Message):
     path: FilePath
     size: Size
-    changed: float
+    changed: Moment | None  # None: the disk gives no date
 
 
 class ReportAnswer(WithId):
     kind: Literal["report"] = "report"
     node: Label  # host name
     version: Label
-    protocol: int
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
     platform: Label
     python: Label
     torch: Label | None
     devices: Annotated[list[Device], Field(max_length=256)]
-    cores: int
-    load: float  # of the last minute
+    cores: Annotated[int, Field(ge=1, le=2**20)]
+    load: Annotated[float, Field(ge=0, le=2**30)]  # of the last minute
     memory_bytes: Size
     used_bytes: Size | None
     free_bytes: Size  # on the disk of the runs
-    addresses: Annotated[dict[Label, Label], Field(max_length=256)]  # address -> interface
+    addresses: Annotated[dict[Address, Label], Field(max_length=256)]  # with the interface of each
     git: Annotated[list[Text], Field(max_length=256)]  # what jobs may name
     home: Text
 
 
 class RunsAnswer(WithId):
     kind: Literal["runs"] = "runs"
-    runs: Annotated[list[RunRow], Field(max_length=MOST_ROWS)]
+    runs: Annotated[list[Annotated[RunRow, WrapValidator(_row)]], Field(max_length=MOST_ROWS)]
     left_out: Size = 0
     mark: Label = ""  # changes with the rows
 
@@ -311,7 +326,11 @@ def read_request(line: bytes) -> Request:
 
 
 def read_answer(line: bytes) -> AnyAnswer:
-    return _ANSWER.validate_json(line)
+    """What a node answers. If it cannot be taken, it counts as refused, so that who asked need not wait."""
+    try:
+        return _ANSWER.validate_json(line)
+    except ValidationError as error:
+        return Refused(id=_Answered.model_validate_json(line).id, why=f"its answer is none: {why(error)}")
 
 
 def write(message: Message) -> bytes:

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.foreign import read_small
 from torchtitan.refusal import Refusal
 
+_RECORD_BYTES = 2**20
 MARK = "TORCHTITAN_NODE_RUN"
 
 
@@ -37,9 +39,9 @@ def is_here(known: Mapping[str, Any]) -> bool:
     return bool(known.get("host") == socket.gethostname())
 
 
-def is_alive(known: Mapping[str, Any]) -> bool:
+def is_alive(known: Any) -> bool:
     """Whether this very process runs: a pid may have been given to another process, or the machine started anew."""
-    pid = known.get("pid")
+    pid = known.get("pid") if isinstance(known, dict) else None
     return isinstance(pid, int) and known == identity(pid) and known["start"] is not None
 
 
@@ -89,9 +91,9 @@ def write_whole(file: Path, values: Mapping[str, Any] | str) -> None:
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """A record, or {} where there is none."""
+    """A record, or {} where there is none. The code of a run may have put there what it likes."""
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(read_small(file.parent, file.name, _RECORD_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from torchtitan.node import messages
 from torchtitan.node.archives import Archives
 from torchtitan.node.checkpoints import Checkpoints
-from torchtitan.node.folders import Folders, inside, log_of, read_at
+from torchtitan.node.folders import Folders, log_of
 from torchtitan.node.jobs import Jobs
 from torchtitan.node.messages import LINE_BYTES, Message, Refused, ValidationError
 from torchtitan.node.report import report
@@ -136,7 +136,7 @@ class Program:
         return _data(request, piece, size, is_over)
 
     def _look(self, request: messages.Piece) -> tuple[bytes, int]:
-        return read_at(inside(self._folders.of(request.run), request.path), request.position, request.size)
+        return self._folders.read(request.run, request.path, request.position, request.size)
 
 
 def _data(request: messages.Read | messages.Follow, piece: bytes, size: int, is_over: bool) -> Message:

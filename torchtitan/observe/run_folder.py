@@ -36,7 +36,7 @@ def open_run_folder(config: Config) -> Path:
     return folder
 
 
-def claim(folder: Path) -> IO[str]:
+def claim(folder: Path, option: str = "job.dump_folder") -> IO[str]:
     """Lock the folder for as long as the returned file is open; refuse a folder that another run has locked."""
     file = (folder / ".lock").open("a+")
     try:
@@ -44,12 +44,12 @@ def claim(folder: Path) -> IO[str]:
     except BlockingIOError:
         file.seek(0)
         raise Refusal(
-            f"job.dump_folder = {str(folder)!r} is in use by {file.read().strip() or 'another run'}; "
+            f"{option} = {str(folder)!r} is in use by {file.read().strip() or 'another run'}; "
             f"wait until it ends, or choose another folder"
         ) from None
     except OSError as error:  # for example on Lustre mounted without -o flock
         raise Refusal(
-            f"job.dump_folder = {str(folder)!r} is on a file system that locks no files ({error.strerror}); "
+            f"{option} = {str(folder)!r} is on a file system that locks no files ({error.strerror}); "
             f"mount it with locks (Lustre: -o flock), or choose another folder"
         ) from None
     file.truncate(0)

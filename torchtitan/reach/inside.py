@@ -64,7 +64,8 @@ class Inside:
             return
         self._asked_at = now
         for peer in self.peers.values():
-            self._echo.transport.sendto(b"?", (peer.address, measure.PORT))
+            if peer.way:
+                self._echo.transport.sendto(b"?", (peer.address, measure.PORT))
             if now > (peer.heard_at or peer.made_at) + SILENT_SECONDS and not peer.is_silent:
                 peer.is_silent = True
                 self.end_connections(peer, f"has not answered for {SILENT_SECONDS:.0f} s ({peer.way or 'no way'})")

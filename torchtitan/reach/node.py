@@ -15,9 +15,9 @@ from torchtitan.reach.inside import Inside
 from torchtitan.reach.leave import state_file, write_state
 from torchtitan.reach.messages import as_frame, read_message, within
 from torchtitan.reach.peer import Peer
-from torchtitan.reach.port import Port
+from torchtitan.reach.port import Port, is_beside
 from torchtitan.reach.proof import check, sign
-from torchtitan.reach.routers import Endpoint, Router, choose_way, judge, to_endpoint
+from torchtitan.reach.routers import Endpoint, Router, can_open, choose_way, judge, to_endpoint
 from torchtitan.reach.server import SILENT_SECONDS
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.certificates import context
@@ -168,7 +168,7 @@ class Node:
             largest = await asyncio.to_thread(find.largest_packet, self._asker, server) if seen.mapped else 1500
             mtu = largest - wireguard.OVERHEAD
             self.interface.bring_up(self.private, self.listen, self.address, self._network.prefixlen, mtu)
-            self._udp = Port(self.listen, self._take)
+            self._udp = Port(self.listen, self._take, self.servers[0])
             inside = Inside(self.name, self.address, self.peers, self.out)
             await inside.start()
             self._inside = inside
@@ -215,8 +215,8 @@ class Node:
         return time.monotonic() < self.udp_at + _NO_UDP_SECONDS
 
     def _say_where(self) -> None:
-        assert self.router
-        own = [a for a, of in own_addresses().items() if not is_local(a) and of != self.interface.name]
+        assert self.router and self._udp
+        own = [a for a, of in own_addresses().items() if not is_local(a) and not is_beside(of, self._udp.uplink)]
         candidates = [*self.mapped.values(), *((address, self.listen) for address in own)]
         said = {"candidates": list(dict.fromkeys(candidates)), "router": vars(self.router)}
         if said != self._said:
@@ -314,7 +314,7 @@ class Node:
 
     async def _choose(self, peer: Peer) -> None:
         assert self.router
-        if peer.is_trying and not peer.way:
+        if peer.is_trying and not peer.way and can_open(self.router, peer.router)[0]:
             return
         hub = self.peers.get(self.through) if peer.may_go_through else None
         through = hub.name if hub and hub.way == "direct" else ""

@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from torchtitan.launch.addresses import address_toward
+from torchtitan.launch.addresses import address_toward, is_tunnel, own_addresses
 from torchtitan.reach.messages import MAGIC
 
 _SO_ATTACH_FILTER, _IPV6_CHECKSUM = 26, 7
@@ -21,8 +21,8 @@ _LOAD_LENGTH, _HALF, _WORD, _EQUAL, _RETURN = 0xB1, 0x48, 0x40, 0x15, 0x06  # of
 
 
 class Port:
-    def __init__(self, number: int, take: Callable[[bytes, tuple[str, int]], None]) -> None:
-        self.number, self._take = number, take
+    def __init__(self, number: int, take: Callable[[bytes, tuple[str, int]], None], server: str) -> None:
+        self.number, self._take, self._server = number, take, server
         self._raw: dict[int, socket.socket] = {}
         for family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError):  # a machine without IPv6
@@ -39,22 +39,39 @@ class Port:
         head = [self.number, to[1], _UDP.size + len(data), 0]
         if (family := socket.AF_INET6 if ":" in to[0] else socket.AF_INET) not in self._raw:
             return
-        if family == socket.AF_INET and (own := address_toward(to[0])) is not None:
+        own = address_toward(to[0])
+        if self._is_beside(own):
+            return
+        if family == socket.AF_INET and own is not None:
             head[3] = _checksum(own, to[0], _UDP.pack(*head) + data)
         with contextlib.suppress(OSError, ValueError, TypeError):
             self._raw[family].sendto(_UDP.pack(*head) + data, (to[0], 0))
+
+    @property
+    def uplink(self) -> str:
+        """The interface that leads to the serving machine, so no tunnel beside ours."""
+        return own_addresses().get(address_toward(self._server) or "", "")
+
+    def _is_beside(self, own: str | None) -> bool:
+        """Whether another tunnel leads there, from this address of ours: two that carry each other stand still."""
+        return is_beside(own_addresses().get(own or "", ""), self.uplink)
 
     def _read(self, raw: socket.socket) -> None:
         with contextlib.suppress(OSError):
             data, (address, *_) = raw.recvfrom(2048)
             begin = (data[0] & 15) * 4 if raw.family == socket.AF_INET else 0
-            if len(data) >= begin + _UDP.size:
+            if len(data) >= begin + _UDP.size and not self._is_beside(address_toward(address)):
                 self._take(data[begin + _UDP.size :], (address, _UDP.unpack_from(data, begin)[0]))
 
     def close(self) -> None:
         for raw in self._raw.values():
             asyncio.get_running_loop().remove_reader(raw)
             raw.close()
+
+
+def is_beside(interface: str, uplink: str) -> bool:
+    """Whether an interface is a tunnel, and not the one by which all else leaves this machine."""
+    return interface != uplink and is_tunnel(interface)
 
 
 def _filter(raw: socket.socket, number: int) -> None:

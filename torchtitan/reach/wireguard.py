@@ -40,6 +40,7 @@ def address_in(given: str, number: int, host: str, interface: str) -> tuple[ipad
 class Interface:
     def __init__(self, name: str) -> None:
         self.name, self.is_up = name, False
+        self._reached: set[str] = set()  # peers that have had an endpoint
 
     def bring_up(self, private: str, port: int, address: str, prefix: int, mtu: int) -> None:
         if Path(f"/sys/class/net/{self.name}").exists():
@@ -57,9 +58,17 @@ class Interface:
         _run(["ip", "link", "set", self.name, "mtu", str(mtu), "up"])
 
     def set_peer(self, public: str, addresses: Sequence[str], endpoint: str | None, keepalive: int) -> None:
-        words = ["peer", public, "persistent-keepalive", str(keepalive)]
-        words += ["allowed-ips", ",".join(f"{address}/32" for address in addresses)]
-        _run(["wg", "set", self.name, *words, *(["endpoint", endpoint] if endpoint else [])])
+        """A peer greets at once when it gets its first endpoint.
+
+        WireGuard greets once in 5 s, also if it does not know to whom. So a peer without an endpoint sends nothing by
+        itself, and one that may have greeted in vain, for a program's packet, is made anew.
+        """
+        anew = [] if endpoint is None or public in self._reached else ["peer", public, "remove"]
+        words = ["peer", public, "allowed-ips", ",".join(f"{address}/32" for address in addresses)]
+        if endpoint:
+            words += ["persistent-keepalive", str(keepalive), "endpoint", endpoint]
+            self._reached.add(public)
+        _run(["wg", "set", self.name, *anew, *words])
 
     def pass_on(self, is_hub: bool) -> None:
         """Whether this node forwards between the others. The setting goes with the interface."""
@@ -70,6 +79,7 @@ class Interface:
             raise Refusal(f"this node cannot pass on: {error}; choose another for `serve --through`") from None
 
     def remove_peer(self, public: str) -> None:
+        self._reached.discard(public)
         _run(["wg", "set", self.name, "peer", public, "remove"])
 
     def remove(self) -> None:

@@ -2,7 +2,8 @@
 
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
-from torchtitan.weights.hugging_face import open_safetensors, read_json
+from torchtitan.weights.hugging_face import files_of_index, open_safetensors
 from torchtitan.weights.tensors import Weights, copy_part
 
 DOWNLOADS = Path("assets/hf")  # where `python -m torchtitan download model` puts a folder
@@ -29,7 +30,7 @@ def find_files(path: str) -> list[Path]:
         return [place]
     for index in _INDEXES:
         if (place / index).is_file():
-            return sorted({place / name for name in read_json(place / index)["weight_map"].values()})
+            return files_of_index(place / index)
     return next((found for pattern in _NAMES if (found := sorted(place.glob(pattern)))), [])
 
 
@@ -49,21 +50,31 @@ def open_files(files: Sequence[Path]) -> Weights:
     return Weights(where, outline, lambda name, tensor: copy_part(tensor, held[name].__getitem__))
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    """What torch.save wrote, where it can be mapped into memory; no code in the file is run."""
+@contextmanager
+def refusing_harm(path: Path) -> Iterator[None]:
+    """Inside, files of torch.save are read, no code in them is run, and what cannot be read so is refused."""
     try:
-        with path.open("rb") as file:
-            is_zip = file.read(2) == b"PK"  # files of torch before 1.6 are none, and cannot be mapped
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        yield
+    except Refusal:
+        raise
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         what = f"holds a {kind[1]}, and reading it could run any code" if kind else "is no file of torch.save"
         raise Refusal(
             f"{path} {what}; where it was made, save the weights alone: torch.save(model.state_dict(), file)"
         ) from None
-    except (OSError, RuntimeError, EOFError) as error:
-        said = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        raise Refusal(f"{path} cannot be read ({said}); give a file of torch.save or of safetensors") from None
+    except Exception as error:  # a damaged pickle may ask torch for anything
+        said = str(error).strip().partition("\n")[0][:200]
+        why = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        raise Refusal(f"{path} cannot be read ({why}); give a file of torch.save or of safetensors") from None
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """What torch.save wrote, where it can be mapped into memory."""
+    with refusing_harm(path):
+        with path.open("rb") as file:
+            is_zip = file.read(2) == b"PK"  # files of torch before 1.6 are none, and cannot be mapped
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     if _is_state(held):
         return held
     states = {key: value for key, value in held.items() if _is_state(value)} if isinstance(held, dict) else {}

@@ -34,14 +34,25 @@ def open_hf(folder: str | Path) -> Weights:
     """The safetensors of a Hugging Face folder; only their headers are read."""
     folder = Path(folder)
     if (folder / _INDEX).is_file():
-        files = {folder / name for name in read_json(folder / _INDEX)["weight_map"].values()}
+        files = files_of_index(folder / _INDEX)
     else:
-        files = {folder / "model.safetensors"}
+        files = [folder / "model.safetensors"]
     if absent := sorted(path.name for path in files if not path.is_file()):
         raise Refusal(f"{folder} lacks {', '.join(absent)}; download all safetensors files of the model, again")
-    weights = open_safetensors(sorted(files), str(folder))
+    weights = open_safetensors(files, str(folder))
     constant = ".rotary_emb.inv_freq"  # in files of 2023
     return weights.renamed({name: name for name in weights.outline if not name.endswith(constant)})
+
+
+def files_of_index(index: Path) -> list[Path]:
+    """The files that an index names. They lie beside it (in a cache of the hub as links), and nowhere else."""
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict):
+        raise Refusal(f"{index} has no weight_map; get the file again")
+    for name in named.values():
+        if not isinstance(name, str) or name != Path(name).name or name in ("", "..") or "\0" in name:
+            raise Refusal(f"{index} names the file {str(name)[:200]!a}, which cannot lie beside it; get the file again")
+    return [index.with_name(name) for name in sorted(set(named.values()))]
 
 
 def open_safetensors(files: Iterable[Path], where: str) -> Weights:

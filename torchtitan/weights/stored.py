@@ -22,6 +22,7 @@ from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint, save_checkpoint
+from torchtitan.weights.files import refusing_harm
 from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, read_json, save_hf
 from torchtitan.weights.targets import refuse_existing
 from torchtitan.weights.tensors import Weights, copy_part
@@ -60,6 +61,8 @@ def open_model(path: str, family: str | None = None) -> StoredModel:
     `family` is what model.name would be, for a download that does not tell it.
     """
     folder = Path(path)
+    if folder.is_file():
+        raise Refusal(f"{path} is a file, which tells no shape of a model; name a run, a step or a downloaded folder")
     if (folder / "config.json").is_file():
         return _open_hf(folder, family)
     for name, spec in find_families(family).items():
@@ -193,10 +196,12 @@ def _without_copy(weights: Weights, first: str, second: str) -> Weights:
 
 
 def _open_other(folder: Path, family: str, open_folder: Callable[[Path], OtherFormat]) -> StoredModel:
-    found = open_folder(folder)
+    with refusing_harm(folder):
+        found = open_folder(folder)
 
     def fill(name: str, tensor: Tensor) -> None:
-        whole = found.read(name)
+        with refusing_harm(folder):
+            whole = found.read(name)
         copy_part(tensor, lambda part: whole[part])
 
     blueprint = Blueprint(str(folder), find_family(family), found.shape)

@@ -27,7 +27,10 @@ def build_login(rules: Rules, people: People, audit: Audit, limits: Limits) -> A
     @router.post("/login")
     async def log_in(request: Request) -> Response:
         address = address_of(request.scope)
-        fields = parse_qs((await request.body()).decode("utf-8", errors="replace"), max_num_fields=4)
+        try:
+            fields = parse_qs((await request.body()).decode("utf-8", errors="replace"), max_num_fields=4)
+        except ValueError:
+            return _page("This form has one field, the token.", 400)
         person = people.of_token(fields.get("token", [""])[0].strip())
         if person is None:
             limits.attempts.take(address)

@@ -147,8 +147,8 @@ def filter_field(what: str) -> ui.input:
     return ui.input(placeholder="Filter").props(f'clearable aria-label="Filter {what}"')
 
 
-def moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+def moment(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def table(
@@ -173,7 +173,8 @@ def table(
 SIZE = """v => { let i = 0; for (; v >= 1024 && i < 4; i++) v /= 1024;
     return v.toFixed(i ? 1 : 0) + ' ' + ['B', 'KiB', 'MiB', 'GiB', 'TiB'][i] }"""
 LINK = """<q-td :props="props"><a :href="props.row.href">{{ props.value }}</a></q-td>"""
-STATE = """<q-td :props="props"><span :class="'state ' + props.value">{{ props.value }}</span></q-td>"""
+STATE = """<q-td :props="props"><span :class="'state ' + props.value">{{ props.value }}</span>
+    <div class="trouble small" v-if="props.row.trouble">{{ props.row.trouble }}</div></q-td>"""
 
 
 def size(number: float) -> str:

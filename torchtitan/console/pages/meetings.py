@@ -1,19 +1,36 @@
 """What a site of a swarm recorded of its meetings: who took part, what it cost, how far the sites were apart."""
 
-import json
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from nicegui import ui
+from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.console.pages.frame import Parts, heading, live, table
 from torchtitan.console.text import inert
+from torchtitan.tools.runs import Count, Label, Number
 
 _FILE, _BYTES, _MOST = "swarm.jsonl", 2**19, 500
 _SECONDS = 5
 _MEETINGS = [("step", "Step"), ("fragment", "Fragment"), ("version", "Meeting"), ("sites", "Sites"), ("up", "MB up")]
 _MEETINGS += [("down", "MB down"), ("seconds", "Seconds"), ("waited", "Waited, s"), ("apart", "Apart, %")]
 _SITES = [("site", "Site"), ("counted", "Counted in"), ("left_out", "Left out of"), ("last", "Last at step")]
+
+
+Sites = Annotated[list[Label], Field(max_length=1000)]
+
+
+class _Record(BaseModel):
+    step: Count
+    fragment: Count
+    version: Count
+    counted: Sites
+    rejected: Sites
+    bytes_up: Number
+    bytes_down: Number
+    seconds: Number
+    waited_seconds: Number
+    apart: Number
 
 
 def read_meetings(read: Callable[[str, int, int], tuple[bytes, int]]) -> list[dict[str, Any]]:
@@ -26,18 +43,18 @@ def read_meetings(read: Callable[[str, int, int], tuple[bytes, int]]) -> list[di
     found = []
     for line in reversed(lines[-_MOST:]):
         try:
-            found.append(_row(json.loads(line)))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            found.append(_row(_Record.model_validate_json(line)))
+        except ValidationError:
             continue
     return found
 
 
-def _row(record: dict[str, Any]) -> dict[str, Any]:
-    named = {name: [inert(str(site)[:80].encode()) for site in record[name]] for name in ("counted", "rejected")}
-    numbers = {name: int(record[name]) for name in ("step", "fragment", "version")}
-    numbers |= {"key": f"{numbers['fragment']}.{numbers['version']}.{numbers['step']}"}  # type: ignore[dict-item]
-    measured = {"up": record["bytes_up"] / 1e6, "down": record["bytes_down"] / 1e6, "seconds": record["seconds"]}
-    measured |= {"waited": record["waited_seconds"], "apart": 100 * record["apart"]}
+def _row(record: _Record) -> dict[str, Any]:
+    named = {name: [inert(site[:80].encode()) for site in getattr(record, name)] for name in ("counted", "rejected")}
+    numbers: dict[str, Any] = {name: getattr(record, name) for name in ("step", "fragment", "version")}
+    numbers |= {"key": f"{record.fragment}.{record.version}.{record.step}"}
+    measured = {"up": record.bytes_up / 1e6, "down": record.bytes_down / 1e6, "seconds": record.seconds}
+    measured |= {"waited": record.waited_seconds, "apart": 100 * record.apart}
     return named | numbers | {"sites": ", ".join(named["counted"])} | {n: round(v, 2) for n, v in measured.items()}
 
 

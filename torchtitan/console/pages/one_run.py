@@ -65,7 +65,8 @@ def add(parts: Parts) -> None:
                 for name in views:
                     ui.tab(name)
                 meetings, hang = ui.tab("Meetings"), ui.tab("Hang")
-            with ui.tab_panels(tabs, value="Curves").props("keep-alive").classes("w-full"):
+            begins = "Log" if run.state in ("failed", "lost") and not run.step else "Curves"
+            with ui.tab_panels(tabs, value=begins).props("keep-alive").classes("w-full"):
                 for name, add_view in views.items():
                     with ui.tab_panel(name):
                         add_view(parts, id)
@@ -165,6 +166,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     exit_code = "" if run.exit_code is None else str(run.exit_code)
     times = (("Started", run.started), ("Ended", run.ended), ("Node away since", run.away_since))
     found = [
+        ("Model", run.model or ""),
+        ("Cannot be read", run.trouble),
         ("Step", f"{run.step or 0:,} of {run.steps:,}" if run.steps else "none yet"),
         ("Loss", f"{run.loss:.4f}" if run.loss is not None else ""),
         ("Tokens per second", f"{run.tokens_per_second:,.0f}" if run.tokens_per_second is not None else ""),
@@ -181,7 +184,7 @@ def _add_curves(parts: Parts, id: str) -> None:
     with ui.element("div").classes("line").style("margin-bottom: 10px"):
         controls = add_controls()
     nothing, predicted = ui.label("No step is recorded yet.").classes("dim"), ui.label()
-    with ui.element("div").classes("charts"):
+    with ui.element("div").classes("charts") as place:
         pictures = {title: chart(title) for title in _CHARTS}
     seen: list[Any] = [None, 0, 0.0]  # what was drawn, of how many steps, and when
 
@@ -198,7 +201,11 @@ def _add_curves(parts: Parts, id: str) -> None:
         nothing.visible = not length
         prediction = await look(parts.library.prediction, id)
         predicted.text = in_words(prediction) if prediction else ""
-        for title, names in _CHARTS.items():
+        own = {name.replace("_", " ").capitalize(): (name,) for name in curves.metrics()}
+        for title, names in (_CHARTS | own).items():
+            if title not in pictures:
+                with place:
+                    pictures[title] = chart(title)
             lines = _lines(curves, names, controls.values()[0])
             if lines and prediction and not prediction.differs and title in _PREDICTED:
                 ends = [point[0] for points in lines.values() for point in (points[0], points[-1])]

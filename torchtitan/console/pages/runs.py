@@ -25,11 +25,18 @@ from torchtitan.node.messages import ValidationError
 from torchtitan.refusal import Refusal
 
 _SECONDS = 0.05  # between looks whether the list has changed, which cost nothing
-_COLUMNS = [("name", "Run"), ("state", "State"), ("progress", "Step"), ("loss", "Loss"), ("speed", "Tokens/s")]
+_COLUMNS = [
+    ("name", "Run"),
+    ("model", "Model"),
+    ("state", "State"),
+    ("progress", "Step"),
+    ("loss", "Loss"),
+    ("speed", "Tokens/s"),
+]
 _COLUMNS += [("started", "Started"), ("tags", "Tags"), ("node", "Node"), ("description", "Description")]
 _NUMBERS = ("progress", "loss", "speed")
 _FORMATS = {
-    "progress": "(v, row) => row.steps ? `${v.toLocaleString('en')}/${row.steps.toLocaleString('en')}` : ''",
+    "progress": "(v, {steps: of}) => of && v !== null ? `${v.toLocaleString('en')}/${of.toLocaleString('en')}` : ''",
     "loss": "v => v === null ? '' : v.toFixed(4)",
     "speed": "v => v === null ? '' : Math.round(v).toLocaleString('en')",
 }
@@ -124,10 +131,17 @@ def _tag(parts: Parts, person: Person, id: str, add: list[str], remove: list[str
 
 def row(run: Run) -> dict[str, Any]:
     place = f" (node {run.rank} of {run.nodes})" if run.nodes and run.nodes > 1 else ""
-    shown = {"name": run.name + place, "state": run.state, "description": run.description}
+    shown = {
+        "name": run.name + place,
+        "model": run.model,
+        "state": run.state,
+        "description": run.description,
+        "trouble": run.trouble,
+    }
     shown["node"] = f"{run.node}, away since {moment(run.away_since)}" if run.away_since else run.node
-    shown |= {"tags": ", ".join(run.tags), "started": moment(run.started) if run.started else ""}
-    numbers = {"progress": run.step or 0, "steps": run.steps, "loss": run.loss, "speed": run.tokens_per_second}
+    shown |= {"tags": ", ".join(run.tags), "started": moment(run.started)}
+    step = 0 if run.step is None and not run.trouble else run.step
+    numbers = {"progress": step, "steps": run.steps, "loss": run.loss, "speed": run.tokens_per_second}
     return {"id": run.id, "href": f"/run/{run.id}"} | shown | numbers
 
 

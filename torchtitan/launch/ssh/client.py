@@ -18,6 +18,7 @@ from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
 from typing import Any
 
+from torchtitan.foreign import printable
 from torchtitan.node import messages
 from torchtitan.node.messages import CHUNK_BYTES, LINE_BYTES, AnyAnswer, Message, ReportAnswer, ValidationError
 from torchtitan.refusal import Refusal
@@ -208,7 +209,8 @@ class Node:
                 process.kill()
         self.exit_code = process.wait()
         errors.join(1)
-        self.trouble = trouble or bytes(said).decode(errors="replace").strip() or f"it ended with {self.exit_code}"
+        heard = printable(bytes(said).decode(errors="replace")).strip()
+        self.trouble = trouble or heard or f"it ended with {self.exit_code}"
 
     def _read(self, process: "subprocess.Popen[bytes]", hello: "Future[Any]") -> None:
         """Take lines until the end; raises Refusal where the connection has to be given up."""
@@ -240,17 +242,12 @@ class Node:
         if request is None or future is None:
             return False
         if isinstance(answer, messages.Refused):
-            future.set_exception(Refusal(f"{self.name}: {printable(answer.why)}"))
+            future.set_exception(Refusal(f"{self.name}: {answer.why}"))
         elif answer.kind != request.do:
             future.set_exception(Refusal(f"{self.name} answers {request.do} with {answer.kind}; is it a node program?"))
         else:
             future.set_result(answer)
         return True
-
-
-def printable(text: str) -> str:
-    """A node's text without what a terminal would obey."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def _drain(stream: Any, said: bytearray) -> None:

@@ -65,7 +65,7 @@ def in_planned_order(hosts: Sequence[Host], config: Path) -> list[Host]:
 def _tables(file: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
         tables = tomli.loads(text).get("node", [])
-    except tomli.TOMLDecodeError as error:
+    except ValueError as error:
         raise Refusal(f"{file} is no TOML: {error}; write [[node]] and host = ... for each machine") from None
     for number, table in enumerate(tables, 1):
         yield f"{file}, node {number}", table

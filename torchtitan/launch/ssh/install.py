@@ -9,7 +9,8 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 
-from torchtitan.launch.ssh.client import printable, ssh_command
+from torchtitan.foreign import printable
+from torchtitan.launch.ssh.client import ssh_command
 from torchtitan.launch.ssh.pack import Packed
 from torchtitan.refusal import Refusal
 

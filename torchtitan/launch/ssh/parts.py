@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import is_local
-from torchtitan.launch.ssh.client import Broken, Node, printable
+from torchtitan.launch.ssh.client import Broken, Node
 from torchtitan.launch.ssh.hosts import Host
 from torchtitan.node import messages
 from torchtitan.refusal import Refusal
@@ -139,7 +139,7 @@ def _need_disk_of(head: Part, part: Part, run: str) -> None:
         part.node.ask(messages.Read, run=run, path=head.log, size=1)
         return
     raise Refusal(
-        f"checkpoints go to {printable(head.folder)} of {head.name}, which {part.name} does not share; use a --home on "
+        f"checkpoints go to {head.folder} of {head.name}, which {part.name} does not share; use a --home on "
         f"a disk that all share, or set checkpoint.folder = 's3://...' or checkpoint.enable = false"
     )
 

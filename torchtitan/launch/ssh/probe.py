@@ -35,7 +35,7 @@ def collect(run: str, parts: Sequence[Part]) -> str:
     try:
         tables = tomli.loads(data.decode())
         tables["probe"]["hosts"] = [part.name for part in parts]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refusal(f"{parts[0].name} sends no cluster file ({error}); look at the run {run} there") from None
     return tomli_w.dumps(tables)
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config.load import load_config, to_toml
-from torchtitan.launch.ssh.client import Broken, Node, printable, ssh_command
+from torchtitan.foreign import printable
+from torchtitan.launch.ssh.client import Broken, Node, ssh_command
 from torchtitan.launch.ssh.hosts import Host, in_planned_order, read_hosts
 from torchtitan.launch.ssh.install import NOT_FOUND, bring_up, program
 from torchtitan.launch.ssh.pack import Packed, packed_checkout
@@ -145,7 +146,7 @@ class _Launch:
         start(self._job, self._packed.code, self.members, self._ssh)
         for member in self.members:
             member.node.follow(self._job.name, member.log, lambda _, *heard, of=member: self._events.put((of, *heard)))
-            _say(f"[{member.name}] node {member.rank} of {len(self.members)}, run folder {printable(member.folder)}")
+            _say(f"[{member.name}] node {member.rank} of {len(self.members)}, run folder {member.folder}")
 
     def watch(self) -> int:
         """Show the logs until every node's part is over. The first failure ends the others."""
@@ -190,7 +191,7 @@ class _Launch:
             state, found = (member.end.state, member.end.exit_code) if member.end else ("unknown", None)
             found = 1 if found is None else _EXIT_SIGNAL - found if found < 0 else found
             said = f", exit code {found}" if found else ""
-            _say(f"[{member.name}] {state}{said}: {printable(member.folder)}")
+            _say(f"[{member.name}] {state}{said}: {member.folder}")
             code = code or found
         return code
 

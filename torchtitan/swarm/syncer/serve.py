@@ -33,6 +33,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
 
     from torchtitan.config.load import load_config, to_toml
     from torchtitan.observe.log import logger, start_logging
+    from torchtitan.observe.run_folder import claim
     from torchtitan.swarm.certificates import sites_of
     from torchtitan.swarm.identity import shared
     from torchtitan.swarm.syncer.door import MOST_DESCRIPTORS
@@ -48,8 +49,11 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    keys = Path(args.keys)
-    syncer = Syncer(Path(args.out), config.swarm, shared(config), config.debug.seed, lambda: sites_of(keys))
-    (Path(args.out) / CONFIG).write_text(to_toml(config), encoding="utf-8")  # for swarm export
+    keys, out = Path(args.keys), Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    lock = claim(out, "--out")  # `runs` and the console see by it that somebody serves
+    syncer = Syncer(out, config.swarm, shared(config), config.debug.seed, lambda: sites_of(keys))
+    (out / CONFIG).write_text(to_toml(config), encoding="utf-8")  # for swarm export
     logger.info(f"swarm {syncer.run} at port {args.port}: up to {config.swarm.sites} sites, in {args.out}")
-    Server(syncer, keys).build(args.host, args.port).run()
+    with lock:
+        Server(syncer, keys).build(args.host, args.port).run()

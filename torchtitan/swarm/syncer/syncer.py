@@ -196,6 +196,8 @@ class Syncer:
                 own["tokens"] += tokens[site] if number == self._first_fragment else 0
                 own["step"], own["meeting"] = max(step, own["step"]), f"{number}.{meeting.version}"
             self._save()
+            with open(self.folder / "metrics.jsonl", "a") as file:  # how far the swarm is, as of any run
+                file.write(json.dumps({"step": max(own["step"] for own in self.sites.values())}) + "\n")
         for site, (_, why) in meeting.rejected.items():
             logger.warning(f"meeting {meeting.version} of fragment {number}: {site} does not count: {why}")
         logger.info(

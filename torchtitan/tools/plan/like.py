@@ -123,7 +123,9 @@ class Like:
 def job_of(config: Config, blueprint: Blueprint, num_devices: int, options: Sequence[str]) -> Job:
     if not blueprint.reads_text or blueprint.spec.operations is None:
         raise Refusal(
-            f"{config.model.name} does not say what it computes; plan needs a Family with operations (docs/models.md)"
+            f"model.name = {config.model.name} does not say what it computes, and the planner predicts families that "
+            "do (operations of a Family, docs/models.md); for another model, use dry_run for the memory of a layout, "
+            "and compare for the speed of two"
         )
     if blueprint.shape.vocab_size is None:
         from torchtitan.data.tokenizers.tokenizer import build_tokenizer
