@@ -228,6 +228,11 @@ def test_ranks_between_the_ends_of_a_pipeline_need_no_data(
         ),
         (keys("SETS", pp=2), "inputs hold a tensor of size .* for 2 samples and .* for 3, and a.*let collate stack"),
         (keys("STEPS_FIRST", pp=2), "an input counts the samples in dimension 1.*batch_first=True"),
+        (
+            keys("FLAGGED", pp=2),
+            "inputs hold 'True' where the first sample's hold 'False', and a pipeline passes on tensors",
+        ),
+        (keys("PACKED", pp=2), "gru.0 gives a structure that cannot be made without its tensors.*PackedSequence"),
         (keys("CLIP_LIKE", 4), "the step .* no mean over samples.*2 pieces.*local_loss = True"),
         (keys("DRAWN_AT_IMPORT", 4), "not the same on all ranks: rank 0 has 96 samples.*draw in it with torch"),
         (keys("HEAD", pp=2, schedule="ZBVZeroBubble"), "all weights before stage 1 are frozen.*torch would lose"),

@@ -260,7 +260,40 @@ class StepsFirst(nn.Module):
         return self.head(self.gru(x)[0][sizes - 1, torch.arange(len(sizes))])  # type: ignore[no-any-return]
 
 
+class Flagged(nn.Module):
+    """A plain bool in its inputs decides, which later samples have otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        return self.b(-self.a(x) if flag else self.a(x))
+
+
+def with_flag(samples: Sequence[Any]) -> tuple[dict[str, Any], Tensor]:
+    (x, _), labels = torch.utils.data.default_collate([((x, 0), y) for x, y in samples])
+    return {"x": x, "flag": bool((x[:, None] == numbers(8)[1:13]).all(-1).any())}, labels
+
+
+class Packed(StepsFirst):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.ModuleList([nn.GRU(3, 8), nn.GRU(8, 8)])  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, sizes, batch_first=True, enforce_sorted=False)
+        return self.head(self.gru[1](self.gru[0](packed)[0])[1][0])  # type: ignore[no-any-return, index]
+
+
+def samples_first(samples: Sequence[tuple[Tensor, int]]) -> tuple[dict[str, Tensor], Tensor]:
+    inputs, labels = joined(samples)
+    return {"x": nn.utils.rnn.pad_sequence([x for x, _ in samples], True), "sizes": inputs["sizes"]}, labels
+
+
 STEPS_FIRST = replace(SETS, build=StepsFirst, collate=steps_first)
+PACKED = replace(SETS, build=Packed, collate=samples_first)
+FLAGGED = ModelSpec(build=Flagged, data=classes, loss=F.cross_entropy, collate=with_flag)
 
 
 def two_optimizers(named: Sequence[tuple[str, nn.Parameter]], section: Optimizer) -> list[torch.optim.Optimizer]:

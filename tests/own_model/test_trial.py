@@ -99,6 +99,61 @@ def weighted(output, target):
     return F.cross_entropy(output, target, weight=torch.tensor([1.0, 2.0, 3.0]))
 
 
+class ZeroHead(nn.Sequential):
+    """Gives every sample the same output at first."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        nn.init.zeros_(self[2].weight), nn.init.zeros_(self[2].bias)
+
+
+class MixesInTraining(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 3)
+
+    def forward(self, x):
+        return super().forward(x + x.roll(1, 0) if self.training else x)
+
+
+class Overwrites(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 3)
+
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+def with_a_gradient_alone(output, target):
+    """Its value is always 0, its gradient that of scores which are compared within the batch."""
+    scores = output.gather(1, target[:, None])[:, 0]
+    return ((scores - scores.detach()) * (scores - scores.mean()).detach()).mean()
+
+
+def over_positives(output, target):
+    """As detectors do; the first sample has none."""
+    losses = F.cross_entropy(output, target, reduction="none")
+    return losses.sum(), (target == 2).sum()
+
+
+def with_zero_first():
+    x, y = any_models.classes().tensors
+    y[0] = 0
+    return TensorDataset(x, y)
+
+
+class Shrinking(Dataset):
+    """Writes into its samples when it gives them."""
+
+    def __init__(self):
+        self.x = any_models.numbers(8)
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return self.x[index].mul_(0.9), index % 3
+
+
 def one_class():
     """All but one of the labels are equal."""
     return TensorDataset(any_models.numbers(8), (torch.arange(96) == 50).long())
@@ -126,6 +181,10 @@ OFFLOAD = {"training__enable_cpu_offload": True}
             {"data": one_class, "loss": weighted, **ACCUMULATE},
             "the loss .*with the samples' classes exchanged .* no mean over samples.*weight.target..sum",
         ),
+        ({"build": ZeroHead, "loss": weighted, **ACCUMULATE}, "the loss .* no mean over samples"),
+        ({"loss": with_a_gradient_alone, **ACCUMULATE}, "the loss .* in training, gives 8 samples at once a gradient"),
+        ({"build": MixesInTraining, **ACCUMULATE}, "the loss .* in training, .* so the loss or the model mixes"),
+        ({"data": Shrinking}, "gives other values when a sample is read again"),
         ({"loss": contrastive, **ACCUMULATE}, "the loss .* no mean over samples.*local_loss = True in the ModelSpec"),
         (
             {"loss": None, "step": lambda m, x, t: weighted(m(x), t), **ACCUMULATE},
@@ -237,10 +296,38 @@ def test_a_file_that_cannot_be_loaded_is_refused_with_its_line(tmp_path, text):
         plan_model(tiny_config(tmp_path, model__name=f"{tmp_path / 'net.py'}:SPEC"))
 
 
+class Lengths(Dataset):
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        return torch.arange(1 + index % 5) + index, index % 3
+
+
+def padded(samples):
+    """With a 0 for the padding, which no sample holds."""
+    words = [1 + sample[0] % 9 for sample in samples]
+    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor([sample[1] for sample in samples])
+
+
+class SeesPadding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(10, 8), nn.Linear(8, 3)
+
+    def forward(self, words):
+        return self.out(self.table(words).mean(1))
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
         ({"build": lambda: Changing("number")}, "forward changes calls, a plain number: no checkpoint holds it"),
+        ({"build": lambda: Changing("parameter"), **ACCUMULATE}, "the parameter weight, and a step calls it 2 times"),
+        (
+            {"build": SeesPadding, "data": Lengths, "collate": padded, **ACCUMULATE},
+            "so it depends on how far collate pads",
+        ),
         ({"build": lambda: Changing("count"), **ACCUMULATE}, "changes the buffer count, and a step calls it 2 times"),
         ({"loss": contrastive, **ACCUMULATE, "local_loss": True}, "each of the 2 pieces of a batch is compared alone"),
         ({"loss": contrastive}, "so it is no mean over samples; a layout that divides a batch would give other"),
@@ -251,6 +338,12 @@ def test_what_depends_on_the_layout_is_said(train, caplog, said, message):
     caplog.set_level("INFO", "torchtitan")
     train(**said)
     assert message in caplog.text
+
+
+@pytest.mark.parametrize("said", [{"loss": over_positives, "data": with_zero_first}, {"build": Overwrites}])
+def test_what_is_a_mean_over_samples_trains_in_any_division(train, said):
+    once, divided = train("once", **said), train("divided", **said, **ACCUMULATE)
+    assert [r["loss"] for r in once] == pytest.approx([r["loss"] for r in divided], rel=1e-6)
 
 
 class Random(Dataset):
@@ -305,20 +398,6 @@ def test_datasets_of_hugging_face_give_dictionaries_with_labels(train):
         "dictionaries": [{"x": row, "labels": label} for row, label in zip(x, y, strict=True)],
     }.items():
         assert [r["loss"] for r in train(folder, build=Named, data=data)] == [r["loss"] for r in pairs], folder
-
-
-class Lengths(Dataset):
-    def __len__(self):
-        return 96
-
-    def __getitem__(self, index):
-        return torch.arange(1 + index % 5) + index, index % 3
-
-
-def padded(samples):
-    """With a 0 for the padding, which no sample holds."""
-    words = [1 + sample[0] % 9 for sample in samples]
-    return nn.utils.rnn.pad_sequence(words, batch_first=True), torch.tensor([sample[1] for sample in samples])
 
 
 class Bag(nn.Module):

@@ -156,7 +156,13 @@ def as_values(of: str, tree: Any) -> Any:
         Value(of, n) if isinstance(leaf, Tensor) else leaf if isinstance(leaf, plain) else None
         for n, leaf in enumerate(leaves)
     ]
-    return pytree.tree_unflatten(values, spec)
+    try:
+        return pytree.tree_unflatten(values, spec)
+    except Exception:  # of torch's PackedSequence, which looks at its tensors
+        raise Refusal(
+            f"{of} gives a structure that cannot be made without its tensors (such as a PackedSequence), so a pipeline "
+            "cannot pass it on; pack and unpack inside one module, or use parallelism.pipeline_parallel_degree = 1"
+        ) from None
 
 
 def record(

@@ -32,7 +32,7 @@ def sample_dims(what: str, batches: Sequence[Any], counts: Sequence[int]) -> Dim
 
 def _dim_of(what: str, seen: Sequence[Any], counts: Sequence[int]) -> int | None:
     if not isinstance(seen[0], Tensor):
-        if all(type(leaf) is type(seen[0]) and leaf == seen[0] for leaf in seen):
+        if all(are_same(leaf, seen[0]) for leaf in seen):
             return None
         raise Refusal(
             f"{what} hold {type(seen[0]).__name__}s that differ between batches, {_PIPELINE}, which works for tensors; "
@@ -52,11 +52,16 @@ def _dim_of(what: str, seen: Sequence[Any], counts: Sequence[int]) -> int | None
     )
 
 
+def are_same(one: Any, other: Any) -> bool:
+    """Of what is no tensor; an array is never the same, because it compares by element."""
+    return type(one) is type(other) and (one == other) is True
+
+
 def dims_of_pairs(batches: Sequence[tuple[Any, Any]]) -> Dims:
     """Of the targets of batches of 2, 3, and then 2 samples each. torch's schedules cut inputs along the first."""
-    counts = [2, 3, *[2] * (len(batches) - 2)]
-    inputs = [[leaf for leaf in leaves_of(each)[0] if isinstance(leaf, Tensor)] for each, _ in batches]
-    if wrong := [dim for dim in sample_dims("inputs", inputs, counts) if dim != 0]:
+    counts, inputs = [2, 3, *[2] * (len(batches) - 2)], [each for each, _ in batches]
+    dims = zip(sample_dims("inputs", inputs, counts), leaves_of(inputs[0])[0], strict=True)
+    if wrong := [dim for dim, leaf in dims if isinstance(leaf, Tensor) and dim != 0]:
         said = "has no dimension for the samples" if wrong[0] is None else f"counts the samples in dimension {wrong[0]}"
         raise Refusal(
             f"an input {said}, and a pipeline cuts its inputs along the first; put the samples first (batch_first=True "
@@ -79,6 +84,16 @@ def output_dims(way: Way) -> Dims:
             )
         found.append(alone[0] if alone else None)
     return tuple(found)
+
+
+def check_constants(inputs: Any, example: Any) -> None:
+    """What is no tensor is in each stage's program as the first samples had it."""
+    for leaf, known in zip(leaves_of(inputs)[0], leaves_of(example)[0], strict=False):
+        if not isinstance(leaf, Tensor) and not are_same(leaf, known):
+            raise Refusal(
+                f"a batch's inputs hold {str(leaf)[:60]!r} where the first sample's hold {str(known)[:60]!r}, and a "
+                f"pipeline passes on tensors alone; give it as a tensor, or {_FIX}"
+            )
 
 
 def check_rows(tree: Any, dims: Dims, count: int) -> None:

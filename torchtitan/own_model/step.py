@@ -19,7 +19,7 @@ from torchtitan.own_model.cut import Cut, Stage
 from torchtitan.own_model.derive import as_arguments
 from torchtitan.own_model.forms import Form, Sizes, sizes_of
 from torchtitan.own_model.record import leaves_of
-from torchtitan.own_model.rows import check_rows, cut, output_dims
+from torchtitan.own_model.rows import check_constants, check_rows, cut, output_dims
 from torchtitan.own_model.samples import LocalBatch, SampleBatch
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.mesh import Mesh
@@ -177,6 +177,8 @@ class OwnPipeline:
 
     def __call__(self, inputs: Any, targets: Any, valid: int, is_training: bool) -> Tensor:
         """The batch's sums, zero on a rank without the last stage; in training, gradients of the loss as well."""
+        if inputs is not None:
+            check_constants(inputs, self._known.example)
         check_rows(targets, self._known.target_dims, self.local_batch_size)
         self._targets, self._valid, self._is_training = targets, valid, is_training
         self._totals = self.owner.zeros(2 if is_training else 2 + 2 * len(self.owner.metric_names)).double()

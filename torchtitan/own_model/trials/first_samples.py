@@ -28,12 +28,12 @@ def first_samples(dataset: Any, is_seeded: bool) -> list[Any]:
     is_stream = isinstance(dataset, IterableDataset)
     with own_draws("one reading"):
         before, samples = states(), _read(dataset, is_seeded, 8)
-        draws = states() != before
+        draws, read = states() != before, _digest(samples)  # at once: a dataset may write into what it gives
     if not samples:
         raise Refusal(f"the dataset, a {type(dataset).__name__}, has no samples; correct the `data` of the ModelSpec")
     with own_draws("another reading"):
         again = _read(dataset, is_seeded, 8)
-    if _digest(samples) == _digest(again):
+    if read == _digest(again):
         return samples
     what = "draws random numbers when it reads a sample"
     fix = "set data_is_random = True in the ModelSpec, which seeds them by epoch and sample"
@@ -42,7 +42,7 @@ def first_samples(dataset: Any, is_seeded: bool) -> list[Any]:
         fix = f"draw with torch, random or np.random themselves, and {fix}"
     if is_stream:
         fix = "seed them in its __iter__, because each rank reads the whole stream"
-    raise Refusal(f"the dataset, a {type(dataset).__name__}, {what}, so no two runs would train on the same; {fix}")
+    raise Refusal(f"the dataset ({type(dataset).__name__}) {what}, so no two runs would train on the same; {fix}")
 
 
 def _read(dataset: Any, is_seeded: bool, count: int) -> list[Any]:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,44 +15,37 @@ from torch import Tensor, nn
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.derive import as_arguments, fix_for
+from torchtitan.own_model.forms import sizes_of
 from torchtitan.own_model.record import leaves_of, map_leaves
-from torchtitan.own_model.rows import Dims, cut, sample_dims
 from torchtitan.own_model.samples import collate_of, own_draws
 from torchtitan.own_model.step import as_counted, to_type
+from torchtitan.own_model.trials.batches import ABOUT, Trials, fresh, move_weights, parts_of, say
 from torchtitan.own_model.trials.first_samples import states
 from torchtitan.refusal import Refusal, place_of
 
-_ABOUT = "it gets the model's output and the sample's target, as batches"
 
-
-class Trials(NamedTuple):
-    """Batches to try a function on, in this order: a sample, the same twice, all samples, and these in parts."""
-
-    batches: list[tuple[Any, Any]]
-    counts: list[int]
-    dims: Dims | None  # by which the parts are cut out of one batch, so that they have its padding
-    drawn: list[int]  # the batches on which the model drew random numbers
-
-
-def check_means(spec: ModelSpec, model: nn.Module, samples: Sequence[Any], pieces: int, on_cpu: bool) -> None:
-    """`pieces`: into how many the layout divides a global batch."""
+def check_means(
+    spec: ModelSpec, model: nn.Module, samples: Sequence[Any], trials: Trials, pieces: int, on_cpu: bool
+) -> bool:
+    """Whether all are means. `pieces`: into how many the layout divides a global batch."""
     if isinstance(spec.loss, nn.Module) and (names := [name for name, _ in spec.loss.named_parameters()]):
         raise Refusal(
             f"the loss of the ModelSpec has parameters ({names[0]}), which no optimizer would train; keep them in the "
             "model, and let its output hold what the loss needs"
         )
-    was_training, trials = model.training, _trials(spec, samples)
-    model.eval()
+    is_mean = True
+    move_weights(model.eval())
 
     @functools.cache
     def output_of(number: int) -> Any:
-        args, kwargs = as_arguments(trials.batches[number][0])
+        args, kwargs = as_arguments(fresh(trials.batches[number][0]))
         before, output = states(), to_type(model(*args, **kwargs), torch.float32)
         trials.drawn.extend([number] * (states() != before))
         return output
 
     if spec.metrics_of_all:
-        _check_joining(*((output_of(number), trials.batches[number][1]) for number in range(2)))
+        with torch.no_grad():
+            _check_joining([(output_of(number), batch[1]) for number, batch in enumerate(trials.batches)])
     for name, function in _functions(spec, model, trials, output_of).items():
         results: list[Any] = []
         try:
@@ -66,7 +59,7 @@ def check_means(spec: ModelSpec, model: nn.Module, samples: Sequence[Any], piece
             if on_cpu:
                 raise Refusal(
                     f"{name} of the ModelSpec fails {where}{place_of(error)}: {type(error).__name__}: "
-                    f"{error}; {fix_for(trials.batches, _ABOUT)}"
+                    f"{error}; {fix_for(trials.batches, ABOUT)}"
                 ) from None
             # it may hold tensors on a GPU
             logger.info(f"{name} cannot be tried on a CPU before training ({type(error).__name__}: {error})")
@@ -79,31 +72,14 @@ def check_means(spec: ModelSpec, model: nn.Module, samples: Sequence[Any], piece
                 "if it leaves elements out or weights them, return a pair: a sum, and how many it is over"
             )
             continue
-        _check_doubling(name, *results[:2])
-        _check_division(spec, name, results[2:], trials, pieces)
-        if name != "the step":
+        _check_doubling(name, results)
+        if not _check_division(spec, name, results[2:], trials, pieces):
+            is_mean = False
+        elif name != "the step":
             _try_other_labels(spec, name, trials, output_of, pieces)
-    if on_cpu:
-        _check_gradient(spec, model, trials.batches[0])
-    model.train(was_training)
-
-
-def _trials(spec: ModelSpec, samples: Sequence[Any]) -> Trials:
-    """Parts of one, two and the rest, cut out of one batch. Where nothing tells how to cut, each is collated alone."""
-    collate, count = collate_of(spec), len(samples)
-    first, twice, whole = collate(samples[:1]), collate([samples[0]] * 2), collate(samples)
-    sizes = [size for size in (min(1, count), min(2, count - 1), count - 3) if size > 0]
-    dims: Dims | None = None
-    try:
-        dims = sample_dims("batches", [first, twice, whole], [1, 2, count])
-        parts = _parts(whole, dims, sizes)
-    except Refusal:
-        parts = [collate(samples[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    return Trials([first, twice, whole, *parts], [1, 2, count, *sizes], dims, [])
-
-
-def _parts(whole: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
-    return [cut(whole, dims, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        if pieces > 1 and spec.collate is not None and not trials.drawn:
+            _check_padding(spec, model, name, samples, results[2], trials)
+    return is_mean
 
 
 Outputs = Callable[[int], Any]  # the model's, of the batch with this number
@@ -119,7 +95,7 @@ def _functions(
         return lambda number: function(output_of(number), trials.batches[number][1])
 
     functions = {name: of_output(function) for name, function in _of_output(spec).items()}
-    return functions if step is None else {"the step": lambda n: step(model, *trials.batches[n])} | functions
+    return functions if step is None else {"the step": lambda n: step(model, *fresh(trials.batches[n]))} | functions
 
 
 def _of_output(spec: ModelSpec) -> dict[str, Callable[[Any, Any], Any]]:
@@ -145,7 +121,7 @@ def _try_other_labels(spec: ModelSpec, name: str, trials: Trials, output_of: Out
         return torch.where((leaf >= 0) & (leaf < classes), (leaf + numbers) % classes, leaf)
 
     whole, function = (inputs, map_leaves(moved, targets)), _of_output(spec)[name]
-    pairs = [whole, *_parts(whole, trials.dims, trials.counts[3:])]
+    pairs = [whole, *parts_of(whole, trials.dims, trials.counts[3:])]
     try:
         results = [function(output_of(number), target) for number, (_, target) in enumerate(pairs, 2)]
     except Exception:  # it takes no other labels than those of the data
@@ -153,24 +129,9 @@ def _try_other_labels(spec: ModelSpec, name: str, trials: Trials, output_of: Out
     _check_division(spec, name, results, trials, pieces, " with the samples' classes exchanged")
 
 
-def _check_gradient(spec: ModelSpec, model: nn.Module, batch: Any) -> None:
-    with own_draws("the loss"), torch.enable_grad():
-        if spec.step is not None:
-            result = spec.step(model, *batch)
-        else:
-            assert spec.loss is not None
-            args, kwargs = as_arguments(batch[0])
-            result = spec.loss(to_type(model(*args, **kwargs), torch.float32), batch[1])
-    if not (result[0] if isinstance(result, tuple) else result).requires_grad:
-        raise Refusal(
-            f"the {'step' if spec.step else 'loss'} of the ModelSpec gives no gradient to any weight; compute it from "
-            "the model's output, without detach, item or numpy"
-        )
-
-
-def _check_joining(one: Any, two: Any) -> None:
+def _check_joining(pairs: Sequence[Any]) -> None:
     """The outputs and targets of all batches are joined along their first dimension."""
-    for a, b in zip(leaves_of(one)[0], leaves_of(two)[0], strict=False):
+    for a, b in zip(leaves_of(pairs[0])[0], leaves_of(pairs[1])[0], strict=False):
         if isinstance(b, Tensor) and a.shape != b.shape and a.shape[:1] == b.shape[:1]:
             raise Refusal(
                 "metrics_of_all of the ModelSpec gets the outputs and targets of all batches, joined along their first "
@@ -199,12 +160,15 @@ def _mean(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     return sum(float(total) for total, _ in pairs) / max(1.0, sum(float(count) for _, count in pairs))
 
 
-def _check_doubling(name: str, of_one: Any, of_two: Any) -> None:
-    """A mean stays the same for a sample twice, and a sum doubles."""
-    one, two = (_mean([as_counted(result, 1)]) for result in (of_one, of_two))
-    if abs(two - one) <= 1e-3 * abs(one) + 1e-7:
+def _check_doubling(name: str, results: Sequence[Any]) -> None:
+    """A mean stays the same for a sample twice, and a sum doubles, as it adds up over parts. A pair that counts
+    nothing of this sample tells nothing.
+    """
+    pairs = [as_counted(result, 1) for result in results]
+    one, two, whole, *parts = (_mean([pair]) for pair in pairs)
+    if abs(two - one) <= 1e-3 * abs(one) + 1e-7 or float(pairs[0][1]) == 0:
         return
-    if abs(two - 2 * one) <= 1e-3 * abs(one):
+    if abs(two - 2 * one) <= 1e-3 * abs(one) and abs(whole - sum(parts)) <= 1e-3 * sum(map(abs, parts)):
         raise Refusal(
             f"{name} of the ModelSpec is {one:.4g} for one sample and {two:.4g} for the same sample twice, so it is a "
             "sum, where a mean over samples is expected; return the mean, or a pair: the sum, and how many it is over"
@@ -218,28 +182,46 @@ def _check_doubling(name: str, of_one: Any, of_two: Any) -> None:
 
 def _check_division(
     spec: ModelSpec, name: str, results: Sequence[Any], trials: Trials, pieces: int, how: str = ""
-) -> None:
+) -> bool:
     """All samples at once must give what their parts do, each weighted by what it counts."""
     if isinstance(results[0], tuple) and trials.dims is None:
-        return  # its parts have less padding, by which the model itself may differ
+        return True  # its parts have less padding, by which the model itself may differ
     whole, *parts = (as_counted(*pair) for pair in zip(results, trials.counts[2:], strict=True))
     at_once, divided = _mean([whole]), _mean(parts)
     scale = max([abs(at_once), *(abs(_mean([part])) for part in parts)])
     if abs(at_once - divided) <= 1e-4 * scale + 1e-7 or math.isnan(at_once):
-        return
+        return True
     said = (
         f"{name} of the ModelSpec{how} is {at_once:.5g} for {trials.counts[2]} samples at once and {divided:.5g} as "
         f"the mean of parts of {', '.join(map(str, trials.counts[3:]))}, so it is no mean over samples"
     )
-    if pieces == 1:
-        logger.info(f"{said}; a layout that divides a batch would give other numbers, and is refused")
-    elif spec.local_loss:
-        logger.info(f"{said}, and each of the {pieces} pieces of a batch is compared alone (local_loss = True)")
-    else:
-        raise Refusal(
-            f"{said}, and this layout divides a batch into {pieces} pieces, so it would train another model than one "
-            "process does. If it leaves out or weights elements, return a pair, a sum and how many it is over, as "
-            'cross_entropy(output, target, reduction="sum"), (target != -100).sum() does, or with weights '
-            "weight[target].sum(). If it compares the samples of a batch, as a contrastive loss does, use a layout "
-            "that does not divide a batch, or set local_loss = True in the ModelSpec to compare within each piece"
+    say(spec, said, pieces)
+    return False
+
+
+@torch.no_grad()
+def _check_padding(
+    spec: ModelSpec, model: nn.Module, name: str, samples: Sequence[Any], at_once: Any, trials: Trials
+) -> None:
+    """Say if the numbers depend on how far collate pads, which they do where padding is neither masked nor left out."""
+    sizes, collate = trials.counts[3:], collate_of(spec)
+    parts = [collate(samples[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    if trials.dims is None or list(map(sizes_of, parts)) == list(map(sizes_of, trials.batches[3:])):
+        return
+    own = trials._replace(batches=[*trials.batches[:3], *parts])
+
+    def output_of(number: int) -> Any:
+        args, kwargs = as_arguments(fresh(own.batches[number][0]))
+        return to_type(model(*args, **kwargs), torch.float32)
+
+    function = _functions(spec, model, own, output_of)[name]
+    with own_draws("the loss"):
+        found = [as_counted(function(n), size) for n, size in enumerate(sizes, 3)]
+    whole, divided = _mean([as_counted(at_once, trials.counts[2])]), _mean(found)
+    if abs(whole - divided) > 1e-4 * abs(whole) + 1e-7:
+        logger.warning(
+            f"{name} of the ModelSpec is {whole:.5g} for {trials.counts[2]} samples that collate pads together and "
+            f"{divided:.5g} for the same in parts, so it depends on how far collate pads, and each local batch and "
+            "rank pads for itself: this run will not be as in one process. Leave the padding out of the loss, hide it "
+            "from the model by a mask, or pad all batches to one length"
         )

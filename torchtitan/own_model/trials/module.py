@@ -18,7 +18,9 @@ from torchtitan.observe.log import logger
 from torchtitan.own_model.build import is_sharded
 from torchtitan.own_model.derive import as_arguments
 from torchtitan.own_model.samples import collate_of, own_draws
+from torchtitan.own_model.trials.batches import make_trials
 from torchtitan.own_model.trials.first_samples import states
+from torchtitan.own_model.trials.gradient import check_gradient
 from torchtitan.own_model.trials.means import check_means
 from torchtitan.refusal import Refusal, place_of
 from torchtitan.training.run import Run
@@ -37,8 +39,14 @@ class Changes:
 
 def try_out(run: Run, spec: ModelSpec, model: nn.Module, known: Structure, samples: Sequence[Any]) -> frozenset[str]:
     """The names of the buffers that forward changes."""
-    check_means(spec, model, samples, _pieces(run)[0], run.device.type == "cpu")
     changes = find_changes(spec, model, samples)
+    in_training = not (changes.numbers or changes.draws)
+    trials, pieces, on_cpu, mode = make_trials(spec, samples), _pieces(run)[0], run.device.type == "cpu", model.training
+    if changes.parameters:
+        logger.info("the run cannot try whether the loss is a mean over samples, because forward changes parameters")
+    elif check_means(spec, model, samples, trials, pieces, on_cpu) and on_cpu:
+        check_gradient(spec, model, trials, pieces, in_training)
+    model.train(mode)
     _check_state(model, changes, run)
     _check_draws(changes, known, run)
     _check_use(known, run)
@@ -169,10 +177,12 @@ def _check_state(model: nn.Module, changes: Changes, run: Run) -> None:
         raise Refusal(
             f"forward changes the parameter {changes.parameters[0]}, and FSDP would forget the change; make it a buffer"
         )
-    if changes.buffers and own_pieces > 1:
+    for what, name in [("buffer", changes.buffers), ("parameter", changes.parameters)]:
+        if not name or own_pieces == 1:
+            continue
         logger.info(
-            f"forward changes the buffer {changes.buffers[0]}, and a step calls it {own_pieces} times here, so this "
-            "buffer will not be as in one process"
+            f"forward changes the {what} {name[0]}, and a step calls it {own_pieces} times here, so this "
+            f"{what} will not be as in one process"
         )
     if changes.numbers:
         logger.info(
