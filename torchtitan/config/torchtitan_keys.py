@@ -229,7 +229,7 @@ def take_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             continue
         try:
             _set(taken, name, tomli.loads(f"x = {value}")["x"])
-        except tomli.TOMLDecodeError:
+        except ValueError:
             _set(taken, name, value)
     return rest, taken
 

@@ -35,7 +35,7 @@ class Cluster:
 def read_cluster(path: Path) -> Cluster:
     try:
         tables = tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise Refusal(f"--cluster {path} cannot be read as TOML: {error}") from None
     values = {name: _table(path, tables, name, keys) for name, keys in _TABLES.items()}
     if unknown := set(tables) - set(_TABLES) - {"name", "rests_on", "probe", "case"}:

@@ -76,7 +76,7 @@ class Network:
 def read_tables(path: Path) -> dict[str, Any]:
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise Refusal(f"{path} cannot be read as TOML: {error}") from None
 
 
@@ -100,7 +100,7 @@ def is_unlike(path: Path) -> bool:
         return True
     try:
         return bool(_UNLIKE_KEYS & set(tomli.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError):
+    except (OSError, ValueError):
         return False  # who reads it next says so
 
 

@@ -96,7 +96,7 @@ class Row:
 def read_tables(path: Path) -> dict[str, Any]:
     try:
         tables = tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomli.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise Refusal(f"{path} cannot be read as TOML: {error}") from None
     rows = tables.get("row")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
