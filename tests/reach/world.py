@@ -98,8 +98,8 @@ class World:
     def __init__(self) -> None:
         if os.geteuid() != 0:
             pytest.skip("only root can make routers and WireGuard's interfaces")
-        if missing := [name for name in ("ip", "nft", "wg", "nsenter", "unshare") if not shutil.which(name)]:
-            pytest.skip(f"{', '.join(missing)} is not here; apt install iproute2 nftables wireguard-tools")
+        if missing := [name for name in ("ip", "nft", "wg", "nsenter", "unshare", "ping") if not shutil.which(name)]:
+            pytest.skip(f"{', '.join(missing)} is not here; apt install iproute2 nftables wireguard-tools iputils-ping")
         self.holder = subprocess.Popen(
             [*unshared(), "sh", "-c", SET_UP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.swarm.served import keys, served
-from tests.swarm.test_liar import HELLO, SECTION, SHARED, both, joined, link
+from tests.swarm.test_lying_site import HELLO, SECTION, SHARED, both, joined, link
 from torchtitan.refusal import Refusal
 from torchtitan.swarm.syncer import door
 from torchtitan.swarm.syncer.server import Server

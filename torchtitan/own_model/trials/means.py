@@ -16,7 +16,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.derive import as_arguments, fix_for
 from torchtitan.own_model.forms import sizes_of
-from torchtitan.own_model.record import leaves_of, map_leaves
+from torchtitan.own_model.record import kept, leaves_of, map_leaves
 from torchtitan.own_model.samples import collate_of, own_draws
 from torchtitan.own_model.step import as_counted, to_type
 from torchtitan.own_model.trials.batches import ABOUT, Trials, fresh, move_weights, parts_of, say
@@ -44,7 +44,7 @@ def check_means(
         return output
 
     if spec.metrics_of_all:
-        with torch.no_grad():
+        with torch.no_grad(), kept(model):
             _check_joining([(output_of(number), batch[1]) for number, batch in enumerate(trials.batches)])
     for name, function in _functions(spec, model, trials, output_of).items():
         results: list[Any] = []
@@ -52,7 +52,8 @@ def check_means(
             with own_draws("the loss"), torch.no_grad():
                 before = states()
                 for number in range(len(trials.batches)):
-                    results.append(function(number))
+                    with kept(model):  # buffers that forward changes
+                        results.append(function(number))
                 draws = states() != before or trials.drawn
         except Exception as error:
             where = "on the first sample" if len(results) < 2 else f"on {trials.counts[len(results)]} samples"
@@ -215,8 +216,10 @@ def _check_padding(
         return to_type(model(*args, **kwargs), torch.float32)
 
     function = _functions(spec, model, own, output_of)[name]
-    with own_draws("the loss"):
-        found = [as_counted(function(n), size) for n, size in enumerate(sizes, 3)]
+    found = []
+    for number, size in enumerate(sizes, 3):
+        with own_draws("the loss"), kept(model):
+            found.append(as_counted(function(number), size))
     whole, divided = _mean([as_counted(at_once, trials.counts[2])]), _mean(found)
     if abs(whole - divided) > 1e-4 * abs(whole) + 1e-7:
         logger.warning(

@@ -40,8 +40,8 @@ class Changes:
 def try_out(run: Run, spec: ModelSpec, model: nn.Module, known: Structure, samples: Sequence[Any]) -> frozenset[str]:
     """The names of the buffers that forward changes."""
     changes = find_changes(spec, model, samples)
-    in_training = not (changes.numbers or changes.draws)
     trials, pieces, on_cpu, mode = make_trials(spec, samples), _pieces(run)[0], run.device.type == "cpu", model.training
+    in_training = pieces > 1 and not (changes.numbers or changes.draws)  # a batch that is whole may be mixed
     if changes.parameters:
         logger.info("the run cannot try whether the loss is a mean over samples, because forward changes parameters")
     elif check_means(spec, model, samples, trials, pieces, on_cpu) and on_cpu:

@@ -1,6 +1,6 @@
 """A site with a valid certificate that says whatever it likes: it is refused, and nobody else notices.
 
-    SECONDS_OF_LIES=600 .venv/bin/python -m pytest tests/swarm/test_liar.py -k whatever --timeout 900
+    SECONDS_OF_LIES=600 .venv/bin/python -m pytest tests/swarm/test_lying_site.py -k whatever --timeout 900
 
 sends made messages for ten minutes; the suite does so for a few seconds.
 """
