@@ -1,4 +1,4 @@
-"""The batches on which a user's loss is tried, and what is said of one that depends on how a batch is divided."""
+"""The batches on which a user's loss is tried, and what the run says of a loss that depends on the division."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -132,7 +132,7 @@ class Door(uvicorn.Server):
         if self.logs.may("waiting"):
             logger.warning(
                 f"{len(self.waiting)} connections show no certificate, {len(own)} of them from {address}: each further "
-                f"one closes an older one (said once in {_QUIET_SECONDS:.0f} s)"
+                f"one closes an older one (logged once in {_QUIET_SECONDS:.0f} s)"
             )
         del self.waiting[oldest]
         oldest.cancel()

@@ -197,7 +197,7 @@ class Server:
     async def _opened(
         self, request: Request, kind: type[A]
     ) -> tuple[int, int, FragmentState, A, list[Box], memoryview]:
-        """Session, fragment, and what is said of it, once all of it is known to fit."""
+        """Session, fragment and message, once the server knows that all of it fits."""
         run, *texts = (request.path_params[name] for name in ("run", "session", "number"))
         if not all(re.fullmatch("[0-9]{1,15}", text) for text in texts):
             raise Refusal("this address names no session and fragment; it comes from another version")

@@ -4,6 +4,7 @@ It holds the run's identity, its sites, and the fragments with their anchors. It
 joins brings the table of weights and their first values, and from then on no site's values replace them.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -196,7 +197,8 @@ class Syncer:
                 own["tokens"] += tokens[site] if number == self._first_fragment else 0
                 own["step"], own["meeting"] = max(step, own["step"]), f"{number}.{meeting.version}"
             self._save()
-            with open(self.folder / "metrics.jsonl", "a") as file:  # how far the swarm is, as of any run
+            # How far the swarm is, for `runs` and the console; a full disk fails no meeting that is saved.
+            with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps({"step": max(own["step"] for own in self.sites.values())}) + "\n")
         for site, (_, why) in meeting.rejected.items():
             logger.warning(f"meeting {meeting.version} of fragment {number}: {site} does not count: {why}")
