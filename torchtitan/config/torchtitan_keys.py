@@ -138,7 +138,8 @@ _INSTEAD = {
     "experimental.custom_import": _OWN_MODEL,
     "experimental.custom_model_path": _OWN_MODEL,
     "fault_tolerance.enable": "MAX_RESTARTS=3 ./run_llama_train.sh restarts a run that fails "
-    '(docs/recipe/checkpoints.md); with semi_sync_method = "diloco" or "local_sgd" the section is read as [swarm]; remove the key, or set that one',
+    '(docs/recipe/checkpoints.md); with semi_sync_method = "diloco" or "local_sgd" the section is read as [swarm]; '
+    "remove the key, or set that one",
     "job.custom_config_module": _OWN_MODEL,
     "job.save_config_file": "every run writes config.toml to its run folder; remove the key",
     "memory_estimation.enable": "python -m torchtitan dry_run FILE.toml estimates the memory; remove the key",
