@@ -18,7 +18,8 @@ RUN apt-get update \
 
 WORKDIR /workspace
 COPY requirements.txt ./
-RUN pip install --no-cache-dir --disable-pip-version-check -r requirements.txt
+COPY titan_fleet/requirements.txt titan_fleet/
+RUN pip install --no-cache-dir --disable-pip-version-check -r requirements.txt -r titan_fleet/requirements.txt
 
 # Run:ai may start the container as yet another user, without home or name. So caches go to /tmp, and runs and downloads
 # to folders that every user may write.

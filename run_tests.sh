@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Runs the tests, or with --lint ruff and mypy. Installs what is missing into .venv.
 #
-#     ./run_tests.sh                       all tests
+#     ./run_tests.sh                              every part: what a change has to pass
+#     ./run_tests.sh recipe                       one part: recipe, planner or fleet
 #     ./run_tests.sh tests/recipe/data -k stream  any arguments of pytest
-#     ./run_tests.sh --quick               a few minutes: without tests/fleet/console, tests/recipe/distributed and tests/fleet/reach, ssh, the dry run,
-#                                          the planner's long searches, the compiler, an installation, a conversion's memory
+#     ./run_tests.sh --quick                      two minutes: the parts of a step, of the data, of the rules
+#     ./run_tests.sh --all                        also what is too slow for every change; before a release
 #     ./run_tests.sh --lint
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-py="$("$here/scripts/setup_env.sh" requirements-dev.txt --no-compile)" # Python compiles what the tests import
-cd "$here"
+cd "$(dirname "${BASH_SOURCE[0]}")"
+needed=requirements-dev.txt
+[[ ! -f titan_fleet/requirements-dev.txt ]] || needed=titan_fleet/requirements-dev.txt
+py="$(scripts/setup_env.sh "$needed" --no-compile)" # Python compiles what the tests import
 
 if [[ "${1:-}" == --lint ]]; then
   failed=0
@@ -23,9 +25,12 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tests start many small proc
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1  # a test that needs the network is a bug
 unset TOKENIZERS_PARALLELISM
 unset PYTHONDONTWRITEBYTECODE # else every process compiles what it imports
-if [[ "${1:-}" == --quick ]]; then
-  set -- -m "not slow" --numprocesses 2 --no-loadscope-reorder "${@:2}"
-elif (($# == 0)); then
-  set -- --numprocesses 2 --no-loadscope-reorder # tests/conftest.py divides the tests
-fi
+shared=(--numprocesses 2 --no-loadscope-reorder) # tests/conftest.py divides the tests
+case "${1:-}" in
+  "") set -- "${shared[@]}" -m "not all" ;;
+  recipe) set -- tests/recipe tests/house "${shared[@]}" -m "not all" "${@:2}" ;;
+  planner | fleet) set -- "tests/$1" "${shared[@]}" -m "not all" "${@:2}" ;;
+  --quick) set -- "${shared[@]}" -m "not slow and not all" "${@:2}" ;;
+  --all) set -- "${shared[@]}" "${@:2}" ;;
+esac
 exec "$py" -m pytest "$@"

@@ -65,10 +65,10 @@ def read_names(requirements: Path) -> list[str]:
 
 def read_ranges(pyproject: str) -> dict[str, str]:
     """The version range of Python and of each dependency. By regular expression: Python 3.10 has no TOML reader."""
-    dependencies = re.search(r"^dependencies = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
+    dependencies = re.findall(r"^(?:dependencies|fleet) = \[(.*?)^\]", pyproject, re.DOTALL | re.MULTILINE)
     python = re.search(r'^requires-python = "(.*)"', pyproject, re.MULTILINE)
     assert dependencies and python, "pyproject.toml has lost its dependencies or requires-python"
-    return {"python": python[1], **dict(split_name(entry) for entry in re.findall(r'"(.*?)"', dependencies[1]))}
+    return {"python": python[1], **dict(split_name(entry) for entry in re.findall(r'"(.*?)"', "".join(dependencies)))}
 
 
 def split_name(requirement: str) -> tuple[str, str]:

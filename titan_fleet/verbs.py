@@ -2,6 +2,7 @@
 
 VERBS = {
     "several machines": {
+        "probe hosts": "titan_fleet.ssh.probe_verb",
         "launch": "titan_fleet.submit.verb",
         "node": "titan_fleet.node.verb",
         "console": "titan_fleet.console.verb",

@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_fleet.console.verb import add_state_arguments, require_packages
+from titan_fleet.console.verb import add_state_arguments
+from titan_fleet.packages import require_packages
 from torchtitan.refusal import Refusal
 
 HELP = "make, list or revoke the tokens of a console"

@@ -7,15 +7,14 @@ On loopback it asks for no password. Any other --host needs TLS, and a token of 
 """
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_fleet.packages import require_packages
 from torchtitan.refusal import Refusal
 
 HELP = "open a page that shows machines and runs, and starts and stops runs"
-PACKAGES = "nicegui", "sqlalchemy"
 HOME = "~/.torchtitan-recipe"
 
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-home", **node_home, help="as --home, on machines that are set up here")
     parser.add_argument("--ssh", default="ssh", help="the ssh command with its options (default: %(default)s)")
     links: dict[str, Any] = {"default": "clusters/here.toml", "metavar": "FILE"}
-    parser.add_argument("--links", **links, help="shown as a map: the file of `probe --hosts` (default: %(default)s)")
+    parser.add_argument("--links", **links, help="shown as a map: the file of `probe hosts` (default: %(default)s)")
     git: dict[str, Any] = several | {"metavar": "ADDRESS"}
     parser.add_argument("--git", **git, help="runs may use commits of repositories at or below this address, too")
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
@@ -69,8 +68,3 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     from titan_fleet.console.serve import serve
 
     serve(args, engine, needs_login)
-
-
-def require_packages() -> None:
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise Refusal(f"the console needs packages that are not installed: python -m pip install {' '.join(missing)}")

@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_fleet.packages import require_packages
 from titan_fleet.reach.serve import PORT, end_by_signals
-from titan_fleet.swarm.join import require_packages
 from torchtitan.refusal import Refusal
 
 HELP = "build a network to the other nodes, through routers, and keep it up"

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titan_fleet.swarm.join import require_packages
+from titan_fleet.packages import require_packages
 from torchtitan.refusal import Refusal
 
 HELP = "let nodes behind routers meet here, for a network between them"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_fleet.swarm.join import require_packages
+from titan_fleet.packages import require_packages
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 

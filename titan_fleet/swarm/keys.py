@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_fleet.swarm.join import require_packages
+from titan_fleet.packages import require_packages
 from torchtitan.refusal import Refusal
 
 HELP = "make the authority and the certificates of a swarm, or revoke one"

@@ -18,6 +18,7 @@ from titan_fleet.swarm.drawing import Trip, draw
 from titan_fleet.swarm.held import Held
 from titan_fleet.swarm.identity import shared
 from titan_fleet.swarm.link import Ended, Links, Travel
+from titan_fleet.swarm.section import swarm_of
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import JsonLines, TensorBoard
@@ -34,7 +35,7 @@ WARM_STEPS = 20  # after a late start, for the optimizer's empty moments
 
 class Site(NoSwarm):
     def __init__(self, config: Config, run: Run) -> None:
-        section = self.section = config.swarm
+        section = self.section = swarm_of(config)
         assert section.site is not None and section.keys is not None
         self.run, self.links = run, Links(section.addresses, Path(section.keys), run.place.rank)
         said = {"site": section.site, "shared": shared(config), "streams": run.batch.num_streams}

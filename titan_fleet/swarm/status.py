@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_fleet.swarm.join import require_packages
+from titan_fleet.packages import require_packages
 from torchtitan.refusal import Refusal
 
 HELP = "list the sites of a swarm, their tokens, speed and last meeting"

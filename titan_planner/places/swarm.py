@@ -6,6 +6,7 @@ A site has the fastest layout of its own nodes. Its line to the syncer's region 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -56,13 +57,13 @@ def _site(
     nodes = [number for number, name in enumerate(network.regions) if name == region]
     own = network.only(nodes)
     job = job_of(config, blueprint, len(nodes) * network.per_node, options)
-    copies = 8 if config.swarm.codec == "float32" else 12  # bytes a parameter, as the dry run counts them
+    copies = 8 if section_of(config).codec == "float32" else 12  # bytes a parameter, as the dry run counts them
     gib = copies * job.blueprint.num_parameters / (len(nodes) * network.per_node) / 2**30
     sheets = tuple(replace(sheet, memory_gib=max((sheet.memory_gib or 0) - gib, 1e-9)) for sheet in own.sheets)
     found, _ = propose(Layouts(job, replace(own, sheets=sheets)), seed, 1, _STEPS)
     node = nodes[0]
     there, back = network.bandwidth[node, at], network.bandwidth[at, node]
-    delay = float(network.delay[node, at] + network.delay[at, node]) * config.swarm.fragments
+    delay = float(network.delay[node, at] + network.delay[at, node]) * section_of(config).fragments
     gigabits = {codec: 8e-9 * size * job.blueprint.num_parameters for codec, size in BYTES.items()}
     meeting = {codec: float(each / there + each / back) + delay for codec, each in gigabits.items()}
     if not found:
@@ -71,9 +72,17 @@ def _site(
     return Site(region, job.global_batch * job.seq_len / seconds, seconds, found[0], meeting)
 
 
+def section_of(config: Config) -> Any:
+    """[swarm], which titan_fleet adds to a configuration."""
+    section = getattr(config, "swarm", None)
+    if section is None:
+        raise Refusal("this plans what titan_fleet trains, and that folder is not here; add it")
+    return section
+
+
 def text(sites: Sequence[Site], config: Config, syncer: str, together: float) -> list[str]:
     """`together`: tokens a second of one run on all nodes; 0 if none fits."""
-    section, training = config.swarm, [site for site in sites if site.layout]
+    section, training = section_of(config), [site for site in sites if site.layout]
     if not training:
         return ["as a swarm: no region alone holds the model with a site's copies"]
     total = sum(site.tokens_per_second for site in training)

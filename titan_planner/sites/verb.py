@@ -82,7 +82,9 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
 
 
 def _table(sites: Sequence["Site"], step_seconds: float) -> list[str]:
-    codec = sites[0].config.swarm.codec
+    from titan_planner.places.swarm import section_of
+
+    codec = section_of(sites[0].config).codec
     steps = [max(step_seconds, site.seconds_of_a_step()) for site in sites]
     share = [1 / each / sum(1 / step for step in steps) for each in steps]
     head = f"meeting, s in {codec}"
@@ -111,7 +113,7 @@ def _table(sites: Sequence["Site"], step_seconds: float) -> list[str]:
             f"{least.name} brings {min(share):.1%} of the tokens, as its slowest link allows; the others train as fast "
             "without it"
         )
-    if sites[0].config.swarm.every_seconds is None and max(steps) > 1.2 * min(steps):
+    if section_of(sites[0].config).every_seconds is None and max(steps) > 1.2 * min(steps):
         lines.append("the sites' speeds differ: set swarm.every_seconds, so that they meet by time")
     return lines
 

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config, Parallelism
+from torchtitan.config.section import Finding
 from torchtitan.refusal import Refusal
-
-Finding = tuple[tuple[str, ...], str]  # keys the finding rests on, and the message
 
 
 def find_layout_conflicts(config: Config, world_size: int | None) -> Iterator[Finding]:

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from torchtitan.config.names import flat, key_names, sections
 from torchtitan.config.rules import find_conflicts
-from torchtitan.config.schema import Config, Section
+from torchtitan.config.schema import Config, Section, Whole
+from torchtitan.config.section import OtherSection
 from torchtitan.config.spelling import spelled_out
 from torchtitan.refusal import Refusal
 
@@ -88,7 +89,11 @@ def check(data: dict[str, Any], origin: str, world_size: int | None = None, refu
 
 def to_toml(config: Config) -> str:
     """The configuration as a TOML file that loads to the same; None is TOML's absent key."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True, exclude={"job": {"config_file"}}))
+    left_out: dict[str, Any] = {"job": {"config_file"}}
+    for name, section in config:  # one that asks for nothing need not be known where the file is read
+        if isinstance(section, OtherSection) and section == type(section)():
+            left_out[name] = True
+    return tomli_w.dumps(config.model_dump(exclude_none=True, exclude=left_out))
 
 
 def with_seed(config: Config, seed: int) -> Config:
@@ -154,7 +159,7 @@ def _validate(data: dict[str, Any]) -> tuple[Config, list[str], set[str]]:
     """The configuration without its wrong values, what is wrong with them, and their names."""
     data = copy.deepcopy(data)
     try:
-        return Config.model_validate(data), [], set()
+        return Whole.model_validate(data), [], set()
     except ValidationError as error:
         problems = error.errors()
     names = [_key_of(problem["loc"]) for problem in problems]
@@ -164,7 +169,7 @@ def _validate(data: dict[str, Any]) -> tuple[Config, list[str], set[str]]:
     from torchtitan.config.mistakes import describe
 
     broken = {".".join(name) for name in names}
-    return Config.model_validate(data), [describe(problem) for problem in problems], broken
+    return Whole.model_validate(data), [describe(problem) for problem in problems], broken
 
 
 def _key_of(loc: tuple[int | str, ...]) -> list[str]:

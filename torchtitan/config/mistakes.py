@@ -5,13 +5,15 @@ import json
 from typing import Any
 
 from torchtitan.config.names import key_names, sections
-from torchtitan.config.schema import DataSource
+from torchtitan.config.schema import OTHERS, DataSource
 
 
 def describe(problem: Any) -> str:
     name = _dotted(problem["loc"])
     if problem["type"] == "extra_forbidden":
         table = isinstance(problem["input"], dict)
+        if name in OTHERS:
+            return f"[{name}]: {OTHERS[name].partition('.')[0]} reads it and is not here; add it, or remove the section"
         shown = f"[{name}]" if table else f"{name} = {_shown(problem['input'])}"
         return f"{shown}: unknown {'section' if table else 'key'}{_nearest(name, table)}"
     if problem["type"] in ("model_type", "model_attributes_type"):

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan.config.schema import Config, Section
+from torchtitan.config.schema import Section, Whole
 
 
 def key_names() -> list[str]:
@@ -23,7 +23,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 @functools.cache
 def sections() -> dict[str, type[Section]]:
     """The sections of the schema that hold keys, by their dotted names, in order."""
-    return dict(_sections_below(Config(), ""))
+    return dict(_sections_below(Whole(), ""))
 
 
 def _sections_below(section: Section, prefix: str) -> Iterator[tuple[str, type[Section]]]:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from torchtitan.config.layout_rules import Finding, find_layout_conflicts
-from torchtitan.config.schema import Checkpoint, Config
+from torchtitan.config.layout_rules import find_layout_conflicts
+from torchtitan.config.schema import Checkpoint, Config, other_sections
+from torchtitan.config.section import Finding
 
 RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
 # What a run writes by itself.
@@ -17,43 +18,9 @@ RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts. Rules that depend on the number of ranks are checked only if it is known."""
     findings = [*_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config), *_swarm(config)]
+    findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config)]
+    findings += [finding for section in other_sections(config) for finding in section.conflicts()]
     return [*findings, *find_layout_conflicts(config, world_size)]
-
-
-def _swarm(config: Config) -> Iterator[Finding]:
-    swarm = config.swarm
-    if swarm.addresses and (swarm.site is None or swarm.keys is None):
-        yield (
-            ("swarm.syncer", "swarm.syncers", "swarm.site", "swarm.keys"),
-            f"a swarm's syncer ({swarm.addresses[0]}) needs this site's name and keys; set swarm.site and swarm.keys "
-            "to what `python -m torchtitan swarm keys` made",
-        )
-    if swarm.syncer is not None and swarm.syncers:
-        yield (
-            ("swarm.syncer", "swarm.syncers"),
-            f"swarm.syncer = {swarm.syncer} and swarm.syncers are both set; name one syncer, or a list of several",
-        )
-    if len(swarm.syncers) > swarm.fragments:
-        yield (
-            ("swarm.syncers", "swarm.fragments"),
-            f"swarm.syncers names {len(swarm.syncers)} syncers for swarm.fragments = {swarm.fragments}, so some would "
-            "serve nothing; name fewer, or raise swarm.fragments",
-        )
-    if len(set(swarm.syncers)) < len(swarm.syncers):
-        yield (("swarm.syncers",), f"swarm.syncers names an address twice ({', '.join(swarm.syncers)}); name it once")
-    if swarm.quorum > swarm.sites:
-        yield (
-            ("swarm.quorum", "swarm.sites"),
-            f"swarm.quorum = {swarm.quorum} is more than swarm.sites = {swarm.sites}, so nothing would ever be merged; "
-            "lower it, or raise swarm.sites",
-        )
-    if swarm.every_seconds is None and swarm.delay >= swarm.every:
-        yield (
-            ("swarm.delay", "swarm.every"),
-            f"swarm.delay = {swarm.delay} is no less than swarm.every = {swarm.every}, so a fragment would travel "
-            f"beyond its next turn; use at most {swarm.every - 1}",
-        )
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:

@@ -4,6 +4,11 @@ Names and defaults are torchtitan v0.2.2's wherever torchtitan has the key; the 
 "Not in torchtitan.". `torchtitan_keys.py` reads torchtitan's other keys.
 """
 
+import pkgutil
+from typing import Any
+
+from pydantic import create_model
+
 from torchtitan.config.keys.checkpoint import Checkpoint
 from torchtitan.config.keys.model import (
     ActivationCheckpoint,
@@ -16,11 +21,12 @@ from torchtitan.config.keys.model import (
 )
 from torchtitan.config.keys.parallelism import Parallelism
 from torchtitan.config.keys.run import Comm, Debug, Job, Metrics, Profiling
-from torchtitan.config.keys.swarm import Swarm
 from torchtitan.config.keys.training import DataSource, LRScheduler, Optimizer, Training, Validation
-from torchtitan.config.section import Section
+from torchtitan.config.section import OtherSection, Section
+from torchtitan.root import PACKAGES
 
 __all__ = [
+    "OTHERS",
     "ActivationCheckpoint",
     "Checkpoint",
     "Comm",
@@ -40,9 +46,10 @@ __all__ = [
     "QuantizeLinear",
     "RopeScaling",
     "Section",
-    "Swarm",
     "Training",
     "Validation",
+    "Whole",
+    "other_sections",
 ]
 
 
@@ -64,9 +71,20 @@ class Config(Section):
     comm: Comm = Comm()
     validation: Validation = Validation()
     debug: Debug = Debug()
-    swarm: Swarm = Swarm()
 
     @property
     def float8(self) -> Float8 | None:
         """How to compute in float8, if `model.converters` asks for it."""
         return self.quantize.linear.float8 if "quantize.linear.float8" in self.model.converters else None
+
+
+# Sections of other packages, by name, for this package imports none: keys as strict as these, where the package is.
+OTHERS = {"swarm": "titan_fleet.swarm.section:Swarm"}
+_THERE = {package.name for package in PACKAGES}
+_KINDS = {name: pkgutil.resolve_name(place) for name, place in OTHERS.items() if place.partition(".")[0] in _THERE}
+_FIELDS: dict[str, Any] = {name: (kind, kind()) for name, kind in _KINDS.items()}
+Whole: type[Config] = create_model("Whole", __base__=Config, __module__=__name__, __doc__=Config.__doc__, **_FIELDS)
+
+
+def other_sections(config: Config) -> list[OtherSection]:
+    return [section for _, section in config if isinstance(section, OtherSection)]

@@ -1,5 +1,6 @@
 """What all sections of the schema share: how strict they are, how their texts are shown, and the number types."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
@@ -12,6 +13,7 @@ def _not_zero(value: int) -> int:
     return value
 
 
+Finding = tuple[tuple[str, ...], str]  # keys that a conflict rests on, and the message
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seconds = Annotated[int, Field(gt=0, le=10**8)]  # three years: torch accepts no unlimited timeout
@@ -39,3 +41,21 @@ class Section(BaseModel):
         for field in cls.model_fields.values():
             field.description = _one_line(field.description)
         return handler(source)
+
+
+class OtherSection(Section):
+    """A section that another package adds, for runs that meet somebody after a step. By default it asks for nothing."""
+
+    def conflicts(self) -> Iterator[Finding]:
+        """Values of the section that cannot be combined."""
+        yield from ()
+
+    @property
+    def joins(self) -> str | None:
+        """The name of the function that takes a run to those it meets; None: it trains alone."""
+        return None
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies of the trained weights, in float32, a run holds for those it meets."""
+        return 0

@@ -285,7 +285,7 @@ def _read_converters(reading: Reading, data: dict[str, Any]) -> None:
 
 
 def _is_semi_sync(section: Any) -> bool:
-    if not isinstance(section, dict) or section.get("enable") is not True:
+    if not isinstance(section, dict) or section.get("enable") is not True or "swarm" not in sections():
         return False
     return str(section.get("semi_sync_method")).lower() in _SEMI_SYNC
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.config.names import sections
-from torchtitan.config.schema import Config, DataSource, RopeScaling, Section
+from torchtitan.config.schema import DataSource, RopeScaling, Section, Whole
 from torchtitan.tools import verbs
 
 SCHEMA_FILE = Path("train_configs/schema.json")
@@ -21,7 +21,7 @@ _TABLES_IN_FILES: dict[str, type[Section]] = {"[training.sources]": DataSource, 
 
 def to_json_schema() -> str:
     """The JSON Schema from which an editor completes, explains and checks the keys of a TOML file."""
-    return json.dumps(Config.model_json_schema(), indent=1, sort_keys=True) + "\n"
+    return json.dumps(Whole.model_json_schema(), indent=1, sort_keys=True) + "\n"
 
 
 def with_keys(page: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, other_sections
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.run import Run
 
@@ -41,7 +41,8 @@ class NoSwarm:
 
 
 def join_swarm(config: Config, run: Run) -> NoSwarm:
-    if not config.swarm.addresses:
-        return NoSwarm()
-    site: NoSwarm = pkgutil.resolve_name("titan_fleet.swarm.join:join")(config, run)
-    return site
+    for section in other_sections(config):
+        if section.joins is not None:
+            site: NoSwarm = pkgutil.resolve_name(section.joins)(config, run)
+            return site
+    return NoSwarm()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
-from torchtitan.config.schema import Config, Job, Model, Parallelism
+from torchtitan.config.schema import OTHERS, Config, Job, Model, Parallelism, Whole
 from torchtitan.data.tokenizers.prompts import follow_training
 from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.downloads import find_download
@@ -52,7 +52,7 @@ class StoredModel:
     def plain_config(self, folder: str, assets: Path, degree: int = 1) -> Config:
         """A configuration to train, evaluate or run such a model with, at this degree of tensor parallelism."""
         model = as_section(self.family, self.blueprint, str(assets))
-        return Config(job=Job(dump_folder=folder), model=model, parallelism=Parallelism(tensor_parallel_degree=degree))
+        return Whole(job=Job(dump_folder=folder), model=model, parallelism=Parallelism(tensor_parallel_degree=degree))
 
 
 def open_model(path: str, family: str | None = None) -> StoredModel:
@@ -152,7 +152,9 @@ def copy_tokenizer(source: StoredModel, assets: Path, target: Path) -> None:
 
 def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
     """The model of a run's checkpoint."""
-    config = Config.model_validate(manifest.config)
+    config = Whole.model_validate(
+        {name: value for name, value in manifest.config.items() if name in Whole.model_fields or name not in OTHERS}
+    )
     blueprint = find_model(config.model)
     weights = open_checkpoint(storage, manifest.step)
     rows = _rows_of_embedding(blueprint, weights)  # the tokenizer may have fixed it

@@ -27,7 +27,7 @@ from titan_fleet.swarm.codec import num_bytes
 from titan_fleet.swarm.fragments import Box, Weight, divide, held_of
 from titan_fleet.swarm.identity import shared
 from titan_fleet.swarm.link import Link, Travel
-from torchtitan.config.keys.swarm import Swarm
+from titan_fleet.swarm.section import Swarm
 from torchtitan.config.schema import Config
 
 COLUMNS = 1024

@@ -210,7 +210,16 @@ def test_a_probe_over_the_hosts_finds_the_slow_link_and_writes_a_file_that_the_p
     (tmp_path / "hosts.txt").write_text("keyed gpus=0\nbare gpus=0\n")
     slow = "tc qdisc add dev port2 root tbf rate 300mbit burst 256kb latency 400ms"  # what goes to `bare`
     subprocess.run([*hosts.enter, *slow.split()], check=True)
-    words = ["probe", "--hosts", str(tmp_path / "hosts.txt"), "--out", str(out), "--home", str(hosts.folder / "bare")]
+    words = [
+        "probe",
+        "hosts",
+        "--hosts",
+        str(tmp_path / "hosts.txt"),
+        "--out",
+        str(out),
+        "--home",
+        str(hosts.folder / "bare"),
+    ]
     command = [*hosts.enter, sys.executable, "-m", "torchtitan", *words, "--ssh", hosts.ssh]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     subprocess.run([*hosts.enter, *"tc qdisc del dev port2 root".split()], check=True)

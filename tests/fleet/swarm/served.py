@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_fleet.swarm.certificates import make, sites_of
+from titan_fleet.swarm.section import Swarm
 from titan_fleet.swarm.syncer.server import Server
 from titan_fleet.swarm.syncer.syncer import Syncer
-from torchtitan.config.keys.swarm import Swarm
 
 
 def keys(folder: Path, sites: int) -> Path:

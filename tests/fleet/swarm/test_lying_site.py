@@ -24,8 +24,8 @@ from titan_fleet.swarm import codec
 from titan_fleet.swarm.fragments import Box
 from titan_fleet.swarm.link import Link, Travel
 from titan_fleet.swarm.outer import Outer
+from titan_fleet.swarm.section import Swarm
 from titan_fleet.swarm.syncer.state import FragmentState
-from torchtitan.config.keys.swarm import Swarm
 from torchtitan.refusal import Refusal
 
 SECTION = Swarm(fragments=1, codec="int8", quorum=2, sites=3, grace_seconds=0.05)

@@ -17,9 +17,9 @@ from titan_fleet.swarm import certificates, codec
 from titan_fleet.swarm.fragments import Box
 from titan_fleet.swarm.link import Link, Links, Travel
 from titan_fleet.swarm.outer import Outer
+from titan_fleet.swarm.section import Swarm
 from titan_fleet.swarm.syncer import export
 from titan_fleet.swarm.syncer.state import FragmentState, Meeting
-from torchtitan.config.keys.swarm import Swarm
 from torchtitan.refusal import Refusal
 from torchtitan.tools import verbs
 

@@ -71,6 +71,7 @@ def _write(folders: Sequence[Path], out: Path, config: object, weights: "Weights
 
     from titan_fleet.swarm.fragments import Weight, divide
     from titan_fleet.swarm.outer import Outer
+    from titan_fleet.swarm.section import swarm_of
     from titan_fleet.swarm.syncer.state import FragmentState
     from torchtitan.checkpoint.manager import Checkpointer
     from torchtitan.checkpoint.storage import Storage
@@ -79,7 +80,7 @@ def _write(folders: Sequence[Path], out: Path, config: object, weights: "Weights
     from torchtitan.parallel.collectives import start_process_group, stop_process_group
 
     assert isinstance(config, Config)
-    section = config.swarm
+    section = swarm_of(config)
     table = [Weight(name, tuple(shape)) for name, shape in weights]
     tensors = {f"model.{weight.name}": torch.empty(weight.rows, weight.columns) for weight in table}
     for number, boxes in enumerate(divide(table, section.fragments) if table else ()):

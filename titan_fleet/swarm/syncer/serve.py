@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_fleet.swarm.join import require_packages
+from titan_fleet.packages import require_packages
+from titan_fleet.swarm.section import swarm_of
 
 CONFIG = "config.toml"
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc
@@ -52,8 +53,9 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     keys, out = Path(args.keys), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     lock = claim(out, "--out")  # `runs` and the console see by it that somebody serves
-    syncer = Syncer(out, config.swarm, shared(config), config.debug.seed, lambda: sites_of(keys))
+    section = swarm_of(config)
+    syncer = Syncer(out, section, shared(config), config.debug.seed, lambda: sites_of(keys))
     (out / CONFIG).write_text(to_toml(config), encoding="utf-8")  # for swarm export
-    logger.info(f"swarm {syncer.run} at port {args.port}: up to {config.swarm.sites} sites, in {args.out}")
+    logger.info(f"swarm {syncer.run} at port {args.port}: up to {section.sites} sites, in {args.out}")
     with lock:
         Server(syncer, keys).build(args.host, args.port).run()

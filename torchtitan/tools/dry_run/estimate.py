@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 
 from torchtitan.config.layout import plan_batch
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, other_sections
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
@@ -113,11 +113,9 @@ def estimate(
         update = Update(config, model, optimizer, run.mesh.stage_group, run.learning_rate_factor)
         if update.average is not None:
             footprint.mark(update.average.tensors().values(), "optimizer")
-        if config.swarm.addresses:  # what a site holds of the swarm: the anchor, what it sent, what rounding kept
-            kinds = 2 if config.swarm.codec == "float32" else 3
-            trained = [p for p in model.parameters() if p.requires_grad]
-            copies = [torch.zeros_like(p, dtype=torch.float32) for p in trained for _ in range(kinds)]
-            footprint.mark(copies, "optimizer")
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for _ in range(sum(section.num_copies for section in other_sections(config))):
+            footprint.mark([torch.zeros_like(p, dtype=torch.float32) for p in trained], "optimizer")
         footprint.moved.clear()
 
         update.begin(1)

@@ -1,15 +1,27 @@
-"""Keys of a swarm: one model that several sites train over slow links."""
+"""Keys of a swarm: one model that several sites train over slow links. The recipe reads them by this file's name."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from torchtitan.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from torchtitan.config.section import (
+    Finding,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OtherSection,
+    PositiveFloat,
+    PositiveInt,
+)
+
+if TYPE_CHECKING:
+    from torchtitan.config.schema import Config
 
 Address = Annotated[str, Field(pattern=r"^https://[^/]+$")]
 
 
-class Swarm(Section):
+class Swarm(OtherSection):
     """One model that several sites train over slow links (docs/fleet/swarm.md)."""
 
     syncer: Address | None = None
@@ -75,3 +87,55 @@ class Swarm(Section):
     def addresses(self) -> list[str]:
         """Of all syncers; empty: the run trains alone."""
         return [self.syncer] if self.syncer is not None else list(self.syncers)
+
+    @property
+    def joins(self) -> str | None:
+        return "titan_fleet.swarm.join:join" if self.addresses else None
+
+    @property
+    def num_copies(self) -> int:
+        """Of the anchor, of what was sent, and of what rounding kept."""
+        return 0 if not self.addresses else 2 if self.codec == "float32" else 3
+
+    def conflicts(self) -> Iterator[Finding]:
+        if self.addresses and (self.site is None or self.keys is None):
+            yield (
+                ("swarm.syncer", "swarm.syncers", "swarm.site", "swarm.keys"),
+                f"a swarm's syncer ({self.addresses[0]}) needs this site's name and keys; set swarm.site and "
+                "swarm.keys to what `python -m torchtitan swarm keys` made",
+            )
+        if self.syncer is not None and self.syncers:
+            yield (
+                ("swarm.syncer", "swarm.syncers"),
+                f"swarm.syncer = {self.syncer} and swarm.syncers are both set; name one syncer, or a list of several",
+            )
+        if len(self.syncers) > self.fragments:
+            yield (
+                ("swarm.syncers", "swarm.fragments"),
+                f"swarm.syncers names {len(self.syncers)} syncers for swarm.fragments = {self.fragments}, so some "
+                "would serve nothing; name fewer, or raise swarm.fragments",
+            )
+        if len(set(self.syncers)) < len(self.syncers):
+            yield (
+                ("swarm.syncers",),
+                f"swarm.syncers names an address twice ({', '.join(self.syncers)}); name it once",
+            )
+        if self.quorum > self.sites:
+            yield (
+                ("swarm.quorum", "swarm.sites"),
+                f"swarm.quorum = {self.quorum} is more than swarm.sites = {self.sites}, so nothing would ever be "
+                "merged; lower it, or raise swarm.sites",
+            )
+        if self.every_seconds is None and self.delay >= self.every:
+            yield (
+                ("swarm.delay", "swarm.every"),
+                f"swarm.delay = {self.delay} is no less than swarm.every = {self.every}, so a fragment would travel "
+                f"beyond its next turn; use at most {self.every - 1}",
+            )
+
+
+def swarm_of(config: "Config") -> Swarm:
+    """The section of a loaded configuration."""
+    section = getattr(config, "swarm")  # noqa: B009  (the recipe's own class has no such field)
+    assert isinstance(section, Swarm)
+    return section
