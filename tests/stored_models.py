@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.tiny_models import LLAMA, SCALED, TINY  # noqa: F401
 from tests.tiny_runs import tiny_config
 from torchtitan.checkpoint.storage import Storage
+from torchtitan.models.decoder.model import Transformer
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.llama.model import Transformer
 from torchtitan.weights.checkpoint import save_checkpoint
 from torchtitan.weights.tensors import Weights
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from torchtitan.config.schema import RopeScaling
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.spec import LLAMA3
-from torchtitan.models.qwen3.args import Qwen3Args
 from torchtitan.models.qwen3.spec import QWEN3 as QWEN3_AS_PUBLISHED
+from torchtitan.models.qwen3.spec import Qwen3Args
 
 # Within a test's few positions, stretched frequencies differ from plain ones only if the original length is short.
 SCALED = RopeScaling(factor=8.0, original_max_seq_len=32)

@@ -30,7 +30,6 @@ SHAPES = (
     T + "models.stages",
     T + "models.balance",
     T + "models.operations",
-    T + "models.decoder",
     T + "models.describe",
     T + "models.own",
     T + "models.rules",
@@ -39,6 +38,7 @@ SHAPES = (
     T + "models.downloads",
 )  # of any model, no torch
 FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
+DECODER = T + "models.decoder"  # what families share; like them, nobody names it
 BELOW = (*CONFIG, T + "root", T + "foreign", T + "packages", T + "hardware", *SHAPES)  # what every room may import
 OWN = T + "own_model"
 START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # not the preflight
@@ -125,7 +125,7 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 
 
 def family_of(module: str) -> str | None:
-    return next((family for family in FAMILIES if within(module, (family,))), None)
+    return next((family for family in (*FAMILIES, DECODER) if within(module, (family,))), None)
 
 
 def allowed_rooms(module: str) -> tuple[str, ...] | None:
@@ -141,10 +141,13 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     if module == T + "models.layers":
         return CONFIG
     if family := family_of(module):
-        below = (*CONFIG, T + "models.spec", T + "models.operations", T + "models.decoder", f"{family}.args")
+        shared = () if family == DECODER else (DECODER,)
+        below = (*CONFIG, T + "models.spec", T + "models.operations", *shared, f"{family}.args")
         return {
             f"{family}.args": below[:-1],
             f"{family}.hf": below,
+            f"{family}.work": below,
+            f"{family}.family": below,
             f"{family}.spec": (*below, family),
             f"{family}.parallelize": (*below, T + "models.layers", T + "parallel"),
         }.get(module, (*below, T + "models.layers", f"{family}.model"))
@@ -154,7 +157,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return (*BELOW, *LAUNCH)
     if module == F + "packages":
         return (T + "packages",)
-    if module == F + "swarm.section":
+    if module == F + "section":
         return CONFIG
     if module in TABLES_OF_VERBS:
         return ()
@@ -173,7 +176,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     if within(module, (T + "training",)):
         return CORE
     if within(module, SWARM):
-        return (*CORE, F + "packages", *SWARM)
+        return (*CORE, F + "packages", F + "section", *SWARM)
     if within(module, DRILL):
         return (*CORE, OWN, *LAUNCH, P + "netem", *DRILL)
     if module == "train":
@@ -194,9 +197,9 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
 def is_without_torch(module: str) -> bool:
     family = family_of(module)
     of_family = family is not None and module in tuple(
-        f"{family}.{name}" for name in ("args", "hf", "spec", "operations")
+        f"{family}.{name}" for name in ("args", "hf", "work", "family", "spec")
     )
-    return of_family or within(module, (*BELOW, *LAUNCH, *WITHOUT_TORCH, *TABLES_OF_VERBS, F + "packages"))
+    return of_family or within(module, (*BELOW, *LAUNCH, *WITHOUT_TORCH, *TABLES_OF_VERBS, F + "packages", F + "section"))
 
 
 def broken_rules(module: str, source: str) -> list[str]:
@@ -204,7 +207,7 @@ def broken_rules(module: str, source: str) -> list[str]:
     if rooms is None:
         return [f"{module} is in none of the rooms of docs/architecture.md; give it one there and in allowed_rooms"]
     without_torch = is_without_torch(module)
-    alone = family_of(module) is not None and not without_torch
+    alone = module == T + "models.layers" or (family_of(module) is not None and not without_torch)
     outside = {"torch"} if alone else LIGHT if without_torch else ALWAYS_THERE
     outside = outside | OF_SWARM if within(module, (*SWARM, F + "reach")) else outside
     outside = outside | OF_CONSOLE if within(module, (F + "console",)) and module not in DOORS else outside
@@ -223,7 +226,7 @@ def broken_rules(module: str, source: str) -> list[str]:
             rule = "a family imports torch and its own shapes, so that it can be used alone"
         elif without_torch and found.package == "torch":
             may = not within(module, (*CONFIG, *LAUNCH, *WITHOUT_TORCH)) and not module.endswith(
-                (".args", ".hf")
+                (".args", ".hf", ".work")
             )  # in functions
             may = may or module in (T + "launch.ranks", T + "launch.preflight.devices")  # programs of their own
             rule = "a config is read without torch" if found.at_load or not may else ""
@@ -284,12 +287,15 @@ def test_an_init_file_is_empty_or_only_passes_names_on():
         ("titan_planner.plan.search", "from titan_fleet.node.messages import Start"),
         ("titan_planner.published.rows", "from titan_planner.probe.rank import measure"),
         ("torchtitan.models.families", "from torchtitan.models.llama.args import LlamaArgs"),
-        ("torchtitan.models.layers", "from torchtitan.models.llama.args import LlamaArgs"),
+        ("torchtitan.models.layers", "from torchtitan.models.decoder.args import DecoderArgs"),
+        ("torchtitan.models.layers", "import numpy"),
+        ("torchtitan.models.decoder.args", "from torchtitan.models.llama.args import LlamaArgs"),
+        ("torchtitan.models.decoder.hf", "from torchtitan.models.decoder.model import Transformer"),
         ("torchtitan.models.llama.args", "from torch import nn"),
-        ("torchtitan.models.llama.model", "from torchtitan.parallel.mesh import Mesh"),
-        ("torchtitan.models.llama.model", "import numpy"),
-        ("torchtitan.models.llama.parallelize", "from torchtitan.data.loader import Loader"),
-        ("torchtitan.parallel.fsdp", "from torchtitan.models.llama.model import Transformer"),
+        ("torchtitan.models.decoder.model", "from torchtitan.parallel.mesh import Mesh"),
+        ("torchtitan.models.decoder.model", "import numpy"),
+        ("torchtitan.models.decoder.parallelize", "from torchtitan.data.loader import Loader"),
+        ("torchtitan.parallel.fsdp", "from torchtitan.models.decoder.model import Transformer"),
         ("torchtitan.parallel.fsdp", "from torchtitan.observe.metrics import Clock"),
         ("torchtitan.data.loader", "def f():\n    from torchtitan.parallel import mesh"),
         ("torchtitan.data.loader", "import datasets"),
@@ -297,7 +303,7 @@ def test_an_init_file_is_empty_or_only_passes_names_on():
         ("torchtitan.observe.metrics", "class A:\n    import wandb"),
         ("torchtitan.observe.metrics", "try:\n    import wandb\nexcept ImportError:\n    pass"),
         ("torchtitan.training.loss", "from torchtitan.training.step import StepLoss"),
-        ("torchtitan.training.step", "from torchtitan.models.llama.model import Transformer"),
+        ("torchtitan.training.step", "from torchtitan.models.decoder.model import Transformer"),
         ("torchtitan.training.start", "from train import main"),
         ("torchtitan.training.start", "from torchtitan.tools.text.generate import sample"),
         ("train", "from torchtitan.tools.dry_run.estimate import estimate"),
@@ -393,7 +399,7 @@ def test_a_plain_run_loads_only_the_core_and_at_most_6300_lines(tmp_path):
     command = [sys.executable, "-c", LOADED, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100)
     files = [ROOT / "train.py", *map(Path, done.stdout.splitlines()[-1].split())]
-    keys = [ROOT / "titan_fleet" / name for name in ("__init__.py", "swarm/__init__.py", "swarm/section.py")]  # [swarm]
+    keys = [ROOT / "titan_fleet" / name for name in ("__init__.py", "section.py")]  # [swarm]
     outside = [path for path in files if within(module_of(path), OUTSIDE_A_PLAIN_RUN) and path not in keys]
     assert not outside and sum(map(num_code_lines, files)) <= 6300
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_fleet.section import swarm_of
 from titan_fleet.swarm.decide import older_copy
 from titan_fleet.swarm.drawing import Trip, draw
 from titan_fleet.swarm.held import Held
 from titan_fleet.swarm.identity import shared
 from titan_fleet.swarm.link import Ended, Links, Travel
-from titan_fleet.swarm.section import swarm_of
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import JsonLines, TensorBoard

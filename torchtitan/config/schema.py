@@ -79,7 +79,7 @@ class Config(Section):
 
 
 # Sections of other packages, by name, for this package imports none: keys as strict as these, where the package is.
-OTHERS = {"swarm": "titan_fleet.swarm.section:Swarm"}
+OTHERS = {"swarm": "titan_fleet.section:Swarm"}
 _THERE = {package.name for package in PACKAGES}
 _KINDS = {name: pkgutil.resolve_name(place) for name, place in OTHERS.items() if place.partition(".")[0] in _THERE}
 _FIELDS: dict[str, Any] = {name: (kind, kind()) for name, kind in _KINDS.items()}

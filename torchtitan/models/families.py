@@ -90,7 +90,7 @@ def find_model(model: Model) -> Blueprint:
         from torchtitan.models.own import find_own_model
 
         return find_own_model(model.name, spec)
-    known = {field.name: field for field in fields(spec.shape)}
+    known = {field.name: field for field in fields(spec.shape) if field.init}
     said = {key: getattr(model, key) for key in SHAPE_KEYS if getattr(model, key) is not None}
     if unknown := [key for key in said if key not in known]:
         raise Refusal(

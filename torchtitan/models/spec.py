@@ -52,10 +52,6 @@ class OtherFormat:
     read: Callable[[str], Tensor]  # one whole tensor
 
 
-def _nothing(*_: Any) -> Iterator[str]:
-    return iter(())
-
-
 @dataclass(frozen=True)
 class Family:
     """A family of models that read text. Its shape is a frozen dataclass whose fields are keys of [model]."""
@@ -70,7 +66,7 @@ class Family:
     tied: Callable[[Any], tuple[str, str] | None] = lambda shape: None  # names of one parameter; the first is saved
     operations: Callable[[Any, Any], Any] | None = None  # shape, models.operations.Share -> Work, for the planner
     takes_muon: Callable[[str], bool] = lambda name: False  # whether Muon updates this matrix, rather than AdamW
-    refusals: Callable[[Any, Config], Iterator[str]] = _nothing  # what is impossible, and what to type instead
+    refusals: Callable[[Any, Config], Iterator[str]] = lambda shape, config: iter(())  # what cannot be, and why
     hugging_face: Callable[[], HuggingFace] | None = None
     other_formats: Mapping[str, Callable[[Path], OtherFormat]] = field(default_factory=dict)  # by the marking file
 

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.planner.growth import Line, save
+from titan_fleet.section import Swarm
 from titan_fleet.swarm.certificates import context, make
 from titan_fleet.swarm.codec import num_bytes
 from titan_fleet.swarm.fragments import Box, Weight, divide, held_of
 from titan_fleet.swarm.identity import shared
 from titan_fleet.swarm.link import Link, Travel
-from titan_fleet.swarm.section import Swarm
 from torchtitan.config.schema import Config
 
 COLUMNS = 1024

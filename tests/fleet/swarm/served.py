@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from titan_fleet.section import Swarm
 from titan_fleet.swarm.certificates import make, sites_of
-from titan_fleet.swarm.section import Swarm
 from titan_fleet.swarm.syncer.server import Server
 from titan_fleet.swarm.syncer.syncer import Syncer
 

@@ -20,11 +20,11 @@ import torch
 
 from tests.fleet.swarm.served import keys, served
 from tests.house.fuzzing import damage_json
+from titan_fleet.section import Swarm
 from titan_fleet.swarm import codec
 from titan_fleet.swarm.fragments import Box
 from titan_fleet.swarm.link import Link, Travel
 from titan_fleet.swarm.outer import Outer
-from titan_fleet.swarm.section import Swarm
 from titan_fleet.swarm.syncer.state import FragmentState
 from torchtitan.refusal import Refusal
 

@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.fleet.swarm.line import Line
 from tests.fleet.swarm.served import keys, served
+from titan_fleet.section import Swarm
 from titan_fleet.swarm import certificates, codec
 from titan_fleet.swarm.fragments import Box
 from titan_fleet.swarm.link import Link, Links, Travel
 from titan_fleet.swarm.outer import Outer
-from titan_fleet.swarm.section import Swarm
 from titan_fleet.swarm.syncer import export
 from titan_fleet.swarm.syncer.state import FragmentState, Meeting
 from torchtitan.refusal import Refusal

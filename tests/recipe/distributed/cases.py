@@ -25,9 +25,9 @@ from torchtitan.config.schema import Float8
 from torchtitan.data import loader
 from torchtitan.data.texts import sources
 from torchtitan.hardware import Place
+from torchtitan.models.decoder.model import TransformerBlock
 from torchtitan.models.families import plan_model
 from torchtitan.models.layers import rope_table
-from torchtitan.models.llama.model import TransformerBlock
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.own_model import run as own_run
 from torchtitan.parallel import collectives

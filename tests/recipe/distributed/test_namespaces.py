@@ -166,7 +166,7 @@ REJECTED = NO_ROUTE.replace("no route to host", "network is unreachable")
 UNLIKE = [
     "node 1 (node1): GLOO_SOCKET_IFNAME = eth7, but this node has no such interface with an address; use one of "
     "eth0 (10.0.0.11), eth1 (10.1.0.11)",
-    "torchtitan/models/llama/model.py: one on nodes 0, 2, 3, another on node 1 (node1); give all nodes the same",
+    "torchtitan/models/decoder/model.py: one on nodes 0, 2, 3, another on node 1 (node1); give all nodes the same",
     "debug.seed: 0 on nodes 0, 1, 2, 5 on node 3 (node3); start all nodes with the same file and options",
     "node 2 (node2): its clock is +60.",
     "but node 3 (node3) does not see the file that node 0 wrote there; set job.dump_folder to a folder that",
@@ -249,7 +249,7 @@ def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     shutil.copytree(ROOT / "torchtitan", copy / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "requirements.txt"):
         shutil.copy(ROOT / name, copy)
-    with (copy / "torchtitan/models/llama/model.py").open("a") as model:
+    with (copy / "torchtitan/models/decoder/model.py").open("a") as model:
         model.write("# a line more\n")
     (ahead / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 60\n")
     server = 'import socket, time; s = socket.create_server(("", 29523)); s.accept()[0].close(); time.sleep(20)'

@@ -11,7 +11,6 @@ from torchtitan.config.load import ConfigError, to_toml
 from torchtitan.config.schema import Config, Model, RopeScaling
 from torchtitan.models.families import find_model, find_spec, load_run
 from torchtitan.models.llama.args import LLAMA3_FLAVORS, LlamaArgs
-from torchtitan.models.llama.hf import to_hf_config
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
@@ -33,7 +32,7 @@ def test_a_complete_set_of_sizes_needs_no_flavor_and_takes_nothing_from_it() -> 
 
 def test_config_json_of_a_download_is_a_shape(tmp_path: Path) -> None:
     shape = replace(TINY, vocab_size=2048, rope_scaling=RopeScaling())
-    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(shape, "float32", 0, 1)))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3.hugging_face().to_config(shape, "float32", 0, 1)))
     model = Model(flavor="config.json", hf_assets_path=str(tmp_path))
     assert find_model(model).shape == shape
     assert find_model(model.model_copy(update={"n_layers": 2})).shape == replace(shape, n_layers=2)

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan.config.schema import Model, RopeScaling
+from torchtitan.models.decoder.model import Transformer, initialize
 from torchtitan.models.families import find_model
 from torchtitan.models.layers import CausalAttention, document_mask, rope_table
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.llama.hf import to_hf_name
-from torchtitan.models.llama.model import Transformer, initialize
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.spec import Blueprint
 from torchtitan.parallel.cpu_attention import AttentionByProducts, causal_attention
 
+HF = LLAMA3.hugging_face()
 TINY = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, hidden_dim=160, vocab_size=97, rope_theta=10000.0)
 # The stretched frequencies differ from the plain ones within 64 positions only if the original length is short.
 SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
@@ -76,7 +76,7 @@ def transformers_twin(model: Transformer) -> torch.nn.Module:
         attn_implementation="eager",
     )
     twin = LlamaForCausalLM(config)
-    weights = {to_hf_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = {HF.to_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing, unexpected = twin.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     return twin
@@ -97,7 +97,7 @@ def test_logits_and_gradients_equal_those_of_transformers(shape: str) -> None:
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     their_gradients = {name: p.grad for name, p in twin.named_parameters()}
     for name, parameter in model.named_parameters():
-        assert (parameter.grad - their_gradients[to_hf_name(name)]).abs().max() <= 1e-4, name
+        assert (parameter.grad - their_gradients[HF.to_name(name)]).abs().max() <= 1e-4, name
 
 
 @pytest.mark.parametrize("flavor", PARAMETER_COUNTS, ids=" ".join)
@@ -202,7 +202,7 @@ def test_a_shape_whose_heads_do_not_come_out_even_is_refused() -> None:
 def test_a_weight_that_hugging_face_has_no_name_for_is_refused() -> None:
     for name in ("layers.0.attention.q_norm.weight", "value_head.weight"):
         with pytest.raises(ValueError, match=f"{name} has no name in Hugging Face's Llama; give it one"):
-            to_hf_name(name)
+            HF.to_name(name)
 
 
 def test_initial_weights_depend_on_the_name_and_shrink_with_depth() -> None:
@@ -240,7 +240,7 @@ def test_the_rotation_is_that_of_transformers_to_the_bit_at_far_positions_too(fl
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     args = LLAMA3.flavors[flavor]
-    config = LlamaConfig(**LLAMA3.hugging_face().to_config(args, "float32", 1, 2))
+    config = LlamaConfig(**HF.to_config(args, "float32", 1, 2))
     positions = torch.tensor([[0, 1, 5_000, 120_000, args.max_seq_len - 1]])
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     ours = rope_table(positions, args.head_size, args.rope_theta, args.rope_scaling)

@@ -17,10 +17,9 @@ from tests.tiny_models import QWEN3, TINY_QWEN3
 from tests.tiny_runs import tiny_config
 from torchtitan.__main__ import main
 from torchtitan.checkpoint.storage import Storage
+from torchtitan.models.decoder.model import Transformer
 from torchtitan.models.families import find_model, find_spec
-from torchtitan.models.qwen3.args import FLAVORS, Qwen3Args
-from torchtitan.models.qwen3.hf import from_hf_config, to_hf_config, to_hf_name
-from torchtitan.models.qwen3.model import Transformer
+from torchtitan.models.qwen3.spec import FLAVORS, Qwen3Args
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.tools.text.writer import Sampling, build_model, generate
@@ -30,6 +29,7 @@ from torchtitan.weights.tensors import Weights
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = ROOT / "tests/assets/tokenizer"
+HF = QWEN3.hugging_face()
 FAMILY = "tests.tiny_models:QWEN3"
 
 TINY = replace(TINY_QWEN3, vocab_size=97)
@@ -143,11 +143,11 @@ def test_greedy_text_equals_that_of_transformers(flavor: str, tmp_path: Path) ->
 @pytest.mark.parametrize("flavor", [name for name in FLAVORS if name != "debugmodel"])
 def test_config_json_says_all_there_is_of_a_shape(flavor: str) -> None:
     args = FLAVORS[flavor]
-    config = to_hf_config(args, "bfloat16", 151643, 151645)
-    assert from_hf_config(config) == args
+    config = HF.to_config(args, "bfloat16", 151643, 151645)
+    assert HF.from_config(config) == args
     of_transformers = pytest.importorskip("transformers").Qwen3Config(**config).to_dict()
     assert "rope_theta" not in of_transformers  # but in rope_parameters, as transformers 5 has it
-    assert from_hf_config(of_transformers) == args
+    assert HF.from_config(of_transformers) == args
 
 
 def test_config_json_as_published_is_the_flavor() -> None:
@@ -158,7 +158,7 @@ def test_config_json_as_published_is_the_flavor() -> None:
         "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
         "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_cache": true,
         "use_sliding_window": false, "vocab_size": 151936}"""
-    assert from_hf_config(json.loads(published)) == FLAVORS["0.6B"]
+    assert HF.from_config(json.loads(published)) == FLAVORS["0.6B"]
 
 
 def test_a_flavor_of_another_length_keeps_its_length() -> None:
@@ -169,12 +169,12 @@ def test_a_flavor_of_another_length_keeps_its_length() -> None:
 
 
 def test_a_model_that_ours_cannot_be_is_refused_with_all_its_reasons() -> None:
-    config = to_hf_config(TINY, "float32", 0, 1)
+    config = HF.to_config(TINY, "float32", 0, 1)
     config |= {"hidden_act": "gelu", "attention_bias": True, "use_sliding_window": True, "sliding_window": 4096}
     config |= {"layer_types": ["full_attention", "sliding_attention"], "head_dim": None}
     config |= {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
     with pytest.raises(Refusal) as refused:
-        from_hf_config(config)
+        HF.from_config(config)
     for finding in (
         "hidden_act = 'gelu', must be 'silu'",
         "attention_bias = True, must be False",
@@ -185,13 +185,8 @@ def test_a_model_that_ours_cannot_be_is_refused_with_all_its_reasons() -> None:
     ):
         assert finding in str(refused.value)
     with pytest.raises(Refusal, match="model_type = 'llama', must be 'qwen3'"):
-        from_hf_config(to_hf_config(TINY, "float32", 0, 1) | {"model_type": "llama"})
+        HF.from_config(HF.to_config(TINY, "float32", 0, 1) | {"model_type": "llama"})
 
 
 def test_a_window_that_is_not_in_use_is_no_reason_to_refuse() -> None:
-    assert from_hf_config(to_hf_config(TINY, "float32", 0, 1) | {"sliding_window": 4096}) == TINY
-
-
-def test_a_weight_without_a_name_in_hugging_face_is_refused() -> None:
-    with pytest.raises(Refusal, match="layers.0.attention.gate.weight has no name in Hugging Face's Qwen3"):
-        to_hf_name("layers.0.attention.gate.weight")
+    assert HF.from_config(HF.to_config(TINY, "float32", 0, 1) | {"sliding_window": 4096}) == TINY

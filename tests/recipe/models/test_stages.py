@@ -7,9 +7,9 @@ import pytest
 
 from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Parallelism
+from torchtitan.models.decoder.args import parts
 from torchtitan.models.families import load_run
 from torchtitan.models.llama.args import LLAMA3_FLAVORS as FLAVORS
-from torchtitan.models.llama.args import parts
 from torchtitan.models.stages import StagePlan, plan_microbatches, plan_stages
 
 EIGHT = replace(FLAVORS["8B"], n_layers=8, vocab_size=32000)

@@ -14,8 +14,8 @@ from tests import tiny_models
 from tests.recipe.own_model import any_models
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.config.load import ConfigError
+from torchtitan.models.decoder.model import Transformer
 from torchtitan.models.families import plan_model
-from torchtitan.models.llama.model import Transformer
 from torchtitan.own_model.derive import derive
 from torchtitan.own_model.trials.first_samples import check_collate
 from torchtitan.parallel.collectives import stop_process_group

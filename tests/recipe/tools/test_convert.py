@@ -20,16 +20,16 @@ from torch import Tensor
 from tests.stored_models import SHAPES, VOCAB, hold, random_weights, store_run
 from tests.tiny_models import LLAMA, SCALED, TINY
 from torchtitan.__main__ import main
+from torchtitan.models.decoder.model import Transformer
 from torchtitan.models.layers import rope_table
 from torchtitan.models.llama.args import LLAMA2_FLAVORS, LLAMA3_FLAVORS, LlamaArgs
-from torchtitan.models.llama.hf import from_hf_config, to_hf_config, to_hf_name
 from torchtitan.models.llama.meta import shape_of
-from torchtitan.models.llama.model import Transformer
 from torchtitan.weights.hugging_face import copy_assets, save_hf
 from torchtitan.weights.stored import open_model
 from torchtitan.weights.tensors import Weights
 
 ROOT = Path(__file__).parents[3]
+HF = LLAMA.hugging_face()
 TOKENIZER = ROOT / "tests/assets/tokenizer"
 
 
@@ -184,29 +184,29 @@ def test_metas_params_of_31_and_32_become_their_flavors() -> None:
 @pytest.mark.parametrize("name", ["llama3 1B", "llama3 8B", "llama2 70B"])
 def test_config_json_says_all_there_is_of_a_shape(name: str) -> None:
     args = {"llama3": LLAMA3_FLAVORS, "llama2": LLAMA2_FLAVORS}[name.split()[0]][name.split()[1]]
-    assert from_hf_config(to_hf_config(args, "bfloat16", 1, 2)) == args
+    assert HF.from_config(HF.to_config(args, "bfloat16", 1, 2)) == args
 
 
 def test_config_json_of_transformers_5_is_read() -> None:
-    config = to_hf_config(replace(LLAMA3_FLAVORS["8B"]), "bfloat16", 1, 2)
+    config = HF.to_config(replace(LLAMA3_FLAVORS["8B"]), "bfloat16", 1, 2)
     scaling = config.pop("rope_scaling")
     config["rope_parameters"] = scaling | {"rope_theta": config.pop("rope_theta")}
-    assert from_hf_config(config) == LLAMA3_FLAVORS["8B"]
+    assert HF.from_config(config) == LLAMA3_FLAVORS["8B"]
 
 
 def test_a_model_that_ours_cannot_be_is_refused_with_all_its_reasons() -> None:
-    config = to_hf_config(replace(TINY, vocab_size=VOCAB), "float32", 0, 1)
+    config = HF.to_config(replace(TINY, vocab_size=VOCAB), "float32", 0, 1)
     config |= {"hidden_act": "gelu", "attention_bias": True, "rope_scaling": {"type": "linear", "factor": 2.0}}
     with pytest.raises(ValueError, match="hidden_act = 'gelu', must be 'silu'.*attention_bias.*of the type 'linear'"):
-        from_hf_config(config)
+        HF.from_config(config)
     with pytest.raises(ValueError, match="model_type = 'qwen3', must be 'llama'.*sliding_window = 4096.*no vocab_size"):
-        from_hf_config({k: v for k, v in config.items() if k != "vocab_size"} | {"model_type": "qwen3", "sliding_window": 4096})  # noqa: E501  # fmt: skip
+        HF.from_config({k: v for k, v in config.items() if k != "vocab_size"} | {"model_type": "qwen3", "sliding_window": 4096})  # noqa: E501  # fmt: skip
 
 
 def exported(folder: Path) -> Path:
     args = replace(TINY, vocab_size=VOCAB)
-    config = to_hf_config(args, "float32", 0, 1)
-    save_hf(hold(random_weights(TINY)), str(folder), to_hf_name, config, TOKENIZER, shard_bytes=300_000)
+    config = HF.to_config(args, "float32", 0, 1)
+    save_hf(hold(random_weights(TINY)), str(folder), HF.to_name, config, TOKENIZER, shard_bytes=300_000)
     return folder
 
 
@@ -363,8 +363,8 @@ def test_a_run_its_checkpoints_and_a_step_lead_to_the_same_weights(tmp_path: Pat
 
 def test_a_shape_without_a_flavor_is_converted_evaluated_and_continued(tmp_path: Path) -> None:
     args = replace(TINY, vocab_size=VOCAB, norm_eps=1e-6, head_dim=16, rope_scaling=SCALED, max_seq_len=64)
-    config = to_hf_config(args, "float32", 0, 1)
-    save_hf(hold(random_weights(args)), str(tmp_path / "hf"), to_hf_name, config, TOKENIZER)
+    config = HF.to_config(args, "float32", 0, 1)
+    save_hf(hold(random_weights(args)), str(tmp_path / "hf"), HF.to_name, config, TOKENIZER)
     convert(tmp_path / "hf", tmp_path / "ours")
     run = open_model(str(tmp_path / "ours"))
     assert run.blueprint.shape == args and same(contents(run.weights), random_weights(args))

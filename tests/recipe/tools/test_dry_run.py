@@ -19,10 +19,11 @@ from tests.recipe.own_model import any_models
 from tests.tiny_runs import TINY, tiny_config
 from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
+from torchtitan.models.decoder.args import parts
+from torchtitan.models.decoder.model import TransformerBlock
 from torchtitan.models.families import load_run, plan_model
 from torchtitan.models.layers import FeedForward
-from torchtitan.models.llama.args import LlamaArgs, parts
-from torchtitan.models.llama.model import TransformerBlock
+from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.tools.dry_run import cut as fit
 from torchtitan.tools.dry_run import report as dry_run_report
 from torchtitan.tools.dry_run.cut import what_is_cut

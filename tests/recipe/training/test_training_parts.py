@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.config.schema import ActivationCheckpoint, Compile, LRScheduler, Optimizer
+from torchtitan.models.decoder.model import Transformer
 from torchtitan.models.llama.args import LlamaArgs
-from torchtitan.models.llama.model import Transformer
 from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import GlobalNorm, squares_at_once, squares_by_row
 from torchtitan.parallel.parts import ModelParts

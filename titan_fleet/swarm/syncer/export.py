@@ -69,9 +69,9 @@ def in_order(folders: Sequence[Path]) -> tuple[list[Path], "Known"]:
 def _write(folders: Sequence[Path], out: Path, config: object, weights: "Weights", step: int, tokens: int) -> int:
     import torch
 
+    from titan_fleet.section import swarm_of
     from titan_fleet.swarm.fragments import Weight, divide
     from titan_fleet.swarm.outer import Outer
-    from titan_fleet.swarm.section import swarm_of
     from titan_fleet.swarm.syncer.state import FragmentState
     from torchtitan.checkpoint.manager import Checkpointer
     from torchtitan.checkpoint.storage import Storage

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_fleet.packages import require_packages
-from titan_fleet.swarm.section import swarm_of
+from titan_fleet.section import swarm_of
 
 CONFIG = "config.toml"
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_fleet.section import Swarm
 from titan_fleet.swarm.decide import differing, is_due, where_to_begin
 from titan_fleet.swarm.fragments import Box, Weight, divide
 from titan_fleet.swarm.messages import Known, Weights, read
 from titan_fleet.swarm.outer import Outer
-from titan_fleet.swarm.section import Swarm
 from titan_fleet.swarm.syncer.state import FragmentState, Meeting
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torchtitan.config.schema import RopeScaling
+from torchtitan.models.decoder.model import Transformer
 from torchtitan.models.llama.args import LLAMA2_FLAVORS, LLAMA3_FLAVORS, LlamaArgs
-from torchtitan.models.llama.model import Transformer
 from torchtitan.models.spec import OtherFormat
 from torchtitan.refusal import Refusal
 
@@ -45,8 +45,7 @@ def open_meta(folder: Path) -> OtherFormat:
 
 def shape_of(params: dict[str, Any], vocab_size: int) -> LlamaArgs:
     """The shape that params.json describes; it does not tell 3.1's rotation and embedding from 3.2's, flavors do."""
-    hidden_dim = int(8 * params["dim"] / 3)
-    hidden_dim = int((params.get("ffn_dim_multiplier") or 1) * hidden_dim)
+    hidden_dim = int((params.get("ffn_dim_multiplier") or 1) * int(8 * params["dim"] / 3))
     multiple = params["multiple_of"]
     args = LlamaArgs(
         dim=params["dim"],

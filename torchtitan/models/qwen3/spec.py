@@ -1,59 +1,48 @@
-"""The dense Qwen3 family, as the recipe sees it."""
+"""The dense Qwen3 family: a decoder with norms on queries and keys, and heads whose size does not follow from dim."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from torchtitan.models.qwen3.args import FLAVORS, Qwen3Args, parts, refusals, takes_muon, tied
-from torchtitan.models.spec import Family, HuggingFace
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-    from torch.distributed.tensor.parallel.style import ParallelStyle
-
-    from torchtitan.models.operations import Share, Work
+from torchtitan.models.decoder.args import DecoderArgs
+from torchtitan.models.decoder.family import DECODER
+from torchtitan.models.spec import HuggingFace
 
 
-def build(args: Qwen3Args) -> "nn.Module":
-    from torchtitan.models.qwen3.model import Transformer
+@dataclass(frozen=True)
+class Qwen3Args(DecoderArgs):
+    """The shape of one model."""
 
-    return Transformer(args)
-
-
-def initialize(name: str, weight: "Tensor", args: Qwen3Args, generator: "torch.Generator") -> None:
-    from torchtitan.models.qwen3.model import initialize
-
-    initialize(name, weight, args, generator)
-
-
-def tensor_plan(args: Qwen3Args, split_sequence: bool, loss_parallel: bool) -> "Mapping[str, ParallelStyle]":
-    from torchtitan.models.qwen3.parallelize import tensor_plan
-
-    return tensor_plan(args, split_sequence, loss_parallel)
+    head_dim: int = 128
+    norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    max_seq_len: int = 40960
+    head_norms: bool = field(default=True, init=False)
 
 
-def operations(args: Qwen3Args, share: "Share") -> "Work":
-    from torchtitan.models.decoder import decoder
+_published = partial(Qwen3Args, vocab_size=151936)
 
-    return decoder(args, share, head_norms=True)
+FLAVORS = {
+    "debugmodel": Qwen3Args(256, 6, 8, 4, 768, head_dim=64),
+    "0.6B": _published(1024, 28, 16, 8, 3072, tied_embeddings=True),
+    "1.7B": _published(2048, 28, 16, 8, 6144, tied_embeddings=True),
+    "4B": _published(2560, 36, 32, 8, 9728, tied_embeddings=True),
+    "8B": _published(4096, 36, 32, 8, 12288),
+    "14B": _published(5120, 40, 40, 8, 17408),
+    "32B": _published(5120, 64, 64, 8, 25600),
+}
 
 
-def hugging_face() -> HuggingFace:
-    from torchtitan.models.qwen3 import hf
+def _hugging_face() -> HuggingFace:
+    from torchtitan.models.decoder.hf import DecoderFiles
 
-    return HuggingFace("qwen3", hf.to_hf_name, hf.to_hf_config, hf.from_hf_config)
+    return DecoderFiles(
+        "Qwen3",
+        Qwen3Args,
+        max_seq_len=32768,
+        block={"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"},
+        fixed={"use_sliding_window": (False,)},  # sliding_window itself has no effect while it is not used
+        written={"use_sliding_window": False, "sliding_window": None},
+    ).hugging_face
 
 
-QWEN3 = Family(
-    shape=Qwen3Args,
-    flavors=FLAVORS,
-    parts=parts,
-    build=build,
-    initialize=initialize,
-    tensor_plan=tensor_plan,
-    tied=tied,
-    operations=operations,
-    takes_muon=takes_muon,
-    refusals=refusals,
-    hugging_face=hugging_face,
-)
+QWEN3 = replace(DECODER, shape=Qwen3Args, flavors=FLAVORS, hugging_face=_hugging_face)

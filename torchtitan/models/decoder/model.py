@@ -1,4 +1,4 @@
-"""Llama as a plain nn.Module: it knows torch and its own shape, no device, no process group, no config.
+"""The decoder as a plain nn.Module: it knows torch and its own shape, no device, no process group, no config.
 
 Parameters have Llama's names, and map to Hugging Face's safetensors by name alone.
 """
@@ -8,26 +8,29 @@ import math
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.decoder.args import DecoderArgs
 from torchtitan.models.layers import CausalAttention, FeedForward, fill_normal, rope_table, rotate
-from torchtitan.models.llama.args import LlamaArgs
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions, and in some families norms on each head's query and key."""
 
-    def __init__(self, args: LlamaArgs) -> None:
+    def __init__(self, args: DecoderArgs) -> None:
         super().__init__()
         self.head_size = args.head_size
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_size, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_size, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_size, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_size, args.dim, bias=False)
+        self.q_norm, self.k_norm = (  # one weight for all heads
+            nn.RMSNorm(args.head_size, eps=args.norm_eps) if args.head_norms else nn.Identity() for _ in range(2)
+        )
         self.core: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         # -1, not the number of heads: a tensor-parallel rank holds only some of them
-        q = self.wq(x).unflatten(-1, (-1, self.head_size))  # [B, S, H, D]
-        k = self.wk(x).unflatten(-1, (-1, self.head_size))
+        q = self.q_norm(self.wq(x).unflatten(-1, (-1, self.head_size)))  # [B, S, H, D]
+        k = self.k_norm(self.wk(x).unflatten(-1, (-1, self.head_size)))
         v = self.wv(x).unflatten(-1, (-1, self.head_size))
         out = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
         return self.wo(out.flatten(-2))
@@ -36,7 +39,7 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each on the normalised residual stream."""
 
-    def __init__(self, args: LlamaArgs) -> None:
+    def __init__(self, args: DecoderArgs) -> None:
         super().__init__()
         self.attention = Attention(args)
         self.feed_forward = FeedForward(args.dim, args.hidden_dim)
@@ -51,7 +54,7 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The decoder. A part of it, with `tok_embeddings`, `norm` or `output` set to None, works as a pipeline stage."""
 
-    def __init__(self, args: LlamaArgs) -> None:
+    def __init__(self, args: DecoderArgs) -> None:
         super().__init__()
         assert args.vocab_size is not None
         self.args = args
@@ -78,8 +81,8 @@ class Transformer(nn.Module):
         return h if self.output is None else self.output(h)
 
 
-def initialize(name: str, weight: Tensor, args: LlamaArgs, generator: torch.Generator) -> None:
-    """Give a whole parameter its first values; those of wo, w2 and w3 shrink with depth."""
+def initialize(name: str, weight: Tensor, args: DecoderArgs, generator: torch.Generator) -> None:
+    """Give a whole parameter its first values; those of wo, w2 and w3 shrink with depth (docs/log.md)."""
     module = name.rpartition(".")[0]
     if module.endswith("norm"):
         torch.nn.init.ones_(weight)

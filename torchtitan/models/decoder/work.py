@@ -1,25 +1,23 @@
-"""What a decoder of this recipe computes and keeps, for the planner; no torch. Llama and Qwen3 share it."""
+"""What a decoder computes and keeps, for the planner; no torch."""
 
 from typing import Any
 
+from torchtitan.models.decoder.args import DecoderArgs
 from torchtitan.models.operations import Attention, Block, Exchange, Pass, Product, Share, Work
 
 _HALF, _BY_OPERATION = {"selective op": 0.5}, {"selective op": 1.0}  # every second product is kept, and attention
 _LAST = {"stopped": 0.0}  # a recompute that stops early ends before the last product, whose output nothing keeps
 
 
-def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
-    """Bytes are those of bfloat16. Between layers, activations are split along the sequence over tensor parallelism.
-
-    `args` has the fields that the two families share; `head_norms`: queries and keys are normalised by head.
-    """
+def operations(args: DecoderArgs, share: Share) -> Work:
+    """Bytes are those of bfloat16. Between layers, activations are split along the sequence over tensor parallelism."""
     tokens, tp = share.tokens, share.tp
     heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
     hidden, vocabulary = args.hidden_dim / tp, (args.vocab_size or 1) / tp
     stream = 2 * tokens * args.dim  # bytes of the residual stream
     inner = 2 * tokens * (heads + 2 * kv_heads) / tp
-    turned, of_norms = 2 * tokens * (heads + kv_heads) / tp, 2 * args.dim + 2 * args.head_size * head_norms
-    norms = (Pass(2 * turned, 3 * turned, again=_BY_OPERATION),) if head_norms else ()
+    turned, of_norms = 2 * tokens * (heads + kv_heads) / tp, 2 * args.dim + 2 * args.head_size * args.head_norms
+    norms = (Pass(2 * turned, 3 * turned, again=_BY_OPERATION),) if args.head_norms else ()
     layer = Block(
         (
             Pass(8 * stream / tp, 13 * stream / tp, again=_BY_OPERATION),  # two norms, two residual additions
@@ -39,9 +37,9 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
             Exchange("scatter", stream, again=_LAST),
         ),
         2 * args.dim * (heads + kv_heads) / tp + 3 * args.dim * hidden + of_norms,
-        _kept(args, share, head_norms),
+        _kept(args, share),
         of_norms,
-        _working(args, share, head_norms),
+        _working(args, share),
     )
     ends = Block(
         (
@@ -71,7 +69,7 @@ def decoder(args: Any, share: Share, head_norms: bool = False) -> Work:
     )
 
 
-def _kept(args: Any, share: Share, head_norms: bool) -> dict[str, Any]:
+def _kept(args: DecoderArgs, share: Share) -> dict[str, Any]:
     """Bytes of a layer's activations that wait for its backward, by the mode of recompute."""
     tokens, tp = share.tokens, share.tp
     heads, kv_heads = args.n_heads * args.head_size / tp, args.n_kv_heads * args.head_size / tp
@@ -81,19 +79,19 @@ def _kept(args: Any, share: Share, head_norms: bool) -> dict[str, Any]:
     many = 2 * stream / tp + 2 * stream + 4 * tokens * (heads + kv_heads) + 8 * tokens * hidden + row + few
     # Context parallelism repeats the keys and values of each of two prefixes for all query heads.
     many = many + (4 * tokens * share.cp * heads * (1 + 0.5 / share.cp) + tokens * heads) * (share.cp > 1)
-    if head_norms:  # the inputs of the norms, and a float32 for each head
+    if args.head_norms:  # the inputs of the norms, and a float32 for each head
         many = many + 2 * tokens * (heads + kv_heads) + row * (1 + args.n_kv_heads / args.n_heads)
     half = stream / tp + 2 * tokens * (2 * heads + kv_heads + hidden) + stream + row
     scattered = 2 * stream / tp * (tp > 1)
     return {"none": many, "selective op": half + scattered, "full": stream / tp}
 
 
-def _working(args: Any, share: Share, head_norms: bool) -> dict[str, list[tuple[Any, Any]]]:
+def _working(args: DecoderArgs, share: Share) -> dict[str, list[tuple[Any, Any]]]:
     """Before the first gradient of a weight, with that of w2, and with all of a layer's."""
     tokens, tp = share.tokens, share.tp
     stream, hidden = 2 * tokens * args.dim, 4 * tokens * args.hidden_dim / tp
     part, of_w2 = stream / tp, args.dim * args.hidden_dim / tp
     heads = 2 * args.dim * (args.n_heads + args.n_kv_heads) * args.head_size / tp
     with_w2 = (hidden + part, of_w2), (hidden / 2 + stream + part, of_w2)
-    third = 3 * stream + 3 * part - _kept(args, share, head_norms)["none"], heads + 3 * of_w2 + 2 * args.dim
+    third = 3 * stream + 3 * part - _kept(args, share)["none"], heads + 3 * of_w2 + 2 * args.dim
     return {"none": [(2 * stream + part, 0), *with_w2, third], "again": [(3 * stream + 4 * part, 0), *with_w2, third]}

@@ -1,0 +1,122 @@
+"""A decoder in Hugging Face's files: the names of its weights, and its config.json; no torch."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan.config.schema import RopeScaling
+from torchtitan.models.decoder.args import DecoderArgs
+from torchtitan.models.spec import HuggingFace
+from torchtitan.refusal import Refusal
+
+_BLOCK = {
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_SIZES = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "intermediate_size": "hidden_dim",
+    "vocab_size": "vocab_size",
+    "head_dim": "head_dim",
+}
+_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_seq_len",
+}
+
+
+@dataclass(frozen=True)
+class DecoderFiles:
+    """What is a family's own in these files."""
+
+    name: str  # as in Qwen3ForCausalLM
+    shape: type[DecoderArgs]
+    max_seq_len: int  # where config.json has none; as all defaults here, that of transformers
+    block: Mapping[str, str] = field(default_factory=dict)  # names of modules that only this family's layers have
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # its keys that may have only these values here
+    written: Mapping[str, Any] = field(default_factory=dict)  # its keys that say no size
+    may_miss: tuple[str, ...] = ()  # its keys of sizes that it may leave out
+    may_scale: bool = False  # the rotation, as Llama 3.1 does
+
+    @property
+    def hugging_face(self) -> HuggingFace:
+        return HuggingFace(self.name.lower(), self.to_name, self.to_config, self.from_config)
+
+    def to_name(self, name: str) -> str:
+        """`layers.0.attention.wq.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
+        module = name.removesuffix(".weight")
+        block = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
+        renamed = {**_BLOCK, **self.block}.get(block[2]) if block else _OUTER.get(module)
+        if renamed is None:
+            raise Refusal(f"{name} has no name in Hugging Face's {self.name}; give it one in models/decoder/hf.py")
+        return f"model.layers.{block[1]}.{renamed}.weight" if block else f"{renamed}.weight"
+
+    def to_config(self, args: DecoderArgs, dtype: str, bos_id: int | None, eos_id: int) -> dict[str, Any]:
+        """config.json, in the form that transformers 4 and 5 and others read."""
+        scaling = args.rope_scaling and {theirs: getattr(args.rope_scaling, ours) for theirs, ours in _SCALING.items()}
+        return {
+            "architectures": [f"{self.name}ForCausalLM"],
+            "model_type": self.name.lower(),
+            **{theirs: getattr(args, ours) for theirs, ours in _SIZES.items()},
+            "head_dim": args.head_size,
+            "rms_norm_eps": args.norm_eps,
+            "rope_theta": args.rope_theta,
+            "rope_scaling": scaling and {"rope_type": "llama3", **scaling},
+            "tie_word_embeddings": args.tied_embeddings,
+            "max_position_embeddings": args.max_seq_len,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            **self.written,
+            "bos_token_id": bos_id,
+            "eos_token_id": eos_id,
+            "torch_dtype": dtype,
+        }
+
+    def from_config(self, config: dict[str, Any]) -> DecoderArgs:
+        """The shape config.json describes; what this model cannot be is refused, all of it at once."""
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if refused := self._refused(config, kind):
+            raise Refusal(f"config.json describes no model that {self.name} can be here: {'; '.join(refused)}")
+        said: dict[str, Any] = {ours: config.get(theirs) for theirs, ours in _SIZES.items()}
+        said["n_kv_heads"] = said["n_kv_heads"] or said["n_heads"]
+        if "head_dim" in self.may_miss and said["head_dim"] == said["dim"] // said["n_heads"]:
+            del said["head_dim"]
+        if kind == "llama3":
+            said["rope_scaling"] = RopeScaling(**{ours: rope[theirs] for theirs, ours in _SCALING.items()})
+        return self.shape(
+            **said,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+            tied_embeddings=config.get("tie_word_embeddings", False),
+            max_seq_len=config.get("max_position_embeddings", self.max_seq_len),
+        )
+
+    def _refused(self, config: dict[str, Any], kind: str) -> list[str]:
+        fixed = {"model_type": (self.name.lower(),), "hidden_act": ("silu",), "attention_bias": (False,), **self.fixed}
+        refused = [
+            f"{key} = {config[key]!r}, must be {allowed[-1]!r}"
+            for key, allowed in {**fixed, "quantization_config": (None,)}.items()
+            if key in config and config[key] not in allowed
+        ]
+        refused += [f"no {key}" for key in _SIZES if key not in self.may_miss and config.get(key) is None]
+        if others := sorted(set(config.get("layer_types") or []) - {"full_attention"}):
+            refused.append(f"layers of the type {others[0]!r}, only 'full_attention'")
+        kinds = ("default", "llama3") if self.may_scale else ("default",)
+        if kind not in kinds:
+            refused.append(f"rotation of the type {kind!r}, only {' and '.join(map(repr, kinds))}")
+        return refused
