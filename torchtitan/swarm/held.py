@@ -16,7 +16,7 @@ from torchtitan.swarm.codec import BLOCK, Codec, decode, encode, pack
 from torchtitan.swarm.fragments import Box, Weight, box_of, checksum, divide, held_of
 from torchtitan.swarm.outer import mixed, taken
 from torchtitan.swarm.wire import parts
-from torchtitan.training.optimizer.update import local_part, plain
+from torchtitan.training.optimizer.apply import local_part, plain
 
 ANCHOR, SENT, REST = "anchor", "sent", "rest"  # the agreed weights; the weights when sent; what rounding kept back
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan.data.loader import Loader
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.optimizer import make_states
-from torchtitan.training.optimizer.update import plain
+from torchtitan.training.optimizer.apply import plain
 
 Tensors = dict[str, Tensor]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchtitan.training.optimizer.update import divide_gradients
+from torchtitan.training.optimizer.apply import divide_gradients
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
