@@ -17,7 +17,11 @@ RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts. Rules that depend on the number of ranks are checked only if it is known."""
     findings = [*_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config), *_swarm(config)]
+    findings += [*_folders(config), *_checkpoint(config), *_optimizer(config), *_swarm(config)]
+    if config.float8 is not None:
+        from torchtitan.config.float8_rules import find_float8_conflicts
+
+        findings += find_float8_conflicts(config, config.float8)
     return [*findings, *find_layout_conflicts(config, world_size)]
 
 
@@ -162,46 +166,6 @@ def _compile(config: Config) -> Iterator[Finding]:
         yield (
             ("compile.enable", "compile.components"),
             'compile.components = [] compiles nothing; name "model", "loss" or both, or set compile.enable = false',
-        )
-
-
-def _float8(config: Config) -> Iterator[Finding]:
-    name, float8 = "quantize.linear.float8", config.float8
-    if float8 is None:
-        return
-    gather, precompute = f"{name}.enable_fsdp_float8_all_gather", f"{name}.precompute_float8_dynamic_scale_for_fsdp"
-    filters, recipe, emulate = f"{name}.filter_fqns", f"{name}.recipe_name", f"{name}.emulate"
-    if float8.emulate and config.compile.model:
-        yield (
-            (emulate, "compile.enable", "compile.components"),
-            f"{emulate} = true computes as plain operations, which a compiled model cannot: set it to false, or remove "
-            f'"model" from compile.components',
-        )
-    if "auto_filter_small_kn" in float8.filter_fqns and float8.recipe_name == "rowwise_with_gw_hp":
-        yield (
-            (filters, recipe),
-            f'{filters} = ["auto_filter_small_kn"] has no sizes for recipe_name = "rowwise_with_gw_hp"; name the '
-            f'layers to leave out, as ["output"], or use recipe "rowwise"',
-        )
-    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
-        yield (
-            (precompute, gather),
-            f"{precompute} = true needs the float8 all-gather; set enable_fsdp_float8_all_gather = true, or "
-            f"{precompute} to false",
-        )
-    if float8.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
-        yield (
-            (precompute, "training.enable_cpu_offload"),
-            f"{precompute} = true with training.enable_cpu_offload = true has no effect: the scales are lost "
-            f"when a weight is copied to the GPU; set one of the two to false",
-        )
-    if not float8.enable_fsdp_float8_all_gather:
-        return
-    if float8.recipe_name not in (None, "tensorwise"):
-        yield (
-            (gather, recipe),
-            f'{gather} = true needs one scale for each tensor, but recipe_name = "{float8.recipe_name}" has one '
-            f'for each row; use "tensorwise", or set it to false',
         )
 
 
