@@ -29,12 +29,12 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     from torchtitan.observe.metrics import MetricsWriter
     from torchtitan.observe.run_folder import start_record
     from torchtitan.parallel import collectives
+    from torchtitan.training.assemble import start_run
     from torchtitan.training.checkpoints.contents import list_contents
     from torchtitan.training.checkpoints.restore import Checkpoints
     from torchtitan.training.checkpoints.saves import Saves
     from torchtitan.training.report import Reporter
     from torchtitan.training.sample import build_sampler
-    from torchtitan.training.start import start_run
     from torchtitan.training.swarm import join_swarm
     from torchtitan.training.update import Update
     from torchtitan.training.validate import Validator
@@ -97,7 +97,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             watch.step = step = step + 1
             update.begin(step)
             run.seed_draws(seed, step)
-            loss = forward_backward(batch.to(run.device))
+            loss = forward_backward(batch.to(run.device))  # training/step.py
             reporter.phases.mark()
             gradient_norm = update.apply(loss.count)
             swarm.meet(step, interrupt.is_asked)

@@ -274,8 +274,8 @@ def test_an_init_file_is_empty_or_only_passes_names_on(path):
         ("torchtitan.observe.metrics", "try:\n    import wandb\nexcept ImportError:\n    pass"),
         ("torchtitan.training.loss", "from torchtitan.training.step import StepLoss"),
         ("torchtitan.training.step", "from torchtitan.models.llama.model import Transformer"),
-        ("torchtitan.training.start", "from train import main"),
-        ("torchtitan.training.start", "from torchtitan.tools.text.generate import sample"),
+        ("torchtitan.training.assemble", "from train import main"),
+        ("torchtitan.training.assemble", "from torchtitan.tools.text.generate import sample"),
         ("train", "from torchtitan.tools.dry_run.estimate import estimate"),
         ("torchtitan.node.program", "def f():\n    import torch"),
         ("torchtitan.node.keeper", "from torchtitan.node.jobs import Jobs"),
@@ -300,7 +300,7 @@ def test_a_forbidden_import_is_found(module, line):
         ("torchtitan.data.loader", "from torchtitan.observe.log import logger\nfrom torchtitan.data import packing"),
         ("torchtitan.data.texts.sources", "def f():\n    import datasets"),
         ("torchtitan.training.step", "from torchtitan.parallel.mesh import Mesh\nimport torch"),
-        ("benchmarks.loader", "from benchmarks import timing\nfrom torchtitan.training import start"),
+        ("benchmarks.loader", "from benchmarks import timing\nfrom torchtitan.training import assemble"),
     ],
 )
 def test_an_allowed_import_is_left_alone(module, line):

@@ -1,6 +1,7 @@
-"""The last of three places where a run is refused: what this machine or its installed packages cannot do.
+"""The third of four places where a run is refused: what this machine or its installed packages cannot do.
 
-The values come first (config/rules.py), then the model under its layout (models/rules.py).
+The values come first (config/rules.py), then the model under its layout (models/rules.py). Once the ranks have met, a
+checkpoint is the fourth (checkpoints/resume.py).
 """
 
 from pathlib import Path
@@ -13,8 +14,8 @@ from torchtitan.models.stages import V_SHAPED
 from torchtitan.refusal import Refusal
 
 
-def check_machine(config: Config, device: torch.device, is_own: bool = False) -> None:
-    """Refuse a configuration that this machine cannot run, before anything starts. `is_own`: the user's own model."""
+def check_machine(config: Config, device: torch.device, reads_text: bool = True) -> None:
+    """Refuse a configuration that this machine cannot run, before anything starts."""
     if config.metrics.enable_wandb:
         from torchtitan.observe.weights_and_biases import import_wandb
 
@@ -28,7 +29,7 @@ def check_machine(config: Config, device: torch.device, is_own: bool = False) ->
 
         check_float8(config.float8, device)
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
-    if is_own and degree > 1 and torch.__version__ < "2.13":
+    if not reads_text and degree > 1 and torch.__version__ < "2.13":
         why = f"for a model of your own: {torch.__version__} wants a gradient of all that goes from stage to stage"
         raise Refusal(f"parallelism.pipeline_parallel_degree = {degree} needs torch 2.13 {why}")
     folded = degree > 1 and schedule in V_SHAPED

@@ -6,10 +6,10 @@ from torchtitan.hardware import Place
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger
 from torchtitan.observe.run_folder import start_record
+from torchtitan.training.assemble import start_run
 from torchtitan.training.checkpoints.contents import list_contents
 from torchtitan.training.checkpoints.restore import Checkpoints
 from torchtitan.training.checkpoints.saves import Saves
-from torchtitan.training.start import start_run
 from torchtitan.training.swarm import NoSwarm
 
 

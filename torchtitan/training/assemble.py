@@ -34,7 +34,7 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
     hardware.check_restarts(place.world_size)
     device = hardware.pick_device(place.local_rank)
     hardware.keep_to_own_cores(place, device)
-    check_machine(config, device, is_own=not blueprint.reads_text)
+    check_machine(config, device, blueprint.reads_text)
     tokenizer = None
     if blueprint.reads_text:
         if records and data.needs_data(config, place):
@@ -42,7 +42,6 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
         tokenizer = build_tokenizer(config.model.hf_assets_path)
         blueprint = blueprint.with_vocabulary(tokenizer.vocab_size)
     parallelism = config.parallelism
-    plan_batch(config.training, plan_layout(parallelism, place.world_size).dp)
     if parallelism.pipeline_parallel_memory_gib and parallelism.pipeline_parallel_layer_counts is None:
         fix = "start with ./run_llama_train.sh, or set pipeline_parallel_layer_counts to what a dry run finds"
         raise Refusal(f"parallelism.pipeline_parallel_memory_gib says what ranks may hold, but not the cut; {fix}")
