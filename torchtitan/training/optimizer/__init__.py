@@ -4,7 +4,7 @@ torch has AdamW and Muon. `muon` joins the two into one optimizer, `bfloat16` is
 `average` keeps a moving average of the weights.
 """
 
-from torchtitan.training.optimizer.apply import apply_update, make_states, plain, update_in_backward
+from torchtitan.training.optimizer.apply import apply_update, make_states, plain
 from torchtitan.training.optimizer.build import build_optimizer
 
-__all__ = ["apply_update", "build_optimizer", "make_states", "plain", "update_in_backward"]
+__all__ = ["apply_update", "build_optimizer", "make_states", "plain"]
