@@ -74,7 +74,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
         if config.job.print_config:
             print(to_toml(config))
         writer = MetricsWriter(config, records, step, training.steps, checkpoints.tokens_at, run.unit)
-    collectives.make_trace_folder(comm, run.folder, run.device)
+    run.make_trace_folder()
     reporter = Reporter(run, watch, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer, checkpoints.best)
     sampler = build_sampler(run, forward_backward, writer)

@@ -51,7 +51,10 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
     if records and place.rank == 0:
         lock = claim(open_run_folder(config))
 
-    os.environ |= collectives.flight_recorder(config.comm, folder)
+    if device.type == "cuda":
+        from torchtitan.parallel.flight_recorder import flight_recorder
+
+        os.environ |= flight_recorder(config.comm, folder)
     timeout = config.comm.init_timeout_seconds
     collectives.start_process_group(device, place.rank, place.world_size, timeout)
     run = lay_out_ranks(config, blueprint, place, device, tokenizer, folder, lock)

@@ -77,12 +77,16 @@ def apply_parallelism(
         for name in blueprint.layers:
             if name in modules:
                 modules[name].compile(backend=compile_.backend, fullgraph=True)
-    if not shards:
-        return
+    if shards:
+        _shard(model, blueprint, mesh, batch, config)
+
+
+def _shard(model: nn.Module, blueprint: Blueprint, mesh: Mesh, batch: BatchPlan, config: Config) -> None:
+    parallelism = config.parallelism
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
-    units = sharding_units(model, blueprint)
+    modules, units = dict(model.named_modules()), sharding_units(model, blueprint)
     casts_inputs = not blueprint.reads_text
     may_add = casts_inputs or parallelism.pipeline_parallel_schedule_csv  # what the user brings may reduce twice
     reduces_once = batch.num_local_batches == 1 and not (may_add or config.optimizer.early_step_in_backward)

@@ -131,6 +131,13 @@ class Run:
             logger.info(f"attention by {kernel}")
         return attention
 
+    def make_trace_folder(self) -> None:
+        """For what NCCL writes when a collective times out."""
+        if self.device.type == "cuda":
+            from torchtitan.parallel.flight_recorder import make_trace_folder
+
+            make_trace_folder(self.config.comm, self.folder)
+
     def profile(self, step: int, paused: Callable[[], AbstractContextManager]) -> AbstractContextManager:
         """What profiles the training inside; it gives a function to call after every step."""
         profiling = self.config.profiling
