@@ -16,13 +16,12 @@ RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts. Rules that depend on the number of ranks are checked only if it is known."""
-    findings = [*_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_checkpoint(config), *_optimizer(config), *_swarm(config)]
+    findings = [*_schedule(config), *_compile(config), *_data(config), *_folders(config), *_checkpoint(config)]
     if config.float8 is not None:
         from torchtitan.config.float8_rules import find_float8_conflicts
 
         findings += find_float8_conflicts(config, config.float8)
-    return [*findings, *find_layout_conflicts(config, world_size)]
+    return [*findings, *_optimizer(config), *_swarm(config), *find_layout_conflicts(config, world_size)]
 
 
 def _swarm(config: Config) -> Iterator[Finding]:
@@ -94,32 +93,17 @@ def _optimizer(config: Config) -> Iterator[Finding]:
 
 
 def _early_step(config: Config) -> Iterator[Finding]:
-    name = "optimizer.early_step_in_backward"
-    for cannot, key, value, reason, fix in (
-        (
-            config.training.max_norm != math.inf,
-            "training.max_norm",
-            config.training.max_norm,
-            "gradients are scaled by the norm of all of them",
-            "inf",
-        ),
-        (
-            config.training.on_nonfinite == "skip",
-            "training.on_nonfinite",
-            '"skip"',
-            "an update is skipped only once all gradients are known",
-            '"stop"',
-        ),
-        (
-            config.parallelism.pipeline_parallel_degree > 1,
-            "parallelism.pipeline_parallel_degree",
-            config.parallelism.pipeline_parallel_degree,
-            "gradients of several microbatches are added up",
-            "1",
-        ),
+    name, training = "optimizer.early_step_in_backward", config.training
+    degree = config.parallelism.pipeline_parallel_degree
+    clips, skips = "gradients are scaled by the norm of all of them", "an update is skipped only once all gradients"
+    for key, value, possible, reason in (
+        ("training.max_norm", training.max_norm, math.inf, clips),
+        ("training.on_nonfinite", training.on_nonfinite, "stop", f"{skips} are known"),
+        ("parallelism.pipeline_parallel_degree", degree, 1, "gradients of several microbatches are added up"),
     ):
-        if cannot:
-            yield (name, key), f"{name} = true with {key} = {value}: {reason}; use {fix}, or set {name} = false"
+        if value != possible:
+            was, use = (f'"{each}"' if isinstance(each, str) else each for each in (value, possible))
+            yield (name, key), f"{name} = true with {key} = {was}: {reason}; use {use}, or set {name} = false"
 
 
 def _schedule(config: Config) -> Iterator[Finding]:
