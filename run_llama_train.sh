@@ -22,7 +22,7 @@
 # PRINT_ONLY   1: check the configuration, print the command and start nothing (also under its older name DRY_RUN)
 # DOWNLOAD     1: fetch the tokenizer if its folder has none, with HF_TOKEN; OWNER/NAME: from this repository
 # PYTHON       the Python to use                   default: .venv beside this file, else python3, else a new .venv
-# The script also reads the variables of PyTorchJob, Kubeflow Trainer, Run:ai, Slurm and SkyPilot (docs/launching.md).
+# The script also reads the variables of PyTorchJob, Kubeflow Trainer, Run:ai, Slurm and SkyPilot (docs/recipe/launching.md).
 # All options go to train.py; --help lists its sections, and --help training the keys of one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -2,8 +2,8 @@
 # Runs the tests, or with --lint ruff and mypy. Installs what is missing into .venv.
 #
 #     ./run_tests.sh                       all tests
-#     ./run_tests.sh tests/data -k stream  any arguments of pytest
-#     ./run_tests.sh --quick               a few minutes: without tests/console, tests/distributed and tests/reach, ssh, the dry run,
+#     ./run_tests.sh tests/recipe/data -k stream  any arguments of pytest
+#     ./run_tests.sh --quick               a few minutes: without tests/fleet/console, tests/recipe/distributed and tests/fleet/reach, ssh, the dry run,
 #                                          the planner's long searches, the compiler, an installation, a conversion's memory
 #     ./run_tests.sh --lint
 set -euo pipefail

@@ -3,10 +3,10 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["torchtitan*"]), "torchtitan.shipped"],
+    packages=[*find_packages(include=["torchtitan*", "titan_*"]), "torchtitan.shipped"],
     package_dir={"torchtitan.shipped": "."},
     package_data={
         "torchtitan.shipped": ["requirements.txt", "train_configs/*", "tests/assets/*/*"],
-        "torchtitan.console": ["door/*.html", "pages/*.css", "pages/*.svg"],
+        "titan_fleet.console": ["door/*.html", "pages/*.css", "pages/*.svg"],
     },
 )

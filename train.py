@@ -3,8 +3,8 @@
     python train.py --job.config_file train_configs/debug_model.toml --training.steps 20
 
 Every option: `python train.py --help`. On several devices: `./run_llama_train.sh`. The run is a function of the
-configuration, the data and the seed; how many processes share the work changes only rounding (docs/layouts-measured.md)
-and what a model's dropout draws.
+configuration, the data and the seed; how many processes share the work changes only rounding
+(docs/recipe/layouts-measured.md) and what a model's dropout draws.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Draws docs/console.png: opens the console on a folder of runs in this machine's Chromium, and shows the newest run.
+"""Draws docs/fleet/console.png: the console on a folder of runs, in this machine's Chromium, at the newest run.
 
 .venv/bin/python scripts/draw_console.py --home ~/.torchtitan-recipe --runs outputs
 """
@@ -16,10 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw docs/console.png from real runs.")
+    parser = argparse.ArgumentParser(description="Draw docs/fleet/console.png from real runs.")
     parser.add_argument("--home", default="~/.torchtitan-recipe", help="the console's (default: %(default)s)")
     parser.add_argument("--runs", default="outputs", help="the folder of runs (default: %(default)s)")
-    parser.add_argument("--out", default=str(ROOT / "docs/console.png"), help="the picture (default: %(default)s)")
+    parser.add_argument(
+        "--out", default=str(ROOT / "docs/fleet/console.png"), help="the picture (default: %(default)s)"
+    )
     args = parser.parse_args()
     command = [sys.executable, "-m", "torchtitan", "console", "--no-browser", "--port", "0"]
     command += ["--home", args.home, "--runs", args.runs]

@@ -1,6 +1,6 @@
 """Draws README's two pictures: a real run of the debug model in a terminal, and a pipeline that `plan` chose.
 
-python scripts/draw_readme.py    # writes docs/run.svg and docs/pipeline.svg, in about two minutes on two CPU cores
+python scripts/draw_readme.py    # docs/recipe/run.svg and docs/planner/pipeline.svg, in about two minutes on two cores
 """
 
 import fcntl

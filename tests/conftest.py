@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import ranks  # noqa: F401  (a fixture of all folders)
+
 ROOT = Path(__file__).parents[1]
 _SLOW = {"console", "distributed", "reach"}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script starts the suite in the background

@@ -20,6 +20,11 @@ import tomli
 import tomli_w
 
 from tests.tiny_runs import tiny_config
+from titan_planner.places.network import read_cluster_network
+from titan_planner.places.placement import read_networks
+from titan_planner.places.ravnest import read_providers
+from titan_planner.plan.cluster import read_cluster
+from titan_planner.published.rows import read_rows
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.data.prepared.prepare import prepare
 from torchtitan.data.prepared.tokens import PreparedTokens
@@ -30,11 +35,6 @@ from torchtitan.models.families import find_families, load_run_or_exit
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
 from torchtitan.refusal import Refusal
-from torchtitan.tools.plan.cluster import read_cluster
-from torchtitan.tools.plan.places.network import read_cluster_network
-from torchtitan.tools.plan.places.placement import read_networks
-from torchtitan.tools.plan.places.ravnest import read_providers
-from torchtitan.tools.plan.published.rows import read_rows
 from torchtitan.tools.text.writer import stop_ids
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.peers import __main__ as peers
-from benchmarks.peers import titan
-from benchmarks.run import PRESETS, ROOT, summarize, watch_further_steps
-from benchmarks.where import IDLE, OTHER, SORTS, shares
+from benchmarks.recipe.peers import __main__ as peers
+from benchmarks.recipe.peers import titan
+from benchmarks.recipe.run import PRESETS, ROOT, summarize, watch_further_steps
+from benchmarks.recipe.where import IDLE, OTHER, SORTS, shares
+from torchtitan.root import PACKAGES
 
 STEP = ("user_annotation", "ProfilerStep#9", 0, 100)
 ON_A_CPU = [
@@ -137,19 +138,24 @@ def test_only_torchtitan_is_asked_for_float8() -> None:
 
 def test_docs_name_every_file_that_does_something_else_on_a_gpu() -> None:
     listed = (
-        (ROOT / "docs/performance.md").read_text().partition("### What only a GPU reaches")[2].partition("\n## ")[0]
+        (ROOT / "docs/recipe/performance.md")
+        .read_text()
+        .partition("### What only a GPU reaches")[2]
+        .partition("\n## ")[0]
     )
     places = [row.split("|")[1] for row in listed.splitlines() if row.startswith("| ")]
-    for file in (ROOT / "torchtitan").rglob("*.py"):
+    for file in (file for package in PACKAGES for file in package.rglob("*.py")):
         if re.search(r'torch\.cuda|"cuda"|is_cuda|cuda:nccl|"nvidia-smi"', file.read_text()):
-            folder, stem = file.parent.relative_to(ROOT / "torchtitan").as_posix(), file.stem
-            words = {stem} if folder == "." else {folder, stem}
+            folder, stem = file.parent.relative_to(ROOT).as_posix().removeprefix("torchtitan").strip("/"), file.stem
+            words = {stem, folder} - {""}
             assert any(all(re.search(rf"\b{word}\b", place) for word in words) for place in places), file
 
 
 def test_the_script_for_a_gpu_refuses_a_misspelt_part() -> None:
     asked = os.environ | {"PARTS": "tests preset"}
-    script = subprocess.run(["benchmarks/on_gpu.sh"], cwd=ROOT, env=asked, capture_output=True, text=True, check=False)
+    script = subprocess.run(
+        ["benchmarks/recipe/on_gpu.sh"], cwd=ROOT, env=asked, capture_output=True, text=True, check=False
+    )
     assert script.returncode == 2
     assert script.stderr == "PARTS = tests preset has preset; use some of tests, presets and planned\n"
 
@@ -159,7 +165,7 @@ def test_the_script_for_a_gpu_refuses_a_misspelt_part() -> None:
 def test_the_script_for_a_gpu_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
     asked = {"PYTHON": sys.executable, "PRESETS": "cpu-tiny", "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     script = subprocess.run(
-        ["benchmarks/on_gpu.sh"], cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, check=False
+        ["benchmarks/recipe/on_gpu.sh"], cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, check=False
     )
     assert script.returncode == 0, script.stdout + script.stderr
     assert "torchtitan 0.2.2, compiled: trains on GPUs only" in script.stdout

@@ -214,7 +214,7 @@ def test_a_second_way_to_name_the_config_file_is_refused():
         "scripts/setup_env.sh",
         ".ci/run",
         "multinode_trainer.slurm",
-        "tests/slurm/run.sh",
+        "tests/recipe/slurm/run.sh",
     ],
 )
 def test_a_script_is_executable_and_parses(name):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.small_tokenizers import ASSETS, ROOT, SHIPPED, read_documents, shipped_json
+from tests.recipe.data.small_tokenizers import ASSETS, ROOT, SHIPPED, read_documents, shipped_json
 from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 
 

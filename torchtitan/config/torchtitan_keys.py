@@ -125,7 +125,9 @@ _MEANT: dict[str, dict[str, dict[str, Any]]] = {
     "training.checkpoint_folder": {'""': {}},
 }
 
-_OWN_MODEL = 'a model of your own is imported by model.name = "path/to/file.py:SPEC" (docs/models.md); remove the key'
+_OWN_MODEL = (
+    'a model of your own is imported by model.name = "path/to/file.py:SPEC" (docs/recipe/models.md); remove the key'
+)
 _MINUTES = "this recipe counts steps in checkpoint.interval, and time in checkpoint.interval_minutes"
 
 # What to type instead of a refused key.
@@ -135,8 +137,9 @@ _INSTEAD = {
     "experimental.custom_args_module": _OWN_MODEL,
     "experimental.custom_import": _OWN_MODEL,
     "experimental.custom_model_path": _OWN_MODEL,
-    "fault_tolerance.enable": "MAX_RESTARTS=3 ./run_llama_train.sh restarts a run that fails (docs/checkpoints.md); "
-    'with semi_sync_method = "diloco" or "local_sgd" the section is read as [swarm]; remove the key, or set that one',
+    "fault_tolerance.enable": "MAX_RESTARTS=3 ./run_llama_train.sh restarts a run that fails "
+    '(docs/recipe/checkpoints.md); with semi_sync_method = "diloco" or "local_sgd" the section is read as [swarm]; '
+    "remove the key, or set that one",
     "job.custom_config_module": _OWN_MODEL,
     "job.save_config_file": "every run writes config.toml to its run folder; remove the key",
     "memory_estimation.enable": "python -m torchtitan dry_run FILE.toml estimates the memory; remove the key",
@@ -151,7 +154,7 @@ _INSTEAD = {
     "training.checkpoint_folder": "set checkpoint.enable = true and checkpoint.folder",
     "training.checkpoint_interval_type": _MINUTES,
     "training.dataloader.num_workers": "a thread of each rank reads ahead, and the verb prepare tokenizes once for "
-    "all runs (docs/data.md); remove the key",
+    "all runs (docs/recipe/data.md); remove the key",
     "training.enable_selective_ac": 'set activation_checkpoint.mode to "selective", "full" or "none"',
     "validation.dataloader.num_workers": "a thread of each rank reads ahead; remove the key",
 }
@@ -296,7 +299,7 @@ def _read_semi_sync(reading: Reading) -> None:
     meant["swarm.codec"] = "int8" if section.get("should_quantize", True) else "float32"
     meant |= {f"swarm.{ours}": section[theirs] for theirs, ours in _OF_SWARM.items() if theirs in section}
     _put(reading, "fault_tolerance.enable", True, meant)
-    reading.warnings.append("fault_tolerance: without swarm.syncer, this run trains alone (docs/swarm.md)")
+    reading.warnings.append("fault_tolerance: without swarm.syncer, this run trains alone (docs/fleet/swarm.md)")
 
 
 def _refusal(today: str, name: str, value: Any, idle: Any) -> str:

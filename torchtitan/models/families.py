@@ -128,7 +128,7 @@ def find_families(family: str | None = None) -> dict[str, Family]:
 def find_family(name: str) -> Family:
     spec = find_spec(name)
     if isinstance(spec, ModelSpec):
-        raise Refusal(f"{name} is a model of your own, and this needs a family that reads text (docs/models.md)")
+        raise Refusal(f"{name} is a model of your own, and this needs a family that reads text (docs/recipe/models.md)")
     return spec
 
 

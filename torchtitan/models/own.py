@@ -108,7 +108,7 @@ def find_own_model(name: str, spec: ModelSpec) -> OwnBlueprint:
     if spec.data is None:
         raise Refusal(
             f"{name} brings no data: give its ModelSpec data = ..., a torch.utils.data.Dataset or a function that "
-            "returns one (docs/any-model.md)"
+            "returns one (docs/recipe/any-model.md)"
         )
     return OwnBlueprint(name.rpartition("/")[2], spec)
 

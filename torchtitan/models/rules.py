@@ -20,7 +20,7 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
     if config.checkpoint.initial_load_missing:
         yield (
             f"checkpoint.initial_load_missing: {blueprint.name} has a whole checkpoint or none; remove it, or bring "
-            "the model as a module of your own (docs/any-model.md)"
+            "the model as a module of your own (docs/recipe/any-model.md)"
         )
     if config.checkpoint.keep_best not in (None, "loss"):
         yield f'checkpoint.keep_best = "{config.checkpoint.keep_best}": {blueprint.name} has no metrics; use "loss"'

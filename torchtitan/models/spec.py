@@ -1,6 +1,6 @@
 """All that the recipe knows of a family of models, and of one model. Importing this file imports no torch.
 
-A family is one `Family` (docs/models.md), and a model of your own is one `ModelSpec` (docs/any-model.md). Their
+A family is one `Family` (docs/recipe/models.md), a model of your own one `ModelSpec` (docs/recipe/any-model.md). Their
 functions import torch when they are called, so that a launcher or a planner reads shapes in a moment.
 """
 
@@ -79,7 +79,7 @@ class Family:
 class ModelSpec:
     """A model of your own, with its data: the recipe derives the rest from the module and one sample.
 
-    docs/any-model.md explains each field.
+    docs/recipe/any-model.md explains each field.
     """
 
     build: Callable[[], nn.Module]

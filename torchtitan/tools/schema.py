@@ -1,4 +1,4 @@
-"""Writes the references: a JSON Schema for editors, all keys for docs/configuration.md, all verbs for docs/verbs.md.
+"""Writes the references: a JSON Schema for editors, all keys (docs/recipe/configuration.md), all verbs (docs/verbs.md).
 
 python -m torchtitan schema
 """
@@ -13,7 +13,7 @@ from torchtitan.config.schema import Config, DataSource, RopeScaling, Section
 from torchtitan.tools import verbs
 
 SCHEMA_FILE = Path("train_configs/schema.json")
-DOC_FILE, VERBS_FILE = Path("docs/configuration.md"), Path("docs/verbs.md")
+DOC_FILE, VERBS_FILE = Path("docs/recipe/configuration.md"), Path("docs/verbs.md")
 _BEGIN, _END = "<!-- keys: written by `python -m torchtitan schema` -->", "<!-- end of keys -->"
 # Tables that a file may have; Config() has none of them, so sections() does not list them.
 _TABLES_IN_FILES: dict[str, type[Section]] = {"[training.sources]": DataSource, "model.rope_scaling": RopeScaling}
@@ -31,7 +31,7 @@ def with_keys(page: str) -> str:
     return f"{before}{_BEGIN}\n\n{''.join(lists)}{_END}{after}"
 
 
-HELP = "bring train_configs/schema.json, docs/configuration.md and docs/verbs.md up to date"
+HELP = "bring train_configs/schema.json, docs/recipe/configuration.md and docs/verbs.md up to date"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,7 @@
 """The verbs of `python -m torchtitan`: a table of their modules. A module is loaded when its verb is typed.
 
+The planner and the fleet have such a table of their own, which is read where their folder is beside this package.
+
 Each module has HELP (one line), add_arguments(parser) and run(args, options). What follows `--` on the command line are
 the options; a verb that takes some says in its parser's epilog what they are.
 """
@@ -9,53 +11,42 @@ import importlib
 from collections.abc import Sequence
 from types import ModuleType
 
-VERBS = {
+from torchtitan.root import PACKAGES
+
+OWN = {
     "train and data": {
-        "prepare": "data.prepared.prepare",
-        "tokenizer train": "tools.text.tokenizer",
-        "download": "tools.hub.download",
-        "seed_checkpoint": "tools.seed_checkpoint",
+        "prepare": "torchtitan.data.prepared.prepare",
+        "tokenizer train": "torchtitan.tools.text.tokenizer",
+        "download": "torchtitan.tools.hub.download",
+        "seed_checkpoint": "torchtitan.tools.seed_checkpoint",
     },
     "look and check": {
-        "check": "tools.check",
-        "dry_run": "tools.dry_run.verb",
-        "runs": "tools.runs",
-        "compare": "tools.compare.verb",
-        "drill": "tools.drill.verb",
-        "schema": "tools.schema",
-    },
-    "several machines": {
-        "plan": "tools.plan.verb",
-        "plan measured": "tools.plan.measured",
-        "plan rows": "tools.plan.published.verb",
-        "plan place": "tools.plan.places.verb",
-        "probe": "tools.probe.verb",
-        "netem": "tools.netem.verb",
-        "node": "node.verb",
-        "console": "console.verb",
-        "console token": "console.token",
-        "launch": "launch.submit.verb",
-        "preflight": "launch.preflight.verb",
-        "reach serve": "reach.serve",
-        "reach join": "reach.join",
-        "reach leave": "reach.leave",
-    },
-    "several sites": {
-        "swarm try": "swarm.attempt",
-        "swarm plan": "tools.sites.verb",
-        "swarm keys": "swarm.keys",
-        "swarm serve": "swarm.syncer.serve",
-        "swarm status": "swarm.status",
-        "swarm export": "swarm.syncer.export",
+        "check": "torchtitan.tools.check",
+        "dry_run": "torchtitan.tools.dry_run.verb",
+        "runs": "torchtitan.tools.runs",
+        "compare": "torchtitan.tools.compare.verb",
+        "schema": "torchtitan.tools.schema",
     },
     "after training": {
-        "generate": "tools.text.generate",
-        "eval": "tools.text.evaluate",
-        "convert": "tools.hub.convert",
-        "export": "tools.hub.export",
+        "generate": "torchtitan.tools.text.generate",
+        "eval": "torchtitan.tools.text.evaluate",
+        "convert": "torchtitan.tools.hub.convert",
+        "export": "torchtitan.tools.hub.export",
     },
+    "several machines": {"preflight": "torchtitan.launch.preflight.verb"},
 }
-MODULES = {verb: f"torchtitan.{module}" for group in VERBS.values() for verb, module in group.items()}
+
+
+def _with_those_of_others() -> dict[str, dict[str, str]]:
+    groups = {group: dict(verbs) for group, verbs in OWN.items()}
+    for package in PACKAGES[1:]:
+        for group, verbs in importlib.import_module(f"{package.name}.verbs").VERBS.items():
+            groups[group] = groups.get(group, {}) | verbs
+    return groups
+
+
+VERBS = _with_those_of_others()
+MODULES = {verb: module for group in VERBS.values() for verb, module in group.items()}
 
 
 def find(argv: Sequence[str]) -> tuple[str, Sequence[str]]:

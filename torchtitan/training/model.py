@@ -51,7 +51,7 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh, batch: Batch
         for name, _ in stage.named_buffers():
             raise Refusal(
                 f"{blueprint.name} has the buffer {name}, which nothing fills or saves: a family's `initialize` knows "
-                "only parameters; compute it in forward, or bring the module without a shape (docs/any-model.md)"
+                "only parameters; compute it in forward, or bring the module without a shape (docs/recipe/any-model.md)"
             )
         if config.float8 is not None:
             from torchtitan.parallel.float8 import apply_float8

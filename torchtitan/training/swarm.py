@@ -1,4 +1,4 @@
-"""A run's place among the sites of a swarm. A run without [swarm] trains alone, and loads none of torchtitan/swarm."""
+"""A run's place among the sites of a swarm. A run without [swarm] trains alone, and loads none of titan_fleet/swarm."""
 
 import pkgutil
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torchtitan.training.run import Run
 
 
 class NoSwarm:
-    """What train.py asks of a swarm, for a run that is in none. torchtitan/swarm/site.py says it for the others."""
+    """What train.py asks of a swarm, for a run that is in none. titan_fleet/swarm/site.py says it for the others."""
 
     seed: int | None = None  # the swarm's
     part = 0, 1  # of the training data, and how many parts there are
@@ -43,5 +43,5 @@ class NoSwarm:
 def join_swarm(config: Config, run: Run) -> NoSwarm:
     if not config.swarm.addresses:
         return NoSwarm()
-    site: NoSwarm = pkgutil.resolve_name("torchtitan.swarm.join:join")(config, run)
+    site: NoSwarm = pkgutil.resolve_name("titan_fleet.swarm.join:join")(config, run)
     return site

@@ -10,7 +10,7 @@ Address = Annotated[str, Field(pattern=r"^https://[^/]+$")]
 
 
 class Swarm(Section):
-    """One model that several sites train over slow links (docs/swarm.md)."""
+    """One model that several sites train over slow links (docs/fleet/swarm.md)."""
 
     syncer: Address | None = None
     """Address of the syncer, as https://meet.example.org:29700. Without it the run trains alone. Not in torchtitan."""

@@ -18,7 +18,7 @@ from torchtitan.config.names import flat
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import gloo_address, nccl_interfaces, own_addresses
 from torchtitan.launch.node import num_cores
-from torchtitan.root import PACKAGE, ROOT
+from torchtitan.root import PACKAGE, PACKAGES, ROOT
 
 _GPU_FIELDS = ("uuid", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total", "driver_version")
 
@@ -57,7 +57,8 @@ def gather(launch: Mapping[str, Any], config: Config, env: Mapping[str, str], to
 
 def code_digests() -> dict[str, str]:
     """A digest of each Python file that training may run. Git cannot tell, for an image has none."""
-    files = {str(path.relative_to(PACKAGE.parent)): path for path in sorted(PACKAGE.rglob("*.py"))}
+    paths = (path for package in PACKAGES for path in sorted(package.rglob("*.py")))
+    files = {str(path.relative_to(PACKAGE.parent)): path for path in paths}
     files["train.py"] = ROOT / "train.py"
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 

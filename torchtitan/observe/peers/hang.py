@@ -83,7 +83,7 @@ def describe(known: Mapping[int, Whereabouts], processes: Mapping[int, str], sec
         lines.append(f"  {ranges(ranks)}: {where}" + (f": {error}" if error else ""))
     if len(known) < len(processes):
         lines.append("  a process without an answer has ended, is stopped, or is in a call that holds Python's lock")
-    return "\n".join([*lines, f"  each rank's stacks: {folder}/rank_N.txt; what to do: docs/debugging.md"])
+    return "\n".join([*lines, f"  each rank's stacks: {folder}/rank_N.txt; what to do: docs/recipe/debugging.md"])
 
 
 def ranges(ranks: Collection[int]) -> str:

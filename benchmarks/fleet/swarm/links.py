@@ -1,0 +1,140 @@
+"""What a swarm costs its sites over slow links: steps a second beside the same sites that never exchange.
+
+    sudo .venv/bin/python -m torchtitan netem benchmarks/fleet/swarm/sites.toml --case "four sites and a syncer" -- \
+        .venv/bin/python -m benchmarks.fleet.swarm.links outputs/swarm_links
+
+Runs at each site of netem; that of the region syncer serves. A step takes 0.5 s and little processor (slow_step.py), so
+that the sites do not share the cores of this machine. 8.4M parameters, int8, four fragments, every 50 steps.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_fleet.swarm.certificates import make
+from torchtitan.root import ROOT
+
+RUN = """
+[model]
+name = "benchmarks.fleet.swarm.slow_step:SPEC"
+[training]
+local_batch_size = 4
+global_batch_size = 4
+epochs = 1000
+mixed_precision_param = "float32"
+[lr_scheduler]
+warmup_steps = 1
+[activation_checkpoint]
+mode = "none"
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[debug]
+seed = 0
+[swarm]
+sites = {sites}
+quorum = 2
+every = {every}
+delay = {delay}
+codec = "int8"
+"""
+MODEL = {"OMP_NUM_THREADS": "1", "WIDTH": "1024", "LAYERS": "8", "STEP_SECONDS": "0.5"}
+SYNCER, PORT = "syncer-0", 29700
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--delay", type=int, default=8)
+    args = parser.parse_args()
+    out, own, count = args.out.absolute(), os.environ["SITE"], int(os.environ["NNODES"]) - 1
+    if own == SYNCER:
+        serve(out, args, count)
+        return
+    await_file(out / "ready")
+    alone = train(out / f"{own}-alone", out, args.steps // 2, [])
+    link = ["--swarm.syncer", f"https://{SYNCER}:{PORT}", "--swarm.site", own, "--swarm.keys", str(out / "keys" / own)]
+    (out / f"{own}.alone").touch()
+    while len(list(out.glob("*.alone"))) < count:
+        time.sleep(0.2)
+    together = train(out / own, out, args.steps, link)
+    meetings = [json.loads(line) for line in (out / own / "swarm.jsonl").read_text().splitlines()]
+    seconds = statistics.median(meeting["seconds"] for meeting in meetings)
+    waited = sum(meeting["waited_seconds"] for meeting in meetings[:-4])  # the last four are the end's
+    print(
+        f"{own}: alone {alone:.3f} steps/s, in the swarm {together:.3f}, ratio {together / alone:.3f}; {len(meetings)} "
+        f"meetings of {meetings[0]['bytes_up'] / 1e6:.2f} MB up, median {seconds:.1f} s, {waited:.1f} s waited in all, "
+        f"of all sites: {statistics.mean(meeting['participation'] for meeting in meetings):.2f}",
+        flush=True,
+    )
+    (out / f"{own}.done").touch()
+
+
+def serve(out: Path, args: argparse.Namespace, count: int) -> None:
+    names = [line.split()[-1] for line in Path("/etc/hosts").read_text().splitlines() if line.startswith("10.77.")]
+    make(out / "keys", [SYNCER], [name for name in names if name != SYNCER])
+    (out / "train.toml").write_text(RUN.format(sites=count, every=args.every, delay=args.delay))
+    words = ["-m", "torchtitan", "swarm", "serve", out / "train.toml", "--keys", out / "keys/syncer", "--out"]
+    syncer = launch([*words, out / "swarm", "--port", PORT], out / "syncer.log")
+    await_port(SYNCER, PORT)
+    (out / "ready").touch()
+    while len(list(out.glob("*.done"))) < count:
+        time.sleep(0.5)
+    syncer.terminate()
+    syncer.wait()
+
+
+def train(folder: Path, out: Path, steps: int, link: Sequence[str]) -> float:
+    """Steps a second, without the first few and without the end."""
+    words = [
+        "train.py",
+        "--job.config_file",
+        out / "train.toml",
+        "--training.steps",
+        steps,
+        "--job.dump_folder",
+        folder,
+    ]
+    code = launch([*words, *link], folder.with_suffix(".log")).wait()
+    if code:
+        sys.exit(f"the training ended with {code}; {folder.with_suffix('.log')} says why")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][5:-1]
+    return len(lines) / sum(line["step_seconds"] for line in lines)
+
+
+def launch(words: Sequence[object], log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as file:
+        own = os.environ | MODEL
+        own = {
+            name: value
+            for name, value in own.items()
+            if name not in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+        }
+        return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, env=own, stdout=file, stderr=file)
+
+
+def await_file(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.1)
+
+
+def await_port(host: str, port: int) -> None:
+    while True:
+        try:
+            socket.create_connection((host, port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

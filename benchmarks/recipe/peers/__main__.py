@@ -1,0 +1,151 @@
+"""Compares this recipe with other trainers on this machine: the same shape, batch, precision and optimizer, in turn.
+
+    python -m benchmarks.recipe.peers --preset cpu-60m --repeats 3
+
+Each peer runs with its own documented fast settings, in an environment under outputs/peers that the first run creates.
+With WHEELS set, as benchmarks/recipe/on_gpu.sh sets it, the peers run in this environment. The table shows medians over
+the repeats, and the median ratio of this recipe's figure to the peer's. Below are those that could not run, and why.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recipe.run import PRESETS, ROOT, measure, publish
+from torchtitan.config.load import load_config
+from torchtitan.config.schema import Config
+from torchtitan.models.families import find_model
+
+# name -> the program that trains, its packages besides torch, and its options
+PEERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "Trainer": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0"], {"compile": False}),
+    "Trainer, torch_compile": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0"], {"compile": True}),
+    "LitGPT, compiled": ("lit.py", ["litgpt==0.5.13"], {"compile": True}),
+    "torchtitan 0.2.2, compiled": ("titan.py", ["torchtitan==0.2.2", "torchao==0.18.0"], {}),
+}
+WARMUP = 5
+
+
+def why_not(name: str, config: Config, has_gpu: bool) -> str:
+    """Return why a peer cannot train this preset here, or "" if it can."""
+    is_titan = PEERS[name][0] == "titan.py"
+    if is_titan and not has_gpu:
+        return "trains on GPUs only"
+    return "does not train in float8" if config.model.converters and not is_titan else ""
+
+
+def set_up(program: str, packages: list[str]) -> Path:
+    """Return the Python of a peer's environment. Create the environment if it does not exist."""
+    if os.environ.get("WHEELS"):
+        return Path(sys.executable)
+    folder = ROOT / "outputs/peers" / Path(program).stem
+    python = folder / "bin/python"
+    if not (folder / "ready").exists():
+        torch = next(
+            line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
+        )
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", torch, "numpy", *packages], check=True)
+        (folder / "ready").touch()
+    return python
+
+
+def run_peer(name: str, config: Config) -> dict[str, Any]:
+    """Run a peer. Return the figures of its median step after warm-up, as run.py does, or why it failed."""
+    program, packages, options = PEERS[name]
+    blueprint = find_model(config.model)
+    float8 = config.quantize.linear.float8.model_dump(exclude={"emulate"})
+    asked = options | {
+        "model": {key: value for key, value in asdict(blueprint.shape).items() if key != "rope_scaling"},
+        "parameters": blueprint.num_parameters,
+        "float8": float8 if config.model.converters else None,
+        "batch": config.training.local_batch_size,
+        "seq_len": config.training.seq_len,
+        "steps": config.training.steps,
+        "lr": config.optimizer.lr,
+        "log_freq": config.metrics.log_freq,
+    }
+    python = set_up(program, packages)
+    done = subprocess.run(
+        [python, ROOT / "benchmarks/recipe/peers" / program, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(f"{name}:\n{done.stderr[-3000:]}", file=sys.stderr)
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        return {"failed": said[-1] if said else f"exit code {done.returncode}"}
+    answer = json.loads(done.stdout.splitlines()[-1])
+    tokens = config.training.local_batch_size * config.training.seq_len
+    seconds = statistics.median(answer["step_seconds"][WARMUP:])
+    return answer | {"tokens_per_second": tokens / seconds}
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="cpu-60m", help="what all train (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each trainer (default: %(default)s)")
+    parser.add_argument("--only", choices=["trainer", "lit", "titan"], nargs="+", help="which peers (default: all)")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="also publish our last run as benchmarks.recipe.run does"
+    )
+    args = parser.parse_args()
+    config = load_config(["--job.config_file", str(PRESETS[args.preset])], 1)
+    asked = [name for name, (program, *_) in PEERS.items() if not args.only or Path(program).stem in args.only]
+    absent = {name: why for name in asked if (why := why_not(name, config, torch.cuda.is_available()))}
+    peers = [name for name in asked if name not in absent]
+    for name in peers:
+        set_up(*PEERS[name][:2])
+    ours: list[dict[str, Any]] = []
+    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    for repeat in range(args.repeats):
+        is_last = repeat == args.repeats - 1
+        ours.append(measure(args.preset, [], WARMUP, profile=args.profile is not None and is_last))
+        print(f"this recipe: {describe(ours[-1])}", flush=True)
+        for name in peers:
+            if name not in absent:
+                seen[name].append(run_peer(name, config))
+                print(f"{name}: {describe(seen[name][-1])}", flush=True)
+                if why := seen[name][-1].get("failed"):
+                    absent[name] = why
+    print(f"\n{args.preset}, {args.repeats} runs of each in turn, {os.cpu_count()} cores\n")
+    print("| | tokens/s | ours / theirs | peak memory | ours / theirs |\n| --- | --- | --- | --- | --- |")
+    for name, runs in {"this recipe": ours, **seen}.items():
+        if name not in absent:
+            print(f"| {name} | {compare(ours, runs)} |")
+    for name, why in absent.items():
+        print(f"\n{name}: {why}")
+    for name, runs in seen.items():
+        if setting := runs[-1].get("setting"):
+            print(f"\n{name}: {setting}")
+    if args.profile:
+        publish(args.preset, [], ours[-1], args.profile)
+    raise SystemExit(1 if set(absent) & set(peers) else 0)
+
+
+def describe(run: dict[str, Any]) -> str:
+    """Describe one run. The line is printed when the run ends, so it is kept if the user stops the others."""
+    return run.get("failed") or f"{run['tokens_per_second']:,.0f} tokens/s, {run['memory_gib']:.2f} GiB"
+
+
+def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
+    """Return the cells of a row: medians, and median ratios of runs that took place one after the other."""
+    cells = []
+    for key, form in (("tokens_per_second", "{:,.0f}"), ("memory_gib", "{:.2f} GiB")):
+        cells.append(form.format(statistics.median(run[key] for run in theirs)))
+        ratio = statistics.median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
+        cells.append(f"{ratio:.2f}")
+    return " | ".join(cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Where the drill's runs run and where their checkpoints go: this machine, an object store's stand-in, two nodes."""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from titan_planner.netem.namespaces import entered, unshared
+from torchtitan.launch.node import Node, environment_here, torchrun_here
+from torchtitan.refusal import Refusal
+from torchtitan.root import ROOT
+
+_START_SECONDS = 30
+Launcher = tuple[Sequence[str], Sequence[str], Mapping[str, str]]  # words before Python, torchrun, environment
+
+
+class Site:
+    """This machine and a folder on its disk."""
+
+    def launchers(self, ranks: int) -> list[Launcher]:
+        """What starts a node's ranks, for each node."""
+        return [([], torchrun_here(ranks), environment_here(ranks))]
+
+    def checkpoints(self, folder: Path) -> str:
+        """checkpoint.folder of the run in this folder."""
+        return "checkpoint"
+
+    def is_on_disk(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+class ObjectStore(Site):
+    """moto, a server that speaks S3, in a process of its own."""
+
+    def __init__(self) -> None:
+        if not all(importlib.util.find_spec(name) for name in ("moto", "flask", "s3fs")):
+            raise Refusal("an object store's stand-in needs packages: pip install 'moto[s3]' flask flask-cors s3fs")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_MAX_ATTEMPTS": "1"}
+        os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()  # a client of an earlier stand-in would still ask that one
+        end = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                s3fs.S3FileSystem(skip_instance_cache=True).mkdirs("drill", exist_ok=True)
+                return
+            except Exception:  # its client raises its own types, too, until the server listens
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+    def checkpoints(self, folder: Path) -> str:
+        return f"s3://drill/{folder.parent.name}/{folder.name}"
+
+    def is_on_disk(self) -> bool:
+        return False
+
+    def away(self, is_away: bool) -> None:
+        """While it is away, it takes connections and answers nothing."""
+        self.server.send_signal(signal.SIGSTOP if is_away else signal.SIGCONT)
+
+    def close(self) -> None:
+        self.server.kill()
+        self.server.wait()
+
+
+_TWO_NODES = """
+set -e
+mount -t tmpfs tmpfs /run
+mkdir /run/netns
+for i in 0 1; do ip netns add node$i; ip -n node$i link set lo up; done
+ip link add eth0 netns node0 type veth peer name eth0 netns node1
+for i in 0 1; do ip -n node$i address add 10.9.0.1$i/24 dev eth0; ip -n node$i link set eth0 up; done
+echo ready
+exec sleep infinity
+"""
+
+
+class TwoNodes(Site):
+    """Two network namespaces of this machine, joined by a cable that can be pulled."""
+
+    def __init__(self) -> None:
+        command = [*unshared(), "sh", "-c", _TWO_NODES]
+        self.holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert self.holder.stdout is not None
+        if (said := self.holder.stdout.readline()) != "ready\n":
+            raise Refusal(f"this kernel gives a user no network namespaces ({said.strip()}); leave the two nodes out")
+
+    def _enter(self, *command: str) -> list[str]:
+        return [*entered(self.holder.pid), f"--wd={ROOT}", *command]
+
+    def launchers(self, ranks: int) -> list[Launcher]:
+        nodes = [Node(2, i, ranks // 2, "10.9.0.10:29500", "drill", 0, 60, ()) for i in (0, 1)]
+        env = environment_here(ranks) | {"GLOO_SOCKET_IFNAME": "eth0"}
+        return [(self._enter("ip", "netns", "exec", f"node{i}"), n.torchrun("0"), env) for i, n in enumerate(nodes)]
+
+    def pull(self, is_out: bool) -> None:
+        state = "down" if is_out else "up"
+        subprocess.run(self._enter("ip", "-n", "node1", "link", "set", "eth0", state), check=True)
+
+    def close(self) -> None:
+        self.holder.kill()
+        self.holder.wait()

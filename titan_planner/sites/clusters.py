@@ -1,0 +1,104 @@
+"""Sites of a swarm out of unlike providers: clusters that each hold the model, as pipelines cut to their memory."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_planner.places.ravnest import MOST_CLUSTERS, Provider, spread
+from titan_planner.places.swarm import BYTES
+from torchtitan.config.load import ConfigError, load_config
+from torchtitan.config.schema import Config
+from torchtitan.models.spec import Blueprint
+from torchtitan.refusal import Refusal
+from torchtitan.tools.dry_run.cut import fit
+from torchtitan.tools.dry_run.estimate import Estimate, derived, estimable, estimate, with_counts
+
+FILLED = 0.9  # of a provider's memory
+
+
+@dataclass(frozen=True)
+class Site:
+    """A cluster that trains the whole model: a stage of its pipeline on each provider, in this order."""
+
+    name: str
+    providers: Sequence[Provider]
+    config: Config
+    ranks: Sequence[Estimate]
+
+    @property
+    def counts(self) -> list[int]:
+        return list(self.config.parallelism.pipeline_parallel_layer_counts or [])
+
+    def seconds_of_a_step(self) -> float:
+        """Of its slowest link, over which stages exchange; a link is as fast as its slower end, in both directions."""
+        slowest, ahead, back = 0.0, 0, 0
+        for rank, (one, other) in enumerate(zip(self.providers, self.providers[1:], strict=False)):
+            moved = self.ranks[rank].moved
+            ahead, back = moved.get("send", 0) - back, moved.get("recv", 0) - ahead
+            slowest = max(slowest, 8e-6 * max(ahead, back) / min(one.megabits, other.megabits))
+        return slowest
+
+    def seconds_of_a_meeting(self, codec: str) -> float:
+        """All fragments up and down; each provider exchanges what it holds."""
+        each = zip(self.ranks, self.providers, strict=True)
+        return max(2 * 8e-6 * BYTES[codec] * rank.parameters / provider.megabits for rank, provider in each)
+
+
+def form(
+    args: argparse.Namespace, blueprint: Blueprint, providers: Sequence[Provider], options: Sequence[str]
+) -> list[Site]:
+    """As many sites as hold the model, up to Ravnest's five: the first number of which every cut fits.
+
+    Of a cluster that cannot be cut so, the smallest provider stays out.
+    """
+    alone = [*_place(args, "site-1"), "--parallelism.pipeline_parallel_degree", "1"]
+    whole = estimable(load_config([*options, *alone], 1, prog="swarm plan"))
+    need = estimate(whole, derived(whole, blueprint, 1), 0, 1, gpu=False).peak_bytes / 2**20
+    why = ""
+    for count in range(min(MOST_CLUSTERS, len(providers)), 0, -1):
+        sites = []
+        try:
+            for number, members in enumerate(spread(providers, count, need / FILLED)):
+                own = ["--swarm.sites", str(count), "--swarm.quorum", str(min(2, count))]
+                sites.append(_largest(f"site-{number + 1}", members, blueprint, [*options, *own], args))
+        except (ConfigError, Refusal) as refusal:
+            why = f"{count} sites: {refusal}"
+            continue
+        return sites
+    raise Refusal(f"the model does not fit these {len(providers)} providers. {why}")
+
+
+def _largest(
+    name: str, members: Sequence[Provider], blueprint: Blueprint, options: Sequence[str], args: argparse.Namespace
+) -> Site:
+    ordered = sorted(members, key=lambda provider: -provider.megabytes)
+    for count in range(len(ordered), 1, -1):
+        try:
+            return _site(name, ordered[:count], blueprint, options, args)
+        except Refusal:
+            continue
+    return _site(name, ordered[:1], blueprint, options, args)
+
+
+def _site(
+    name: str, members: Sequence[Provider], blueprint: Blueprint, options: Sequence[str], args: argparse.Namespace
+) -> Site:
+    ordered = sorted(members, key=lambda provider: (-provider.megabits, -provider.megabytes))
+    limits = [FILLED * provider.megabytes / 1024 for provider in ordered]
+    own = [*_place(args, name), "--parallelism.pipeline_parallel_schedule", "1F1B"]
+    own += ["--parallelism.pipeline_parallel_degree", str(len(ordered))]
+    if len(ordered) > 1:
+        own += ["--parallelism.pipeline_parallel_memory_gib", *(f"{limit:g}" for limit in limits)]
+    config = load_config([*options, *own], len(ordered), prog="swarm plan")
+    world, plain = len(ordered), estimable(config)
+    if world > 1:
+        config, plain = (with_counts(each, fit(plain, blueprint, world)) for each in (config, plain))
+    known = derived(plain, blueprint, world)
+    ranks = [estimate(plain, known, rank, world, gpu=False) for rank in range(world)]
+    if world == 1 and ranks[0].peak_bytes > limits[0] * 2**30:
+        raise Refusal(f"{ordered[0].name} alone holds {limits[0]:.2f} GiB, and needs {ranks[0].peak_bytes / 2**30:.2f}")
+    return Site(name, ordered, config, ranks)
+
+
+def _place(args: argparse.Namespace, name: str) -> list[str]:
+    return ["--swarm.syncer", args.syncer, "--swarm.site", name, "--swarm.keys", f"keys/{name}"]
