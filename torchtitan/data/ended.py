@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.data.cursor import Source
 from torchtitan.data.stream import due_source
-from torchtitan.data.texts.sharded import ShardedTexts
+from torchtitan.data.texts.documents import Documents
 from torchtitan.observe.log import logger
 
 
@@ -13,7 +13,7 @@ def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_st
     """Log how much of the data was read when the shortest stream ended. Rank 0 logs this for its own streams."""
     weights = [source.weight for source in sources]
     for number, source in enumerate(sources):
-        if isinstance(source.data, ShardedTexts) or source.epochs < 0:
+        if not isinstance(source.data, Documents) or source.epochs < 0:
             continue  # the length of such a stream is not known
         total = read = in_part = 0
         for stream, state in states.items():

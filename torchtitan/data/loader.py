@@ -20,8 +20,7 @@ from torchtitan.data.batch import Ahead, Batch, Origin, OwnSlots, Shape, read_ah
 from torchtitan.data.cursor import Order, Source
 from torchtitan.data.packing import Packed, Packer
 from torchtitan.data.stream import Stream, sample_mean_tokens
-from torchtitan.data.texts.documents import allow_open_files
-from torchtitan.data.texts.sharded import ShardedTexts
+from torchtitan.data.texts.documents import Documents, allow_open_files
 from torchtitan.data.texts.sources import open_source
 from torchtitan.data.tokenizers.fingerprint import fingerprint
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
@@ -174,11 +173,11 @@ def open_sources(
     sources = []
     for source in given:
         data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
-        if divided and not isinstance(data, ShardedTexts):
+        if divided and isinstance(data, Documents):
             from torchtitan.data.texts.held_out import Part
 
             data = Part(data, is_held_out=pads)
-        if isinstance(data, ShardedTexts):
+        if not isinstance(data, Documents):
             allow_open_files(len(layout.own_streams))  # each stream keeps one of its files open
         name = source.dataset_path or source.dataset
         source_epochs = epochs if source.epochs is None else source.epochs
@@ -198,7 +197,7 @@ def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
 
 
 def check_size(source: Source, num_streams: int) -> None:
-    if isinstance(source.data, ShardedTexts):
+    if not isinstance(source.data, Documents):
         if (size := source.data.num_shards) < num_streams:
             times = -(-num_streams // size)
             logger.info(

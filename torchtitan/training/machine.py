@@ -21,7 +21,9 @@ def check_machine(config: Config, device: torch.device, reads_text: bool = True)
 
         import_wandb()
     if config.compile.enable:
-        _check_compiler(config, device)
+        from torchtitan.parallel.compiler import check_compiler
+
+        check_compiler(config, device)
     if config.checkpoint.enable:
         _check_places(config)
     if config.float8 is not None:
@@ -50,24 +52,6 @@ def check_machine(config: Config, device: torch.device, reads_text: bool = True)
         )
     if config.profiling.enable_memory_snapshot and device.type != "cuda":
         raise Refusal("profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false")
-
-
-def _check_compiler(config: Config, device: torch.device) -> None:
-    backends = torch._dynamo.list_backends(None)
-    if config.compile.backend not in backends:
-        raise Refusal(
-            f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
-            f"use one of {', '.join(backends)}"
-        )
-    degree, recompute = config.parallelism.tensor_parallel_degree, config.activation_checkpoint
-    whole = recompute.mode in ("selective", "full") and not recompute.by_operation
-    if degree > 1 and whole and config.compile.model and device.type == "cpu":
-        # torch swaps the random state, with which a CPU recomputes attention, and the mesh (docs/log.md).
-        raise Refusal(
-            f"compile.enable = true with tensor_parallel_degree = {degree} cannot recompute whole blocks on a CPU: "
-            f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
-            f'"selective", or mode = "none"'
-        )
 
 
 def _check_places(config: Config) -> None:

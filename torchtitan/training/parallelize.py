@@ -5,7 +5,6 @@ The family's spec contributes the plan of tensor parallelism and the parts.
 
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -66,17 +65,10 @@ def apply_parallelism(
         from torchtitan.parallel.recompute import apply_recompute
 
         apply_recompute(model, blueprint.layers, config.activation_checkpoint, compile_.model)
-    if compile_.enable and mesh.dims.tp > 1:
-        # The code compiled for split tensors depends on the rank, but its cache key does not. With another rank's code
-        # a second run would train wrongly: https://github.com/pytorch/pytorch/issues/188390
-        torch.compiler.config.cache_key_tag = f"rank {mesh.devices.get_rank()}"
-    modules = dict(model.named_modules())
-    if compile_.model:
-        if not blueprint.reads_text:  # its layers may differ, and torch compiles 8 kinds of them unless told otherwise
-            torch._dynamo.config.recompile_limit = max(8, 4 * len(blueprint.layers))
-        for name in blueprint.layers:
-            if name in modules:
-                modules[name].compile(backend=compile_.backend, fullgraph=True)
+    if compile_.enable:
+        from torchtitan.parallel.compiler import apply_compiler
+
+        apply_compiler(model, blueprint.layers, mesh, compile_, layers_differ=not blueprint.reads_text)
     if shards:
         _shard(model, blueprint, mesh, batch, config)
 
