@@ -130,7 +130,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
     swarm.close(step)
     loader.close()
-    reporter.close(step, run.folder)
+    reporter.close(step)
     run.stop()
     if stopping:
         logger.info(interrupt.how_to_go_on)
