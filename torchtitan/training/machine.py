@@ -1,7 +1,5 @@
-"""The third of four places where a run is refused: what this machine or its installed packages cannot do.
-
-The values come first (config/rules.py), then the model under its layout (models/rules.py). Once the ranks have met, a
-checkpoint is the fourth (checkpoints/resume.py).
+"""The third of the four places where a run is refused (docs/architecture.md): what this machine and its packages cannot
+do, and what the way the run was started rules out.
 """
 
 from pathlib import Path
@@ -30,6 +28,9 @@ def check_machine(config: Config, device: torch.device, reads_text: bool = True)
         from torchtitan.parallel.float8 import check_float8
 
         check_float8(config.float8, device)
+    if config.parallelism.pipeline_parallel_memory_gib and config.parallelism.pipeline_parallel_layer_counts is None:
+        fix = "start with ./run_llama_train.sh, or set pipeline_parallel_layer_counts to what a dry run finds"
+        raise Refusal(f"parallelism.pipeline_parallel_memory_gib says what ranks may hold, but not the cut; {fix}")
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
     if not reads_text and degree > 1 and torch.__version__ < "2.13":
         why = f"for a model of your own: {torch.__version__} wants a gradient of all that goes from stage to stage"
