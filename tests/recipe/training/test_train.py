@@ -333,6 +333,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     on_four = tiny_config(tmp_path, 4, **split)
     # Memory snapshots need a GPU: what is read of them here is that they are off.
     read.add("profiling.save_memory_snapshot_folder")
+    read.update({"comm.trace_buf_size", "comm.save_traces_file_prefix"})  # NCCL's, which only a GPU has
     read.add("checkpoint.on_failure")  # none fails here
     read.add("comm.mode")  # read at the head of train.py, before there is a run
     with monkeypatch.context() as watching:
