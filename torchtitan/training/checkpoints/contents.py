@@ -54,23 +54,21 @@ def list_contents(
 ) -> list[Content]:
     """All that a run saves. The weights come first, because the average may begin with them."""
 
-    def fill_copies(states: Any) -> None:
+    def fill_copies(states: Any, *_: Any) -> None:
         for tie in model.ties:
             tie.copy_first(states)
 
     optimizer_tensors = partial(_optimizer_tensors, model, optimizer)
     data = partial(_data_tensors, loader), partial(_data_header, loader), partial(_load_data, loader)
     contents = [
-        Content("model", "weights", partial(_model_tensors, model), load=lambda *_: fill_copies({})),
-        Content("optimizer", "optimizer", optimizer_tensors, load=lambda *_: fill_copies(optimizer.state)),
+        Content("model", "weights", partial(_model_tensors, model), load=partial(fill_copies, {})),
+        Content("optimizer", "optimizer", optimizer_tensors, load=partial(fill_copies, optimizer.state)),
         Content("data", "data", *data, varies=True),
         Content("swarm", "resume", swarm.tensors, swarm.state, lambda state, _: swarm.load(state)),
     ]
     if average is not None:
-        load_average = partial(fill_copies, average.states)
-        contents.append(
-            Content("average", "optimizer", average.tensors, load=lambda *_: load_average(), begin=average.begin)
-        )
+        load = partial(fill_copies, average.states)
+        contents.append(Content("average", "optimizer", average.tensors, load=load, begin=average.begin))
     if (scale := model.loss_scale) is not None:
         contents.append(Content("loss_scale", "optimizer", state=scale.state, load=lambda state, _: scale.load(state)))
     if best is not None:
