@@ -29,10 +29,12 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     from torchtitan.observe.metrics import MetricsWriter
     from torchtitan.observe.run_folder import start_record
     from torchtitan.parallel import collectives
+    from torchtitan.training.assemble import start_run
+    from torchtitan.training.checkpoints.contents import list_contents
     from torchtitan.training.checkpoints.restore import Checkpoints
+    from torchtitan.training.checkpoints.saves import Saves
     from torchtitan.training.report import Reporter
     from torchtitan.training.sample import build_sampler
-    from torchtitan.training.start import start_run
     from torchtitan.training.swarm import join_swarm
     from torchtitan.training.update import Update
     from torchtitan.training.validate import Validator
@@ -49,7 +51,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step, watch)
     swarm = join_swarm(config, run)  # with [swarm], several sites train one model
     seed = run.agree_on_seed(checkpoints.seed if swarm.seed is None else swarm.seed)
-    recorded = with_seed(config, seed)  # the configuration that repeats this run
+    config = with_seed(config, seed)  # from here on it is the configuration that repeats this run
     loader, held_out = run.build_training_loader(seed, swarm.part), run.build_validation_loader()
     model = run.build_model(seed)
     logger.info(f"{run.describe_model()}, seed {seed}")
@@ -58,18 +60,21 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     optimizer = run.build_optimizer(model)
     forward_backward = run.build_forward_backward(model)
     update = Update(config, model, optimizer, run.mesh.stage_group, swarm.warming(run.learning_rate_factor))
-    saves = checkpoints.restore(recorded, run.load_weights, model, optimizer, loader, update.average, swarm)
+    swarm.attach(model)
+    contents = list_contents(model, optimizer, loader, checkpoints.best, update.average, swarm)
+    checkpoints.restore(contents, lambda: run.load_weights(model))
+    saves = Saves(config, checkpoints, contents)
     begun = step = swarm.begin(checkpoints.start.step)
     update.after_update()  # what depends on the weights, such as float8's scales, depends on those that were loaded
 
     # Rank 0 writes the records.
     writer = None
     if place.rank == 0:
-        records = start_record(run.folder, recorded, goes_on=checkpoints.resumes)
+        records = start_record(run.folder, config, goes_on=checkpoints.resumes)
         if config.job.print_config:
-            print(to_toml(recorded))
-        writer = MetricsWriter(recorded, records, step, training.steps, checkpoints.tokens_at, run.unit)
-    collectives.make_trace_folder(comm, run.folder, run.device)
+            print(to_toml(config))
+        writer = MetricsWriter(config, records, step, training.steps, checkpoints.tokens_at, run.unit)
+    run.make_trace_folder()
     reporter = Reporter(run, watch, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer, checkpoints.best)
     sampler = build_sampler(run, forward_backward, writer)
@@ -92,7 +97,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             watch.step = step = step + 1
             update.begin(step)
             run.seed_draws(seed, step)
-            loss = forward_backward(batch.to(run.device))
+            loss = forward_backward(batch.to(run.device))  # training/step.py
             reporter.phases.mark()
             gradient_norm = update.apply(loss.count)
             swarm.meet(step, interrupt.is_asked)
@@ -125,7 +130,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
     swarm.close(step)
     loader.close()
-    reporter.close(step, run.folder)
+    reporter.close(step)
     run.stop()
     if stopping:
         logger.info(interrupt.how_to_go_on)

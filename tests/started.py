@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[1]
 _REAL, _real_execve = subprocess.Popen, os.execve
 IN_PLACE = [sys.executable, __file__, "." * 10000]  # the dots are room for the commands that /proc shows
-_OURS = "__main__ launch.ranks models.decoder.parallelize observe.profiling observe.peers.watch training.start"
+_OURS = "__main__ launch.ranks models.decoder.parallelize observe.profiling observe.peers.watch training.assemble"
 _OURS += " training.checkpoints.saves training.report training.update training.validate"  # train.py's main imports them
 _IMPORTED = "train", *[f"torchtitan.{name}" for name in _OURS.split()], "tests.recipe.distributed.cases"
 _USED = "torch.distributed.run", "torch.utils.tensorboard", "torch._inductor.compile_fx", "tokenizers", "PIL.ImageDraw"

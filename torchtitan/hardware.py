@@ -1,6 +1,6 @@
 """Describes the machine: this process's rank, its device, and the device's peak speed. Only functions import torch.
 
-Peaks are the vendors' figures for dense bf16, in TFLOP/s. A device that is not in the table is measured, never guessed.
+Peaks are NVIDIA's figures for dense bf16, in TFLOP/s. A device that is not in the table is measured, never guessed.
 """
 
 import ctypes
@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,13 +33,7 @@ PEAK_BF16_TFLOPS: dict[str, float] = {
     "L40S": 362.0,
     "L4": 121.0,
     "A10": 125.0,
-    "MI355X": 2500.0,
-    "MI325X": 1307.0,
-    "MI300X": 1307.0,
-    "MI250X": 191.5,  # one of its two dies: torch lists each die as a device
 }
-
-
 _DEVICE_FILES = Path("/dev")
 
 
@@ -210,43 +203,6 @@ def advise_type(device: "torch.device", used: str) -> str:
     speed, others = (measure_matmul_flops(device, getattr(torch, t), seconds=0.05, size=256) for t in (used, other))
     gain = others / speed
     return f"{other} multiplies {gain:.1f} times as fast here: --training.mixed_precision_param {other}" * (gain >= 1.5)
-
-
-def pick_attention(
-    device: "torch.device",
-    dtype: "torch.dtype",
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    seq_len: int,
-    is_masked: bool,
-) -> tuple[str, AbstractContextManager]:
-    """Return the name of the kernel that computes attention on this GPU, and a context in which torch tries it first.
-
-    On Hopper and data-centre Blackwell the fastest kernel is cuDNN's, from version 9.15.1 on: 631 TFLOP/s on an H100,
-    where FlashAttention-2 reaches 329 (https://github.com/pytorch/pytorch/issues/142132). With a mask and a length that
-    128 does not divide, cuDNN's gradients may be NaN (https://github.com/pytorch/pytorch/issues/196678), so it is tried
-    last there. On a CPU the name is "".
-    """
-    if device.type != "cuda":
-        return "", nullcontext()
-    import torch
-    from torch.backends import cuda
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    flash = "FlashAttention", SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention
-    cudnn = "cuDNN", SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention
-    others = ("memory-efficient attention", SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention)
-    is_new = torch.cuda.get_device_capability(device)[0] in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
-    order = [cudnn, flash, others] if is_new and not (is_masked and seq_len % 128) else [flash, others, cudnn]
-
-    # CausalAttention repeats KV heads in these two cases
-    kv_heads = heads if is_masked or dtype == torch.float32 else kv_heads
-    q, k = (torch.empty(1, n, 128, head_dim, device=device, dtype=dtype, requires_grad=True) for n in (heads, kv_heads))
-    mask = torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool) if is_masked else None
-    taken = cuda.SDPAParams(q, k, k, mask, 0.0, mask is None, kv_heads < heads)
-    name = next((name for name, _, can in order if can(taken)), "separate products and a softmax")
-    return name, sdpa_kernel([*(backend for _, backend, _ in order), SDPBackend.MATH], set_priority=True)
 
 
 def describe_device(device: "torch.device") -> str:

@@ -41,15 +41,15 @@ def run_as_rank() -> None:
 
     from torchtitan import hardware
     from torchtitan.parallel import collectives
-    from torchtitan.training import data, model, report, step
+    from torchtitan.training import report, run, step
     from torchtitan.training.checkpoints import restore as checkpoints
 
     marks["torch and the project are imported"] = time.time()
     note(collectives, "start_process_group", "the ranks have met")
     note(checkpoints.Checkpoints, "__init__", "the checkpoint is found and its checksums are right")
     note(hardware, "find_peak", "the machine's peak is measured")
-    note(data, "build_training_loader", "the data is open")
-    note(model, "build_model", "the model is built")
+    note(run, "build_training_loader", "the data is open")
+    note(run, "build_model", "the model is built")
     note(checkpoints.Checkpoints, "restore", "the checkpoint is loaded")
     note(step.ForwardBackward, "__call__", "forward and backward of the first step")
     note(report.Reporter, "add", "the first step is done", last=True)

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from torchtitan.checkpoint.manager import Checkpointer
-from torchtitan.training.checkpoints.restore import Checkpoints
+from torchtitan.training.checkpoints.saves import Saves
 from torchtitan.training.step import ForwardBackward
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -37,8 +37,8 @@ def timed(function: Callable[..., Any], spans: list[tuple[float, float]]) -> Cal
 def measure(mode: str, folder: str, saves: int) -> tuple[float, float, str]:
     """Train with this mode. Return how long a save holds up a step, how long a write takes, and a step's slow-down."""
     held, writes, steps = [], [], []
-    originals = Checkpoints.save, Checkpointer._write, ForwardBackward.__call__
-    Checkpoints.save = timed(originals[0], held)
+    originals = Saves.save, Checkpointer._write, ForwardBackward.__call__
+    Saves.save = timed(originals[0], held)
     Checkpointer._write = timed(originals[1], writes)
     ForwardBackward.__call__ = timed(originals[2], steps)
     shutil.rmtree(folder, ignore_errors=True)
@@ -48,7 +48,7 @@ def measure(mode: str, folder: str, saves: int) -> tuple[float, float, str]:
         --checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode {mode} --checkpoint.keep_latest_k 2"""
     sys.argv = ["train.py", *options.split()]
     runpy.run_path("train.py", run_name="__main__")
-    Checkpoints.save, Checkpointer._write, ForwardBackward.__call__ = originals
+    Saves.save, Checkpointer._write, ForwardBackward.__call__ = originals
     held, writes = held[1:-1], writes[1:-1]  # the first save allocates memory; training waits for the last
     during = [end - begin for begin, end in steps[1:] if any(b < end and begin < e for b, e in writes)]
     alone = [end - begin for begin, end in steps[1:] if not any(b < end and begin < e for b, e in writes)]

@@ -16,7 +16,7 @@ from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
-from torchtitan.training.optimizer.update import local_part, plain
+from torchtitan.training.optimizer.apply import local_part, plain
 
 ANCHOR, SENT, REST = "anchor", "sent", "rest"  # the agreed weights; the weights when sent; what rounding kept back
 

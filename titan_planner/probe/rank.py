@@ -34,9 +34,10 @@ from torchtitan.observe.log import start_logging
 from torchtitan.observe.peers.alone import Alone
 from torchtitan.observe.peers.watch import Watch
 from torchtitan.parallel import collectives
+from torchtitan.parallel.gpu_attention import pick_attention
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.estimate import blank_batch
-from torchtitan.training.start import lay_out_ranks
+from torchtitan.training.assemble import lay_out_ranks
 from torchtitan.training.update import Update
 
 _TIMEOUT_SECONDS = 60  # of any wait for another rank
@@ -130,7 +131,7 @@ class Probe:
         silu = self.seconds(lambda: torch.ops.aten.silu.out(read, out=written), alone=True)
         heads, length, width = sizes.attention
         dtype = getattr(torch, self.dtype)
-        _, fastest = hardware.pick_attention(self.device, dtype, heads, heads, width, length, is_masked=False)
+        _, fastest = pick_attention(self.device, dtype, heads, heads, width, length, is_masked=False)
         q, k, v = (self.tensor(1, heads, length, width).requires_grad_() for _ in range(3))
 
         def attention() -> None:

@@ -5,7 +5,6 @@ on one rank is raised on all ranks.
 """
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor
 
 from torchtitan.checkpoint.storage import UNFINISHED, Manifest, Storage
 from torchtitan.config.schema import Checkpoint
@@ -71,36 +69,15 @@ class Checkpointer:
         self._began = time.monotonic()
         self._warn_of_a_full_disk()
         if self.config.async_mode == "disabled":
-            self._try_write(step, lambda: self._write(step, tensors, run), run)
+            self._try_write(step, tensors, run)
             return
-        copied = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        from torchtitan.checkpoint.asynchronous import copy_to_host, start_thread
+
+        pinned = self.config.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
+        copied = copy_to_host(tensors, self._copies, pinned)
         seconds = time.monotonic() - self._began
         logger.info(f"step {step}: copied the checkpoint in {seconds:.2f} s; writing it asynchronously")
-        self._writing = Future()
-        args = self._writing, step, copied, run, torch.cuda.current_device() if torch.cuda.is_available() else -1
-        # A daemon thread: it may wait for a rank that is gone, and must not keep this process alive.
-        threading.Thread(target=self._write_behind, args=args, daemon=True).start()
-
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy to host memory. torch has a stager for this, but the one of torch 2.11 works only once."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        copy = self._copies.get(name)
-        if copy is None or (copy.shape, copy.dtype) != (local.shape, local.dtype):
-            pinned = self.config.async_mode == "async_with_pinned_mem" and torch.cuda.is_available()
-            copy = self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=pinned)
-        copy.copy_(local, non_blocking=True)
-        return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
-
-    def _write_behind(self, done: Future[None], step: int, tensors: Tensors, run: dict[str, Any], device: int) -> None:
-        """A new thread's current device is GPU 0, where torch's writer would allocate memory for every rank."""
-        try:
-            with torch.cuda.device(device):  # -1 is none
-                self._try_write(step, lambda: self._write(step, tensors, run), run)
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
+        self._writing = start_thread(lambda: self._try_write(step, copied, run))
 
     def wait(self) -> None:
         """Wait until the asynchronous save is complete; raises if it failed and may not."""
@@ -108,11 +85,11 @@ class Checkpointer:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _try_write(self, step: int, write: Callable[[], None], run: dict[str, Any]) -> None:
+    def _try_write(self, step: int, tensors: Tensors, run: dict[str, Any]) -> None:
         """Log a failure, or raise it if `on_failure = "stop"`; every rank does the same."""
         begin = time.monotonic()
         try:
-            write()
+            self._write(step, tensors, run)
         except (Exception, CheckpointException) as error:  # from a disk, a server, or another rank
             reason = " ".join(str(_cause(error)).split()) or type(error).__name__
             if self.config.on_failure == "stop":

@@ -17,10 +17,13 @@ RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts. Rules that depend on the number of ranks are checked only if it is known."""
-    findings = [*_schedule(config), *_compile(config), *_data(config)]
-    findings += [*_folders(config), *_checkpoint(config), *_float8(config), *_optimizer(config)]
+    findings = [*_schedule(config), *_compile(config), *_data(config), *_folders(config), *_checkpoint(config)]
+    if config.float8 is not None:
+        from torchtitan.config.float8_rules import find_float8_conflicts
+
+        findings += find_float8_conflicts(config, config.float8)
     findings += [finding for section in other_sections(config) for finding in section.conflicts()]
-    return [*findings, *find_layout_conflicts(config, world_size)]
+    return [*findings, *_optimizer(config), *find_layout_conflicts(config, world_size)]
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:
@@ -57,32 +60,17 @@ def _optimizer(config: Config) -> Iterator[Finding]:
 
 
 def _early_step(config: Config) -> Iterator[Finding]:
-    name = "optimizer.early_step_in_backward"
-    for cannot, key, value, reason, fix in (
-        (
-            config.training.max_norm != math.inf,
-            "training.max_norm",
-            config.training.max_norm,
-            "gradients are scaled by the norm of all of them",
-            "inf",
-        ),
-        (
-            config.training.on_nonfinite == "skip",
-            "training.on_nonfinite",
-            '"skip"',
-            "an update is skipped only once all gradients are known",
-            '"stop"',
-        ),
-        (
-            config.parallelism.pipeline_parallel_degree > 1,
-            "parallelism.pipeline_parallel_degree",
-            config.parallelism.pipeline_parallel_degree,
-            "gradients of several microbatches are added up",
-            "1",
-        ),
+    name, training = "optimizer.early_step_in_backward", config.training
+    degree = config.parallelism.pipeline_parallel_degree
+    clips, skips = "gradients are scaled by the norm of all of them", "an update is skipped only once all gradients"
+    for key, value, possible, reason in (
+        ("training.max_norm", training.max_norm, math.inf, clips),
+        ("training.on_nonfinite", training.on_nonfinite, "stop", f"{skips} are known"),
+        ("parallelism.pipeline_parallel_degree", degree, 1, "gradients of several microbatches are added up"),
     ):
-        if cannot:
-            yield (name, key), f"{name} = true with {key} = {value}: {reason}; use {fix}, or set {name} = false"
+        if value != possible:
+            was, use = (f'"{each}"' if isinstance(each, str) else each for each in (value, possible))
+            yield (name, key), f"{name} = true with {key} = {was}: {reason}; use {use}, or set {name} = false"
 
 
 def _schedule(config: Config) -> Iterator[Finding]:
@@ -129,46 +117,6 @@ def _compile(config: Config) -> Iterator[Finding]:
         yield (
             ("compile.enable", "compile.components"),
             'compile.components = [] compiles nothing; name "model", "loss" or both, or set compile.enable = false',
-        )
-
-
-def _float8(config: Config) -> Iterator[Finding]:
-    name, float8 = "quantize.linear.float8", config.float8
-    if float8 is None:
-        return
-    gather, precompute = f"{name}.enable_fsdp_float8_all_gather", f"{name}.precompute_float8_dynamic_scale_for_fsdp"
-    filters, recipe, emulate = f"{name}.filter_fqns", f"{name}.recipe_name", f"{name}.emulate"
-    if float8.emulate and config.compile.model:
-        yield (
-            (emulate, "compile.enable", "compile.components"),
-            f"{emulate} = true computes as plain operations, which a compiled model cannot: set it to false, or remove "
-            f'"model" from compile.components',
-        )
-    if "auto_filter_small_kn" in float8.filter_fqns and float8.recipe_name == "rowwise_with_gw_hp":
-        yield (
-            (filters, recipe),
-            f'{filters} = ["auto_filter_small_kn"] has no sizes for recipe_name = "rowwise_with_gw_hp"; name the '
-            f'layers to leave out, as ["output"], or use recipe "rowwise"',
-        )
-    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
-        yield (
-            (precompute, gather),
-            f"{precompute} = true needs the float8 all-gather; set enable_fsdp_float8_all_gather = true, or "
-            f"{precompute} to false",
-        )
-    if float8.precompute_float8_dynamic_scale_for_fsdp and config.training.enable_cpu_offload:
-        yield (
-            (precompute, "training.enable_cpu_offload"),
-            f"{precompute} = true with training.enable_cpu_offload = true has no effect: the scales are lost "
-            f"when a weight is copied to the GPU; set one of the two to false",
-        )
-    if not float8.enable_fsdp_float8_all_gather:
-        return
-    if float8.recipe_name not in (None, "tensorwise"):
-        yield (
-            (gather, recipe),
-            f'{gather} = true needs one scale for each tensor, but recipe_name = "{float8.recipe_name}" has one '
-            f'for each row; use "tensorwise", or set it to false',
         )
 
 

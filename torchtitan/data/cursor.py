@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from torchtitan.data.permutation import permute
 from torchtitan.data.texts.documents import Documents
-from torchtitan.data.texts.sharded import ShardedTexts
 from torchtitan.observe.log import logger
+
+if TYPE_CHECKING:
+    from torchtitan.data.texts.sharded import ShardedTexts
 
 INDEX_BLOCK = 256  # permuted indices are computed in blocks of this size, which spreads the cost of a call
 
@@ -27,7 +29,7 @@ class Source:
     """What a stream needs to know about a source."""
 
     name: str
-    data: Documents | ShardedTexts
+    data: "Documents | ShardedTexts"
     weight: float = 1.0
     epochs: int = 1  # how often it may be read; -1: without end
     mean_tokens: float = 0.0  # estimated tokens per document; only a mix of sources uses it

@@ -19,9 +19,8 @@ from torchtitan.config.schema import DataSource
 from torchtitan.data.batch import Ahead, Batch, Origin, OwnSlots, Shape, read_ahead
 from torchtitan.data.cursor import Order, Source
 from torchtitan.data.packing import Packed, Packer
-from torchtitan.data.stream import Stream, due_source, sample_mean_tokens
-from torchtitan.data.texts.documents import allow_open_files
-from torchtitan.data.texts.sharded import ShardedTexts
+from torchtitan.data.stream import Stream, sample_mean_tokens
+from torchtitan.data.texts.documents import Documents, allow_open_files
 from torchtitan.data.texts.sources import open_source
 from torchtitan.data.tokenizers.fingerprint import fingerprint
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
@@ -82,6 +81,8 @@ class Loader:
         """Put the last batch back, which some rank could not fill, and log how much of the data was read."""
         self._states = self._before
         self.close()
+        from torchtitan.data.ended import log_end
+
         log_end(self._sources, self.state_dict()["streams"], self._order.num_streams)
 
     def _next_padded(self, any_says_so: Callable[[bool], bool]) -> Batch | None:
@@ -172,11 +173,11 @@ def open_sources(
     sources = []
     for source in given:
         data = open_source(source.dataset, source.dataset_path, source.text_key, tokenizer)
-        if divided and not isinstance(data, ShardedTexts):
+        if divided and isinstance(data, Documents):
             from torchtitan.data.texts.held_out import Part
 
             data = Part(data, is_held_out=pads)
-        if isinstance(data, ShardedTexts):
+        if not isinstance(data, Documents):
             allow_open_files(len(layout.own_streams))  # each stream keeps one of its files open
         name = source.dataset_path or source.dataset
         source_epochs = epochs if source.epochs is None else source.epochs
@@ -196,7 +197,7 @@ def end_thread(thread: threading.Thread, stop: threading.Event) -> None:
 
 
 def check_size(source: Source, num_streams: int) -> None:
-    if isinstance(source.data, ShardedTexts):
+    if not isinstance(source.data, Documents):
         if (size := source.data.num_shards) < num_streams:
             times = -(-num_streams // size)
             logger.info(
@@ -213,25 +214,6 @@ def check_size(source: Source, num_streams: int) -> None:
             f"{source.name} has {size} documents for {num_streams} streams, {size * source.epochs / num_streams:.1f} "
             "each. The run ends with its shortest stream, so much of the data may stay unread; set "
             "training.num_streams lower, split long documents, or raise training.epochs"
-        )
-
-
-def log_end(sources: Sequence[Source], states: dict[str, dict[str, Any]], num_streams: int) -> None:
-    """Log how much of the data was read when the shortest stream ended. Rank 0 logs this for its own streams."""
-    weights = [source.weight for source in sources]
-    for number, source in enumerate(sources):
-        if isinstance(source.data, ShardedTexts) or source.epochs < 0:
-            continue  # the length of such a stream is not known
-        total = read = in_part = 0
-        for stream, state in states.items():
-            length = len(range(int(stream), len(source.data), num_streams))
-            epoch, position = state["cursors"][number]
-            total += length * source.epochs
-            read += length * epoch + position
-            in_part += state["offset"] > 0 and due_source(state["num_tokens"], weights) == number
-        logger.info(
-            f"the data has ended: {len(states)} streams read {read:,} of {total:,} documents of {source.name} "
-            f"({read / total:.0%}) to the end and {in_part:,} in part"
         )
 
 

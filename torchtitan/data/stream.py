@@ -4,15 +4,17 @@ Which documents a stream reads depends on the data, the seed and the number of s
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchtitan.data.cursor import Cursor, DocumentRef, IndexedCursor, Order, Source
 from torchtitan.data.permutation import permute
 from torchtitan.data.texts.documents import Documents
-from torchtitan.data.texts.sharded import ShardedTexts
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torchtitan.data.texts.sharded import ShardedTexts
 
 
 class Stream:
@@ -58,7 +60,7 @@ class Stream:
 
 
 def _cursor(source: Source, number: int, order: Order, stream: int, tokenizer: Tokenizer) -> Cursor:
-    if isinstance(source.data, ShardedTexts):
+    if not isinstance(source.data, Documents):
         from torchtitan.data.texts.sharded_cursor import ShardedCursor
 
         return ShardedCursor(source, source.data, number, order, stream, tokenizer)
@@ -76,8 +78,8 @@ def spread(order: Order, stream: int, number: int) -> float:
     return float(place[0] + 0.5) / order.num_streams
 
 
-def sample_mean_tokens(data: Documents | ShardedTexts, tokenizer: Tokenizer, count: int = 32) -> float:
-    if isinstance(data, ShardedTexts):
+def sample_mean_tokens(data: "Documents | ShardedTexts", tokenizer: Tokenizer, count: int = 32) -> float:
+    if not isinstance(data, Documents):
         lengths = [len(tokenizer.encode(text, bos=True, eos=True)) for text in data.open(0, None).read(count)]
     else:
         indices = permute(len(data), 0, np.arange(min(count, len(data)))).tolist()

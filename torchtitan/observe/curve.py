@@ -1,6 +1,5 @@
-"""Draws the losses of a run: as text for a terminal, and as loss.png in the run folder."""
+"""Draws the losses of a run, as loss.png in the run folder."""
 
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -25,34 +24,11 @@ def read_losses(file: Path, key: str) -> Points:
     return points
 
 
-def draw(folder: Path) -> str:
-    """Write loss.png beside the records of this folder; returns the curve as text, "" for fewer than two losses."""
+def draw(folder: Path) -> None:
+    """Write loss.png beside the records of this folder, unless they have fewer than two losses."""
     training = read_losses(folder / "metrics.jsonl", "loss")
-    if len(training) < 2:
-        return ""
-    write_png(folder / "loss.png", training, read_losses(folder / "validation.jsonl", "validation_loss"))
-    return as_text(training)
-
-
-def as_text(points: Points, width: int = 72, height: int = 10) -> str:
-    """A curve of half blocks with its scale; a column shows the mean of its steps, or lies between its neighbours."""
-    first, last = points[0][0], points[-1][0]
-    columns: list[list[float]] = [[] for _ in range(width)]
-    for step, loss in points:
-        columns[min(width - 1, (step - first) * width // max(1, last - first))].append(loss)
-    known = {x: sum(column) / len(column) for x, column in enumerate(columns) if column}
-    means: list[float] = []
-    for (begin, a), (end, b) in itertools.pairwise(known.items()):
-        means += [a + (b - a) * (x - begin) / (end - begin) for x in range(begin, end)]
-    means += [known[width - 1]]
-    low, high = min(means), max(means)
-    rows = [[" "] * width for _ in range(height)]
-    for x, mean in enumerate(means):
-        level = round((high - mean) / ((high - low) or 1.0) * (2 * height - 1))
-        rows[level // 2][x] = "▄" if level % 2 else "▀"
-    labels = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}
-    lines = [f"{labels.get(y, ''):>9} ┤{''.join(row).rstrip()}" for y, row in enumerate(rows)]
-    return "\n".join([*lines, f"{'loss':>9} └{'─' * width}", f"{'':11}{f'step {first}':<{width - 10}}{last:>10}"])
+    if len(training) > 1:
+        write_png(folder / "loss.png", training, read_losses(folder / "validation.jsonl", "validation_loss"))
 
 
 def write_png(path: Path, training: Points, validation: Points) -> None:

@@ -14,8 +14,8 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal, blaming
+from torchtitan.training.optimizer.apply import divide_gradients
 from torchtitan.training.optimizer.build import split_groups
-from torchtitan.training.optimizer.update import divide_gradients
 
 
 class OwnOptimizer(torch.optim.Optimizer):

@@ -2,12 +2,9 @@
 
 import functools
 import os
-import sys
-import threading
 import time
 from collections import defaultdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,46 +13,28 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from torchtitan.config.schema import Comm
 from torchtitan.hardware import loopback
-from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
 Number = TypeVar("Number", int, float)
-_ADVICE = (
-    "gloo uses the address that the node's own host name resolves to, or the interface in GLOO_SOCKET_IFNAME; "
-    "run PREFLIGHT=1 ./run_llama_train.sh on each node to see which interface reaches the other nodes"
-)
 
 
 def start_process_group(device: torch.device, rank: int, world_size: int, timeout_seconds: int) -> None:
     """Join the run's process group. Host tensors always travel over gloo, so they never wait for a GPU.
 
-    A single process forms a group of one and needs no rendezvous. gloo waits for connections five times as long as its
-    timeout says, so a timer here ends the process 5 s after the timeout.
+    A single process forms a group of one and needs no rendezvous.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone: dict[str, Any] = {"store": dist.HashStore()} if world_size == 1 else {}
-    if alone and loopback() == "::1":  # gloo listens even then, and looks for 127.0.0.1
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _give_gloo_one_thread()
-    alarm = threading.Timer(timeout_seconds + 5, _leave_unconnected, (timeout_seconds + 5,))
-    alarm.daemon = True
-    alarm.start()
-    try:
-        dist.init_process_group(
-            backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds), **alone
-        )
-    except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2].strip()
-        if "Unable to find address for" in reason:
-            name = os.environ.get("GLOO_SOCKET_IFNAME")
-            raise Refusal(f"GLOO_SOCKET_IFNAME = {name} is no interface here; `ip address` lists them") from None
-        if "connectFullMesh" not in str(error):
-            raise
-        raise Refusal(f"this rank cannot connect to another rank over gloo ({reason}); {_ADVICE}") from None
-    finally:
-        alarm.cancel()
+    if world_size > 1:
+        from torchtitan.parallel.meeting import meet
+
+        meet(backend, rank, world_size, timeout_seconds)
+        return
+    if loopback() == "::1":  # gloo listens even then, and looks for 127.0.0.1
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, rank=0, world_size=1, timeout=timeout, store=dist.HashStore())
 
 
 @functools.cache
@@ -71,37 +50,17 @@ def _give_gloo_one_thread() -> None:
 
     def init(self: Any, store: dist.Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
         options, names = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-        devices = [gloo.create_device(interface=name) for name in names if name] or [gloo.create_default_device()]
+        try:
+            devices = [gloo.create_device(interface=name) for name in names if name] or [gloo.create_default_device()]
+        except RuntimeError as error:
+            if "Unable to find address for" not in str(error):
+                raise
+            fix = "`ip address` lists them"
+            raise Refusal(f"GLOO_SOCKET_IFNAME = {','.join(names)} is no interface here; {fix}") from None
         options._devices, options._threads, options._timeout = devices, 1, timeout
         plain(self, store, rank, size, options)
 
-    gloo.__init__ = init  # torch takes no options for gloo
-
-
-def _leave_unconnected(seconds: int) -> None:
-    """End the process. This runs in a timer's thread while gloo blocks the main thread, so no caller could catch."""
-    logger.error(f"another rank has not connected to this rank over gloo within {seconds} s; {_ADVICE}")
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def flight_recorder(comm: Comm, run_folder: Path) -> dict[str, str]:
-    """Environment variables with which NCCL writes a rank's last collectives to the run folder when one times out."""
-    return {
-        "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size),
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": str(int(comm.trace_buf_size > 0)),
-        "TORCH_FR_DUMP_TEMP_FILE": str(run_folder.absolute() / comm.save_traces_folder / comm.save_traces_file_prefix),
-    }
-
-
-def make_trace_folder(comm: Comm, run_folder: Path, device: torch.device) -> None:
-    """Create the folder for NCCL's traces, which NCCL itself does not create.
-
-    Every rank calls this, after rank 0 has moved an earlier run's folder aside.
-    """
-    if device.type == "cuda" and comm.trace_buf_size:
-        any_says_so(True)  # a barrier: rank 0 has moved the old folder by now
-        (run_folder / comm.save_traces_folder).mkdir(parents=True, exist_ok=True)
+    gloo.__init__ = init  # for the whole process, because torch takes no options for gloo
 
 
 def set_timeout(seconds: int, groups: list[dist.ProcessGroup]) -> None:

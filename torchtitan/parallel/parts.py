@@ -1,18 +1,18 @@
-"""The part of a model that a rank holds (all of it or some stages), and the weights that several stages share."""
+"""The part of a model that a rank holds: all of it, or some stages of a pipeline; and its part of one tensor."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torchtitan.parallel.loss_scale import LossScale
+    from torchtitan.parallel.tied import TiedWeight
 
 
 def tie(model: nn.Module, names: tuple[str, str] | None) -> bool:
@@ -36,76 +36,6 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
         return None
 
 
-class TiedWeight:
-    """A weight that several stages have, such as embedding and output: the first has it, the others have copies.
-
-    `numbers` are those of the stages, and `names` its names there.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        numbers: Sequence[int],
-        stages: Mapping[int, nn.Module],
-        ranks: Sequence[int],
-        axis: DeviceMesh,
-    ) -> None:
-        self.name, self._axis = names[0], axis
-        self._ranks = sorted({ranks[number] for number in numbers})
-        self._held = [(stages[number], name) for number, name in zip(numbers, names, strict=True) if number in stages]
-        self._has_first = numbers[0] in stages
-
-    @property
-    def copies(self) -> list[nn.Parameter]:
-        """Those of this rank; the first is none."""
-        return self._parameters[self._has_first :]
-
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [stage.get_parameter(name) for stage, name in self._held]
-
-    @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Set all gradients to their sum, so that the copies stay equal."""
-        gradients = [_local(parameter) for parameter in self._parameters]
-        if not gradients:
-            return
-        own, group, me = (
-            sum(gradients[1:], gradients[0]).contiguous(),
-            self._axis.get_group(),
-            self._axis.get_local_rank(),
-        )
-        sums = {rank: own if rank == me else torch.empty_like(own) for rank in self._ranks}
-        exchange = []
-        for rank in self._ranks:
-            if rank != me:
-                exchange.append(dist.P2POp(dist.isend, own, group=group, group_peer=rank))
-                exchange.append(dist.P2POp(dist.irecv, sums[rank], group=group, group_peer=rank))
-        for work in dist.batch_isend_irecv(exchange) if exchange else []:
-            work.wait()
-        first, *others = sums.values()  # in the same order on all ranks
-        total = sum(others, first)
-        for gradient in gradients:
-            gradient.copy_(total)
-
-    @torch.no_grad()
-    def copy_first(self, states: Mapping[Any, dict[str, Tensor]]) -> None:
-        """If this rank holds the first and copies, give these its values and optimizer states."""
-        if not self._has_first:
-            return
-        first, *copies = self._parameters
-        for copy in copies:
-            copy.copy_(first)
-            for key, value in states.get(first, {}).items():
-                states[copy][key].copy_(value)
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
 @dataclass(frozen=True)
 class ModelParts:
     """The stages that this rank holds, by number; without a pipeline, one stage is the whole model."""
@@ -115,7 +45,7 @@ class ModelParts:
     axis: DeviceMesh
     dim: int  # width of the activations between stages
     vocab_size: int  # width of the last stage's output
-    ties: Sequence[TiedWeight] = ()
+    ties: "Sequence[TiedWeight]" = ()
     loss_scale: "LossScale | None" = None  # with float16
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -145,3 +75,15 @@ class ModelParts:
         if not own:  # the stage holds nothing else
             own = [torch.zeros_like(p.grad) for p in self.parameters() if p.grad is not None]
         return own or [torch.zeros(1, device=parameter.device) for parameter in islice(self.parameters(), 1)]  # frozen
+
+
+@torch.no_grad()
+def copy_part(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Read this rank's part of a tensor, in the tensor's own type."""
+    part = tuple(slice(0, size) for size in tensor.shape)
+    if isinstance(tensor, DTensor):
+        for chunk in tensor.__create_chunk_list__():  # DTensor's description of itself for checkpoints
+            part = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        tensor = tensor.to_local()
+    if tensor.numel():  # a rank beyond the last row holds nothing
+        tensor.copy_(read(part))

@@ -57,11 +57,14 @@ def build_training_loader(
 ) -> Loader:
     """This rank's streams of the training data, or of one of so many parts of it: a swarm's sites have one each."""
     training, layout = config.training, own_slots(plan, mesh, part)
-    single = DataSource(dataset=training.dataset, dataset_path=training.dataset_path, text_key=training.text_key)
-    given, divided = training.sources or [single], holds_out(config)
+    given, divided = training.sources or [_source_of(training)], holds_out(config)
     sources = open_sources(given, tokenizer, layout, training.epochs, divided=divided, pads=False)
     shape = _shape(config, training.seq_len, tokenizer, device, pads=False)
     return Loader(sources, tokenizer, layout, shape, Order(layout.num_streams, seed, training.shuffle))
+
+
+def _source_of(section: Training | Validation) -> DataSource:
+    return DataSource(dataset=section.dataset, dataset_path=section.dataset_path, text_key=section.text_key)
 
 
 def own_slots(plan: BatchPlan, mesh: Mesh, part: tuple[int, int] = (0, 1)) -> OwnSlots:
@@ -84,16 +87,14 @@ def build_validation_loader(
     It ends when no rank has any left; the last batches are filled up with ignored tokens. Its batches are as large as
     the training's, so `validation.steps` batches hold the same text on any number of ranks.
     """
-    validation = config.validation
-    source = DataSource(dataset=validation.dataset, dataset_path=validation.dataset_path, text_key=validation.text_key)
-    if divided := holds_out(config):
-        training = config.training
-        source = DataSource(dataset=training.dataset, dataset_path=training.dataset_path, text_key=training.text_key)
+    divided = holds_out(config)
+    source = _source_of(config.training if divided else config.validation)
+    if divided:
         logger.info(
             f"validation reads every 20th document of {source.dataset_path}, and training the others; to validate on "
             "other text, set validation.dataset_path"
         )
     layout = own_slots(plan, mesh)
     sources = open_sources([source], tokenizer, layout, 1, divided=divided, pads=True)
-    shape = _shape(config, validation.seq_len, tokenizer, device, pads=True)
+    shape = _shape(config, config.validation.seq_len, tokenizer, device, pads=True)
     return Loader(sources, tokenizer, layout, shape, Order(plan.num_streams, 0, shuffle=False), any_says_so)

@@ -48,14 +48,14 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int, kernels: "_Kernels"
     ) -> Tensor:
-        place, is_own = _places(labels, first, logits.shape[1])
+        place, is_here = _places(labels, first, logits.shape[1])
         largest = kernels.largest(logits)
         if group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         parts = [kernels.sum_rows(*chunk) for chunk in kernels.chunks(logits, largest, place)]
         of_labels, sums = (torch.cat(part) for part in zip(*parts, strict=True))
         if group is not None:
-            both = torch.stack([of_labels * is_own, sums])
+            both = torch.stack([of_labels * is_here, sums])
             dist.all_reduce(both, group=group)
             of_labels, sums = both
         ctx.save_for_backward(logits, labels, largest, sums)
@@ -65,12 +65,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels, largest, sums = ctx.saved_tensors
-        place, is_own = _places(labels, ctx.first, logits.shape[1])
+        place, is_here = _places(labels, ctx.first, logits.shape[1])
         scale = (labels != IGNORED) * gradient
         factor = scale / sums
         # The gradient is the probabilities, less one at this rank's labels. The labels are written by themselves below:
         # a compiler would copy all logits to scatter into them.
-        of_label = (logits.gather(1, place).float() - largest).exp() * factor - is_own.float() * scale
+        of_label = (logits.gather(1, place).float() - largest).exp() * factor - is_here.float() * scale
         for chunk in ctx.kernels.chunks(logits, largest, factor):
             ctx.kernels.write_exponentials(*chunk)
         # Indexing, because scatter_ takes 88 ms for 2048 labels on a CPU.

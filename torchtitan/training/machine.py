@@ -1,6 +1,5 @@
-"""The last of three places where a run is refused: what this machine or its installed packages cannot do.
-
-The values come first (config/rules.py), then the model under its layout (models/rules.py).
+"""The third of the four places where a run is refused (docs/architecture.md): what this machine and its packages cannot
+do, and what the way the run was started rules out.
 """
 
 from pathlib import Path
@@ -13,22 +12,27 @@ from torchtitan.models.stages import V_SHAPED
 from torchtitan.refusal import Refusal
 
 
-def check_machine(config: Config, device: torch.device, is_own: bool = False) -> None:
-    """Refuse a configuration that this machine cannot run, before anything starts. `is_own`: the user's own model."""
+def check_machine(config: Config, device: torch.device, reads_text: bool = True) -> None:
+    """Refuse a configuration that this machine cannot run, before anything starts."""
     if config.metrics.enable_wandb:
         from torchtitan.observe.weights_and_biases import import_wandb
 
         import_wandb()
     if config.compile.enable:
-        _check_compiler(config, device)
+        from torchtitan.parallel.compiler import check_compiler
+
+        check_compiler(config, device)
     if config.checkpoint.enable:
         _check_places(config)
     if config.float8 is not None:
         from torchtitan.parallel.float8 import check_float8
 
         check_float8(config.float8, device)
+    if config.parallelism.pipeline_parallel_memory_gib and config.parallelism.pipeline_parallel_layer_counts is None:
+        fix = "start with ./run_llama_train.sh, or set pipeline_parallel_layer_counts to what a dry run finds"
+        raise Refusal(f"parallelism.pipeline_parallel_memory_gib says what ranks may hold, but not the cut; {fix}")
     schedule, degree = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
-    if is_own and degree > 1 and torch.__version__ < "2.13":
+    if not reads_text and degree > 1 and torch.__version__ < "2.13":
         why = f"for a model of your own: {torch.__version__} wants a gradient of all that goes from stage to stage"
         raise Refusal(f"parallelism.pipeline_parallel_degree = {degree} needs torch 2.13 {why}")
     folded = degree > 1 and schedule in V_SHAPED
@@ -49,24 +53,6 @@ def check_machine(config: Config, device: torch.device, is_own: bool = False) ->
         )
     if config.profiling.enable_memory_snapshot and device.type != "cuda":
         raise Refusal("profiling.enable_memory_snapshot = true needs a GPU: only CUDA records memory; set it to false")
-
-
-def _check_compiler(config: Config, device: torch.device) -> None:
-    backends = torch._dynamo.list_backends(None)
-    if config.compile.backend not in backends:
-        raise Refusal(
-            f'compile.backend = "{config.compile.backend}" is no backend of torch.compile here; '
-            f"use one of {', '.join(backends)}"
-        )
-    degree, recompute = config.parallelism.tensor_parallel_degree, config.activation_checkpoint
-    whole = recompute.mode in ("selective", "full") and not recompute.by_operation
-    if degree > 1 and whole and config.compile.model and device.type == "cpu":
-        # torch swaps the random state, with which a CPU recomputes attention, and the mesh (docs/log.md).
-        raise Refusal(
-            f"compile.enable = true with tensor_parallel_degree = {degree} cannot recompute whole blocks on a CPU: "
-            f'torch confuses what it saved of them; set activation_checkpoint.selective_ac_option = "op" with mode '
-            f'"selective", or mode = "none"'
-        )
 
 
 def _check_places(config: Config) -> None:

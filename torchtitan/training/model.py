@@ -4,26 +4,28 @@ import hashlib
 
 import torch
 
+from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.parallel.fsdp import copy_first_replica
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.parts import ModelParts, TiedWeight
+from torchtitan.parallel.parts import ModelParts, copy_part
 from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import apply_parallelism, keep_parts
-from torchtitan.weights.tensors import copy_part
 
 
-def build_model(config: Config, blueprint: Blueprint, mesh: Mesh, device: torch.device, seed: int) -> ModelParts:
+def build_model(
+    config: Config, blueprint: Blueprint, mesh: Mesh, batch: BatchPlan, device: torch.device, seed: int
+) -> ModelParts:
     """This rank's part of the model, with initial weights that depend on seed and name, not on the layout.
 
     Each rank draws every parameter that it has a part of, whole and one at a time, and keeps its part. Each kind of
     device has its own random generator, so another kind gives other values. Values are drawn on the device even if
     the parameters are kept on the host.
     """
-    model = lay_out_model(config, blueprint, mesh)
+    model = lay_out_model(config, blueprint, mesh, batch)
     give_memory(model, config, device)
     for name, parameter in model.named_parameters():
         name = blueprint.leading_name(name)
@@ -36,7 +38,7 @@ def build_model(config: Config, blueprint: Blueprint, mesh: Mesh, device: torch.
     return model
 
 
-def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelParts:
+def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh, batch: BatchPlan) -> ModelParts:
     """This rank's part of the model under its layout, still on the meta device."""
     parts = blueprint.parts(config.training.seq_len)
     plan = plan_stages(parts, config.parallelism)
@@ -57,7 +59,7 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
             apply_float8(stage, config.float8, compiled=config.compile.model)
         names = [name for name, _ in stage.named_modules()]
         keep_parts(stage, parts, plan.stages[number])
-        apply_parallelism(stage, blueprint, mesh, config, names)
+        apply_parallelism(stage, blueprint, mesh, batch, config, names)
         stages[number] = stage.train()
     scale = None
     if config.training.mixed_precision_param == "float16":
@@ -65,8 +67,11 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
 
         scale = LossScale(torch.device(mesh.devices.device_type))
     axis, last, shape = mesh.devices["pp"], len(plan.ranks) - 1, blueprint.shape
-    tied = blueprint.tied if last > 0 else None
-    ties = [TiedWeight(tied, (0, last), stages, plan.ranks, axis)] if tied else []
+    ties = []
+    if blueprint.tied and last > 0:
+        from torchtitan.parallel.tied import TiedWeight
+
+        ties = [TiedWeight(blueprint.tied, (0, last), stages, plan.ranks, axis)]
     return ModelParts(stages, plan.ranks, axis, shape.dim, shape.vocab_size, ties, scale)
 
 

@@ -5,18 +5,16 @@ The family's spec contributes the plan of tensor parallelism and the parts.
 
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.config.layout import plan_batch
+from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.spec import Blueprint, Part
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import tie
-from torchtitan.parallel.recompute import apply_recompute
 
 
 def keep_parts(model: nn.Module, parts: Sequence[Part], kept: Sequence[Part]) -> None:
@@ -32,7 +30,13 @@ def keep_parts(model: nn.Module, parts: Sequence[Part], kept: Sequence[Part]) ->
 
 
 def apply_parallelism(
-    model: nn.Module, blueprint: Blueprint, mesh: Mesh, config: Config, names: Collection[str], shards: bool = True
+    model: nn.Module,
+    blueprint: Blueprint,
+    mesh: Mesh,
+    batch: BatchPlan,
+    config: Config,
+    names: Collection[str],
+    shards: bool = True,
 ) -> None:
     """Turn a model, or a stage of one, on the meta device into this rank's part of it.
 
@@ -57,28 +61,28 @@ def apply_parallelism(
         from torchtitan.parallel.cpu_attention import AttentionByProducts
 
         exchange_attention(model, AttentionByProducts)
-    apply_recompute(model, blueprint.layers, config.activation_checkpoint, compile_.model)
-    if compile_.enable and mesh.dims.tp > 1:
-        # The code compiled for split tensors depends on the rank, but its cache key does not. With another rank's code
-        # a second run would train wrongly: https://github.com/pytorch/pytorch/issues/188390
-        torch.compiler.config.cache_key_tag = f"rank {mesh.devices.get_rank()}"
-    modules = dict(model.named_modules())
-    if compile_.model:
-        if not blueprint.reads_text:  # its layers may differ, and torch compiles 8 kinds of them unless told otherwise
-            torch._dynamo.config.recompile_limit = max(8, 4 * len(blueprint.layers))
-        for name in blueprint.layers:
-            if name in modules:
-                modules[name].compile(backend=compile_.backend, fullgraph=True)
-    if not shards:
-        return
+    if config.activation_checkpoint.mode != "none" or compile_.model:
+        from torchtitan.parallel.recompute import apply_recompute
+
+        apply_recompute(model, blueprint.layers, config.activation_checkpoint, compile_.model)
+    if compile_.enable:
+        from torchtitan.parallel.compiler import apply_compiler
+
+        apply_compiler(model, blueprint.layers, mesh, compile_, layers_differ=not blueprint.reads_text)
+    if shards:
+        _shard(model, blueprint, mesh, batch, config)
+
+
+def _shard(model: nn.Module, blueprint: Blueprint, mesh: Mesh, batch: BatchPlan, config: Config) -> None:
+    parallelism = config.parallelism
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
-    units = sharding_units(model, blueprint)
-    is_own, is_one_pass = not blueprint.reads_text, plan_batch(config.training, mesh.dims.dp).num_local_batches == 1
-    may_add = is_own or parallelism.pipeline_parallel_schedule_csv  # a schedule of the user's may reduce twice
-    reduces_once = is_one_pass and not (may_add or config.optimizer.early_step_in_backward)
-    apply_fsdp(model, units, mesh.fsdp, config.training, reshard, is_own, reduces_once)
+    modules, units = dict(model.named_modules()), sharding_units(model, blueprint)
+    casts_inputs = not blueprint.reads_text
+    may_add = casts_inputs or parallelism.pipeline_parallel_schedule_csv  # what the user brings may reduce twice
+    reduces_once = batch.num_local_batches == 1 and not (may_add or config.optimizer.early_step_in_backward)
+    apply_fsdp(model, units, mesh.fsdp, config.training, reshard, casts_inputs, reduces_once)
     for part in blueprint.parts():
         module = modules.get(part.name)
         if part.kind == "lookup" and isinstance(module, FSDPModule):  # backward of a lookup needs no weights

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,16 +35,13 @@ class Reporter:
         tokens_at: Callable[[int], int],
         skips_in_a_row: int,
     ) -> None:
-        self.metrics, self.training, self.writer = run.config.metrics, run.config.training, writer
-        self.skips_on_device = run.config.optimizer.leaves_out_updates  # an update without a finite gradient norm
-        self.loss_group, self.world_size, self.device = run.mesh.losses.get_group(), run.place.world_size, run.device
-        self.tokens_per_step, self.flops_per_token, self.peak = run.tokens_per_step, run.flops_per_token, peak
-        self.talks, self.unit = run.talks, run.unit
-        self.clock, self.watch = Clock(), watch
+        self.run, self.training, self.device = run, run.config.training, run.device
+        self.watch, self.writer, self.peak, self.tokens_at = watch, writer, peak, tokens_at
+        self.skips_in_a_row, self.flops_per_token = skips_in_a_row, run.flops_per_token
+        self.loss_group = run.mesh.losses.get_group()  # looked up once: slicing a mesh costs tensor operations
+        self.clock, self.phases = Clock(), Phases(run.device)
         self.num_steps = 0  # trained by this process
         self.losses: list[float] = []  # of each logged window, for `summary`
-        self.tokens_at, self.phases = tokens_at, Phases(run.device)
-        self.skips_in_a_row, self.config = skips_in_a_row, run.config
         self._begin, self._warns_of_peak = time.perf_counter(), writer is not None and peak.origin == "measured"
         self._start_window()
 
@@ -77,13 +73,13 @@ class Reporter:
         self._describe.append(loss.describe or origin.describe)
 
     def due(self, step: int) -> bool:
-        return step == 1 or step % self.metrics.log_freq == 0 or step == self.training.steps
+        return step == 1 or step % self.run.config.metrics.log_freq == 0 or step == self.training.steps
 
     def data_ended(self, step: int) -> None:
         """Warn that the data ended after this step; refuse data for less than one step."""
         if step == 0:
             raise Refusal(
-                f"the data ends before the first global batch of {self.tokens_per_step:,} tokens is full; "
+                f"the data ends before the first global batch of {self.run.tokens_per_step:,} tokens is full; "
                 f"use more text, lower training.global_batch_size, or raise training.epochs"
             )
         logger.warning(f"the data ends after step {step}; raise training.epochs to read it more often")
@@ -106,10 +102,11 @@ class Reporter:
         if verdict.stop_at is not None:
             from torchtitan.training.stop import stop
 
-            left_out = self.skips_on_device and not math.isfinite(norms[verdict.stop_at])
+            skips_on_device = self.run.config.optimizer.leaves_out_updates  # an update without a finite gradient norm
+            left_out = skips_on_device and not math.isfinite(norms[verdict.stop_at])
             mine = own[verdict.stop_at], self._describe[verdict.stop_at]()
             on_nonfinite, group = self.training.on_nonfinite, self.loss_group
-            stop(first + verdict.stop_at, verdict.reason, left_out, on_nonfinite, mine, group, self.unit)
+            stop(first + verdict.stop_at, verdict.reason, left_out, on_nonfinite, mine, group, self.run.unit)
         for i in verdict.skipped:
             logger.warning(f"step {first + i}: update left out (loss {losses[i]}, gradient norm {norms[i]})")
         self.skips_in_a_row = verdict.in_a_row
@@ -137,21 +134,22 @@ class Reporter:
         finite = [loss for loss in self.losses if math.isfinite(loss)]  # the others are of updates that were left out
         return f"{trained}: " + (f"loss {finite[0]:.3f} to {finite[-1]:.3f}" if finite else "every update was left out")
 
-    def close(self, step: int, run_folder: Path) -> None:
+    def close(self, step: int) -> None:
         """End the records, and log what the run came to and where to look at it."""
         if self.writer is None:
             return
         self.writer.close()
         logger.info(self.summary(step))
-        if self.config.job.plan and self.num_steps:
+        run_folder = self.run.folder
+        if self.run.config.job.plan and self.num_steps:
             from torchtitan.observe.planned import report_run
 
-            logger.info(report_run(self.config, run_folder, step - self.num_steps))
+            logger.info(report_run(self.run.config, run_folder, step - self.num_steps))
         logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
         python = f"{min(os.path.relpath(sys.executable), sys.executable, key=len)} -m"
-        if self.talks:
+        if self.run.talks:
             logger.info(f"let it talk: {python} torchtitan generate --checkpoint {run_folder}")
-        if self.metrics.enable_tensorboard:
+        if self.run.config.metrics.enable_tensorboard:
             logger.info(f"look at it: {python} tensorboard.main --logdir {run_folder}, then open http://localhost:6006")
 
     def _read(self) -> list[list[float]]:
@@ -174,7 +172,7 @@ class Reporter:
         mean_over = max(1, len(counted))
         step_seconds = self.clock.read() / len(losses)
         forward_backward, updates = self.phases.read()
-        tokens_per_second = self.tokens_per_step / step_seconds / self.world_size
+        tokens_per_second = self.run.tokens_per_step / step_seconds / self.run.place.world_size
         flops = tokens_per_second * self.flops_per_token
         if self._warns_of_peak and flops > self.peak.flops:
             self._warns_of_peak = False

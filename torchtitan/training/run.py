@@ -22,8 +22,9 @@ from torchtitan.observe.peers.alone import Alone
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
-from torchtitan.training import data, model
+from torchtitan.training.data import build_training_loader, build_validation_loader, needs_data
 from torchtitan.training.loss import LossFunction, build_loss
+from torchtitan.training.model import build_model, lay_out_model
 from torchtitan.training.optimizer import build_optimizer
 from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
 from torchtitan.training.step import ForwardBackward
@@ -112,8 +113,12 @@ class Run:
 
     def pick_attention(self) -> AbstractContextManager:
         """A context in which a GPU computes attention by the fastest kernel that supports this model."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        from torchtitan.parallel.gpu_attention import pick_attention
+
         shape, dims, training = self.blueprint.shape, self.dims, self.config.training
-        kernel, attention = hardware.pick_attention(
+        kernel, attention = pick_attention(
             self.device,
             getattr(torch, training.mixed_precision_param),
             shape.n_heads // dims.tp,
@@ -122,9 +127,16 @@ class Run:
             training.seq_len // (2 * dims.cp if dims.cp > 1 else 1),
             is_masked=self.config.model.attn_mask_type == "block_causal",
         )
-        if kernel and dims.cp == 1:  # context parallelism has torch pick one for each piece
+        if dims.cp == 1:  # context parallelism has torch pick one for each piece
             logger.info(f"attention by {kernel}")
         return attention
+
+    def make_trace_folder(self) -> None:
+        """For what NCCL writes when a collective times out."""
+        if self.device.type == "cuda":
+            from torchtitan.parallel.flight_recorder import make_trace_folder
+
+            make_trace_folder(self.config.comm, self.folder)
 
     def profile(self, step: int, paused: Callable[[], AbstractContextManager]) -> AbstractContextManager:
         """What profiles the training inside; it gives a function to call after every step."""
@@ -137,7 +149,7 @@ class Run:
 
     def build_model(self, seed: int) -> ModelParts:
         """This rank's part of the model, with its first weights."""
-        return model.build_model(self.config, self.blueprint, self.mesh, self.device, seed)
+        return build_model(self.config, self.blueprint, self.mesh, self.batch, self.device, seed)
 
     def build_optimizer(self, model: ModelParts) -> torch.optim.Optimizer:
         config = self.config
@@ -159,7 +171,7 @@ class Run:
 
     def lay_out_model(self) -> ModelParts:
         """This rank's part of the model, on the meta device."""
-        return model.lay_out_model(self.config, self.blueprint, self.mesh)
+        return lay_out_model(self.config, self.blueprint, self.mesh, self.batch)
 
     def build_forward_backward(self, parts: ModelParts, loss: LossFunction | None = None) -> ForwardBackward:
         loss = loss or build_loss(self.config.compile)
@@ -169,7 +181,7 @@ class Run:
         assert self.tokenizer is not None
         if self.is_between_stages:
             return self._no_data(self.config.training.seq_len)
-        return data.build_training_loader(self.config, self.batch, self.tokenizer, self.mesh, seed, self.device, part)
+        return build_training_loader(self.config, self.batch, self.tokenizer, self.mesh, seed, self.device, part)
 
     def build_validation_loader(self) -> Loader | None:
         """The held-out data, if validation is on."""
@@ -178,12 +190,12 @@ class Run:
         assert self.tokenizer is not None
         if self.is_between_stages:
             return self._no_data(self.config.validation.seq_len, collectives.any_says_so)
-        return data.build_validation_loader(self.config, self.batch, self.tokenizer, self.mesh, self.device)
+        return build_validation_loader(self.config, self.batch, self.tokenizer, self.mesh, self.device)
 
     @property
     def is_between_stages(self) -> bool:
         """Whether this rank needs no data."""
-        return not data.needs_data(self.config, self.place)
+        return not needs_data(self.config, self.place)
 
     def _no_data(self, seq_len: int, any_says_so: Callable[[bool], bool] | None = None) -> Any:
         from torchtitan.data.no_data import NoData, no_text

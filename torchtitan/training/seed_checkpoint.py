@@ -6,8 +6,11 @@ from torchtitan.hardware import Place
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger
 from torchtitan.observe.run_folder import start_record
+from torchtitan.training.assemble import start_run
+from torchtitan.training.checkpoints.contents import list_contents
 from torchtitan.training.checkpoints.restore import Checkpoints
-from torchtitan.training.start import start_run
+from torchtitan.training.checkpoints.saves import Saves
+from torchtitan.training.swarm import NoSwarm
 
 
 def save_seed_checkpoint(config: Config, blueprint: Blueprint, place: Place) -> None:
@@ -15,12 +18,14 @@ def save_seed_checkpoint(config: Config, blueprint: Blueprint, place: Place) -> 
     watch = run.start_watch(config.comm.init_timeout_seconds)
     checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step, watch)
     seed = run.agree_on_seed(checkpoints.seed)
-    recorded = with_seed(config, seed)
+    config = with_seed(config, seed)
     loader, model = run.build_training_loader(seed), run.build_model(seed)
     optimizer = run.build_optimizer(model)
-    saves = checkpoints.restore(recorded, run.load_weights, model, optimizer, loader)
+    contents = list_contents(model, optimizer, loader, checkpoints.best, None, NoSwarm())
+    checkpoints.restore(contents, lambda: run.load_weights(model))
+    saves = Saves(config, checkpoints, contents)
     if place.rank == 0:
-        start_record(run.folder, recorded, goes_on=checkpoints.resumes)
+        start_record(run.folder, config, goes_on=checkpoints.resumes)
     with watch, saves:
         saves.finish(0, checkpoints.skips_in_a_row, is_last=False)
     logger.info(f"saved the initial weights of {run.describe_model()}, seed {seed}, as step 0 in {run.folder}")

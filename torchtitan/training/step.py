@@ -45,11 +45,11 @@ class ForwardBackward:
     ) -> None:
         self.model, self.loss, self.metric_names = model, loss, ()
         self.local_batch_size = training.local_batch_size
-        self.run: Callable[..., Tensor] = self._run_whole
+        self.pipeline: Callable[..., Tensor] | None = None
         if mesh.dims.pp > 1:
             from torchtitan.parallel.pipeline import Pipeline
 
-            self.run = Pipeline(model, loss, parallelism, getattr(torch, training.mixed_precision_param), device)
+            self.pipeline = Pipeline(model, loss, parallelism, getattr(torch, training.mixed_precision_param), device)
         # Look these up once, because slicing a mesh costs tensor operations.
         self.token_group, self.cp_axis = mesh.tokens.get_group(), mesh.devices["cp"]
 
@@ -64,7 +64,12 @@ class ForwardBackward:
         divisor = all_tokens if scale is None else all_tokens / scale.factor
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._local_batches(batch, positions, self.local_batch_size):
-            total += self.run(inputs, labels, positions, mask, divisor)
+            if self.pipeline is not None:  # it takes each microbatch forward and backward
+                total += self.pipeline(inputs, labels, positions, mask, divisor)
+            else:
+                loss = self._loss_of(inputs, labels, positions, mask)
+                (loss / divisor).backward()
+                total += loss.detach()
         for tie in self.model.ties:
             tie.sum_gradients()
         return StepLoss(share=total / all_tokens, own=total / own_tokens.clamp(min=1))
@@ -75,7 +80,10 @@ class ForwardBackward:
         batch, positions = self._own_part(batch)
         total = torch.zeros((), device=batch.inputs.device)
         for inputs, labels, mask in self._local_batches(batch, positions, local_batch_size):
-            total += self.run(inputs, labels, positions, mask, None)
+            if self.pipeline is not None:
+                total += self.pipeline(inputs, labels, positions, mask, None)
+            else:
+                total += self._loss_of(inputs, labels, positions, mask)
         tokens = (batch.labels != IGNORED).sum() * self.model.has_loss
         return torch.stack([total.double(), tokens.double()])
 
@@ -89,20 +97,12 @@ class ForwardBackward:
         inputs, labels = batch.inputs[:, positions], batch.labels[:, positions]
         return Batch(inputs, labels, batch.document_ids, batch.origin), positions
 
-    def _run_whole(
-        self,
-        inputs: Tensor,
-        labels: Tensor,
-        positions: Tensor | None,
-        mask: "Tensor | Masks | None",
-        divisor: Tensor | None,
+    def _loss_of(
+        self, inputs: Tensor, labels: Tensor, positions: Tensor | None, mask: "Tensor | Masks | None"
     ) -> Tensor:
-        """Return the summed loss. With a divisor, also compute the gradients of loss / divisor, as Pipeline does."""
-        # No name for the logits: they would stay through backward. A term of the model (a router's balance) goes here.
-        summed = self.loss(self.model.stages[0](inputs, positions=positions, mask=mask), labels)
-        if divisor is not None:
-            (summed / divisor).backward()
-        return summed.detach()
+        """The summed loss of a whole model. A term of the model (a router's balance) goes here."""
+        # No name for the logits: they would stay through backward.
+        return self.loss(self.model.stages[0](inputs, positions=positions, mask=mask), labels)
 
     def _local_batches(
         self, batch: Batch, positions: Tensor | None, size: int

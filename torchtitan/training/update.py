@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torchtitan.config.schema import Config
 from torchtitan.parallel.collectives import GlobalNorm
 from torchtitan.parallel.parts import ModelParts
-from torchtitan.training.optimizer import apply_update, update_in_backward
+from torchtitan.training.optimizer import apply_update
 
 
 class Update:
@@ -35,6 +35,8 @@ class Update:
 
             self.average = Average(model, config.optimizer.average_decay)
         if config.optimizer.early_step_in_backward:
+            from torchtitan.training.optimizer.in_backward import update_in_backward
+
             update_in_backward(optimizer, self._norm.add, lambda: self.learning_rate)
 
     def begin(self, step: int) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from torchtitan.observe.log import logger
+from torchtitan.parallel.parts import copy_part
 from torchtitan.refusal import Refusal
 from torchtitan.weights.hugging_face import files_of_index, open_safetensors
-from torchtitan.weights.tensors import Weights, copy_part
+from torchtitan.weights.tensors import Weights
 
 DOWNLOADS = Path("assets/hf")  # where `python -m torchtitan download model` puts a folder
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

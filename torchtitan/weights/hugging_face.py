@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.parallel.parts import copy_part
 from torchtitan.refusal import Refusal
 from torchtitan.weights.targets import make_empty, refuse_existing
-from torchtitan.weights.tensors import Weights, copy_part
+from torchtitan.weights.tensors import Weights
 
 SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"

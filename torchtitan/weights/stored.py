@@ -19,13 +19,13 @@ from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.downloads import find_download
 from torchtitan.models.families import SHAPE_KEYS, find_families, find_family, find_model
 from torchtitan.models.spec import Blueprint, OtherFormat
-from torchtitan.parallel.parts import ModelParts
+from torchtitan.parallel.parts import ModelParts, copy_part
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint, save_checkpoint
 from torchtitan.weights.files import refusing_harm
 from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, read_json, save_hf
 from torchtitan.weights.targets import refuse_existing
-from torchtitan.weights.tensors import Weights, copy_part
+from torchtitan.weights.tensors import Weights
 
 
 @dataclass(frozen=True)

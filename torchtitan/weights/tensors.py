@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan.refusal import Refusal
 
@@ -40,15 +39,3 @@ class Weights:
         """The same weights under new names; `old_names` maps new to old."""
         outline = {new: self.outline[old] for new, old in old_names.items()}
         return replace(self, outline=outline, fill=lambda name, tensor: self.fill(old_names[name], tensor))
-
-
-@torch.no_grad()
-def copy_part(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Read this rank's part of a tensor, in the tensor's own type."""
-    part = tuple(slice(0, size) for size in tensor.shape)
-    if isinstance(tensor, DTensor):
-        for chunk in tensor.__create_chunk_list__():  # DTensor's description of itself for checkpoints
-            part = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        tensor = tensor.to_local()
-    if tensor.numel():  # a rank beyond the last row holds nothing
-        tensor.copy_(read(part))

@@ -35,11 +35,10 @@ from torchtitan.parallel.float8 import apply_float8, float8_plan, update_float8_
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.parallel.tensor import overlap_communication
 from torchtitan.refusal import Refusal
-from torchtitan.training import model
 from torchtitan.training import run as run_module
+from torchtitan.training.assemble import start_run
 from torchtitan.training.loss import cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer
-from torchtitan.training.start import start_run
 
 
 def train(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> list[dict[str, Any]]:
@@ -106,12 +105,12 @@ def train_and_keep(
         return kept[-1]
 
     kept: list[ModelParts] = []
-    build_model = model.build_model
-    model.build_model = build_and_keep  # type: ignore[assignment]
+    build_model = run_module.build_model
+    run_module.build_model = build_and_keep  # type: ignore[assignment]
     try:
         records = train(rank, world_size, folder, overrides)
     finally:
-        model.build_model = build_model  # type: ignore[assignment]
+        run_module.build_model = build_model  # type: ignore[assignment]
     pieces = {}
     for name, parameter in kept[0].named_parameters():
         (chunk,) = parameter.__create_chunk_list__()

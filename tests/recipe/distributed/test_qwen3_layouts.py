@@ -14,7 +14,7 @@ from tests.tiny_models import QWEN3
 from torchtitan.__main__ import main
 from torchtitan.hardware import Place
 from torchtitan.tools.text.writer import Sampling, build_model, generate
-from torchtitan.training.start import start_run
+from torchtitan.training.assemble import start_run
 from torchtitan.weights.stored import open_model
 
 PROMPTS = [[0, 5, 900, 31], [0, 77], [0, *range(100, 140)]]

@@ -19,8 +19,8 @@ from torchtitan.parallel import collectives
 from torchtitan.tools.hub.convert import run as convert
 from torchtitan.tools.text import writer
 from torchtitan.tools.text.perplexity import evaluate, resolve
+from torchtitan.training.assemble import start_run
 from torchtitan.training.model import give_memory
-from torchtitan.training.start import start_run
 from torchtitan.weights.stored import load_weights, open_model
 
 VALIDATION = {"validation__dataset_path": "tests/assets/pydocs/validation.jsonl", "validation__seq_len": 64,

@@ -24,6 +24,7 @@ from torchtitan.launch.preflight.facts import check_gpus
 from torchtitan.models.families import plan_model
 from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.collectives import GlobalNorm, set_timeout, start_process_group, stop_process_group
+from torchtitan.parallel.gpu_attention import pick_attention
 from torchtitan.tools.dry_run.estimate import estimate
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch looks once, at the first product; a test needs it
@@ -210,7 +211,7 @@ def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
 @pytest.mark.parametrize("is_masked", [False, True])
 def test_attention_runs_by_the_kernel_that_is_named(is_masked: bool) -> None:
     device = torch.device("cuda", 0)
-    name, fastest = hardware.pick_attention(device, torch.bfloat16, 8, 2, 64, 128, is_masked)
+    name, fastest = pick_attention(device, torch.bfloat16, 8, 2, 64, 128, is_masked)
     q, k = (torch.randn(1, 128, heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 2))
     mask = torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool).tril() if is_masked else None
     with fastest, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

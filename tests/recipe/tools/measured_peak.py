@@ -15,9 +15,9 @@ from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
 from torchtitan.parallel import collectives
 from torchtitan.tools.dry_run.estimate import blank_batch
+from torchtitan.training.assemble import lay_out_ranks
 from torchtitan.training.machine import check_machine
 from torchtitan.training.optimizer import apply_update, build_optimizer
-from torchtitan.training.start import lay_out_ranks
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 

@@ -22,7 +22,7 @@ from torchtitan.hardware import Place
 from torchtitan.refusal import Refusal
 from torchtitan.tools.text.perplexity import resolve
 from torchtitan.tools.text.writer import Sampling, build_model, check_tensor_parallel, generate, pick, stop_ids
-from torchtitan.training import model as models
+from torchtitan.training import run as run_module
 from torchtitan.training.data import holds_out
 from torchtitan.weights.stored import open_model
 
@@ -166,8 +166,8 @@ def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -
 def test_eval_measures_what_the_training_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, build_parts = [], models.build_model
-    monkeypatch.setattr(models, "build_model", lambda *args: kept.append(build_parts(*args)) or kept[-1])
+    kept, build_parts = [], run_module.build_model
+    monkeypatch.setattr(run_module, "build_model", lambda *args: kept.append(build_parts(*args)) or kept[-1])
     keys = {"validation__enable": True, "validation__dataset_path": "tests/assets/pydocs/validation.jsonl",
             "validation__seq_len": 64, "validation__steps": 4, "training__steps": 3}  # fmt: skip
     train_here(tiny_config(tmp_path / "trained", **keys))

@@ -18,7 +18,7 @@ def plan(keys: dict[str, Any], step: int | None, optimizer: str = "AdamW", **fou
     """Decide for a run of 10 steps that found a checkpoint of this step, saved with AdamW."""
     config = {"optimizer": {"name": "AdamW"}}
     manifest = None if step is None else Manifest(step, {}, config, "1 rank", {}, {})
-    found = {"is_own": step is not None, "only_weights": False} | found
+    found = {"resumes": step is not None, "only_weights": False} | found
     return plan_start(Checkpoint(enable=True, **keys), manifest, "runs/a", optimizer=optimizer, last_step=10, **found)
 
 
@@ -58,18 +58,18 @@ def plan(keys: dict[str, Any], step: int | None, optimizer: str = "AdamW", **fou
             {}, 10, {"only_weights": True, "optimizer": "Muon"}, 10, ("weights", "train_state"),
             "step 10 in runs/a is this run's last: nothing is left to train; for another run, set job.dump_folder",
         ),
-        (ELSEWHERE, 4, {"is_own": False}, 0, ("weights",), "starting at step 0 with the weights of step 4 in runs/a"),
+        (ELSEWHERE, 4, {"resumes": False}, 0, ("weights",), "starting at step 0 with the weights of step 4 in runs/a"),
         (
-            ELSEWHERE, 10, {"is_own": False, "only_weights": True, "optimizer": "Muon"}, 0, ("weights",),
+            ELSEWHERE, 10, {"resumes": False, "only_weights": True, "optimizer": "Muon"}, 0, ("weights",),
             "starting at step 0 with the weights of step 10 in runs/a",
         ),
         (
-            ALL_OF_ELSEWHERE, 4, {"is_own": False}, 4, EVERYTHING,
+            ALL_OF_ELSEWHERE, 4, {"resumes": False}, 4, EVERYTHING,
             "starting at step 4 with the weights, optimizer states, place in the data and step count of step 4 "
             "in runs/a",
         ),
         (
-            ALL_OF_ELSEWHERE | {"exclude_from_loading": ["train_state", "dataloader"]}, 4, {"is_own": False}, 0,
+            ALL_OF_ELSEWHERE | {"exclude_from_loading": ["train_state", "dataloader"]}, 4, {"resumes": False}, 0,
             ("weights", "optimizer"),
             "starting at step 0 with the weights and optimizer states of step 4 in runs/a",
         ),
@@ -133,7 +133,7 @@ def test_a_run_starts_where_its_checkpoints_say(
             'start another run, in another job.dump_folder, with checkpoint.initial_load_path = "runs/a"',
         ),
         (
-            ALL_OF_ELSEWHERE, 10, {"only_weights": True, "is_own": False},
+            ALL_OF_ELSEWHERE, 10, {"only_weights": True, "resumes": False},
             "step 10 in runs/a holds only weights, and a run needs optimizer states and a place in the data to resume; "
             "set checkpoint.initial_load_model_only = true",
         ),
@@ -143,7 +143,7 @@ def test_a_run_starts_where_its_checkpoints_say(
             'to "AdamW", or start with new optimizer states: checkpoint.exclude_from_loading = ["optimizer"]',
         ),
         (
-            ALL_OF_ELSEWHERE, 4, {"optimizer": "Muon", "is_own": False},
+            ALL_OF_ELSEWHERE, 4, {"optimizer": "Muon", "resumes": False},
             'optimizer.name = "Muon", but step 4 in runs/a was saved with "AdamW", whose states are different; set it '
             'to "AdamW", or start with new optimizer states: checkpoint.exclude_from_loading = ["optimizer"]',
         ),

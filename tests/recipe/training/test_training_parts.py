@@ -18,9 +18,10 @@ from torchtitan.parallel.parts import ModelParts
 from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.refusal import Refusal
 from torchtitan.training.loss import _Kernels, build_loss, cross_entropy_sum
-from torchtitan.training.optimizer import apply_update, build_optimizer, make_states, update_in_backward
+from torchtitan.training.optimizer import apply_update, build_optimizer, make_states
 from torchtitan.training.optimizer.average import Average
 from torchtitan.training.optimizer.bfloat16 import _update
+from torchtitan.training.optimizer.in_backward import update_in_backward
 from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
 
 

@@ -13,7 +13,7 @@ import resource
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,7 @@ LONGEST_LINE = 256 << 20  # bytes
 _END_BYTES = 4096
 
 
+@runtime_checkable
 class Texts(Protocol):
     """Documents by number, as text."""
 
@@ -39,6 +40,7 @@ class Texts(Protocol):
     def describe(self, index: int) -> str: ...
 
 
+@runtime_checkable
 class Documents(Protocol):
     """Documents by number, as tokens. Each begins with BOS, if the tokenizer has one, and ends with EOS."""
 

@@ -5,14 +5,17 @@ Files of an unknown kind and a mix of kinds are refused. An unknown file is neve
 
 import difflib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan.data.texts.documents import Documents, JsonLines, Texts, TokenizedTexts
 from torchtitan.data.texts.location import Location
-from torchtitan.data.texts.sharded import ShardedTexts
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
+
+if TYPE_CHECKING:
+    from torchtitan.data.texts.sharded import ShardedTexts
 
 SHIPPED_TEXT = ROOT / "tests" / "assets" / "pydocs"
 SHIPPED = {"pydocs": "train.jsonl", "pydocs_validation": "validation.jsonl", "c4_test": "train.jsonl"}
@@ -54,7 +57,7 @@ def locate_text(dataset: str, dataset_path: str | None) -> Location:
 
 def open_source(
     dataset: str, dataset_path: str | None, text_key: str, tokenizer: Tokenizer
-) -> Documents | ShardedTexts:
+) -> "Documents | ShardedTexts":
     """Documents by number if the text can be read in any order, otherwise shards of text."""
     location = locate_text(dataset, dataset_path)
     if dataset == "c4_test" and dataset_path is None:
@@ -67,19 +70,19 @@ def open_source(
 
         return PreparedTokens(location.files[0], tokenizer)
     texts = open_texts(location, text_key)
-    return texts if isinstance(texts, ShardedTexts) else TokenizedTexts(texts, tokenizer)
+    return TokenizedTexts(texts, tokenizer) if isinstance(texts, Texts) else texts
 
 
-def open_texts(location: Location, text_key: str) -> Texts | ShardedTexts:
+def open_texts(location: Location, text_key: str) -> "Texts | ShardedTexts":
     if location.kind == "text" and not any(file.stat().st_size for file in location.files):
         raise Refusal(f"{location.name} is empty; give a file with text in it")
     texts = _open_kind(location, text_key)
-    if not (texts.num_shards if isinstance(texts, ShardedTexts) else len(texts)):
+    if not (len(texts) if isinstance(texts, Texts) else texts.num_shards):
         raise Refusal(f"{location.name} holds no document; give a source with at least one")
     return texts
 
 
-def _open_kind(location: Location, text_key: str) -> Texts | ShardedTexts:
+def _open_kind(location: Location, text_key: str) -> "Texts | ShardedTexts":
     if location.kind == "jsonl":
         return JsonLines(location.files, text_key)
     from torchtitan.data.texts.document_kinds import SavedDataset, TextFiles

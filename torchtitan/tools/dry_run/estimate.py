@@ -33,8 +33,8 @@ from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint
 from torchtitan.tools.dry_run.kernels import apply_gpu_attention, gpu_norms, real_biases
 from torchtitan.tools.dry_run.replay import Replay
+from torchtitan.training.assemble import lay_out_ranks
 from torchtitan.training.optimizer import make_states
-from torchtitan.training.start import lay_out_ranks
 from torchtitan.training.update import Update
 
 DEVICE = torch.device("cpu")  # the fake tensors' device; torch without CUDA cannot have fake tensors on a GPU

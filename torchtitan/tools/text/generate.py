@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
     import torch
 
     from torchtitan.tools.text.writer import Writer, build_model, check_tensor_parallel, converse
-    from torchtitan.training.start import start_run
+    from torchtitan.training.assemble import start_run
     from torchtitan.weights.stored import open_model
 
     start_logging(place.rank)

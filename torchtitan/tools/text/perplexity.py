@@ -13,9 +13,9 @@ from torchtitan.data.texts.sources import locate_text
 from torchtitan.hardware import Place
 from torchtitan.models.families import load_run_or_exit
 from torchtitan.models.spec import Blueprint
+from torchtitan.training.assemble import start_run
 from torchtitan.training.data import holds_out
 from torchtitan.training.model import give_memory
-from torchtitan.training.start import start_run
 from torchtitan.training.validate import Validator
 from torchtitan.weights.stored import StoredModel, check_shape, load_weights
 

@@ -43,9 +43,9 @@ class Best:
     def state(self) -> dict[str, Any]:
         return {"name": self.name, "step": self.step, "value": self.value, "worse": self.worse}
 
-    def load(self, state: Mapping[str, Any] | None) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Go on where a checkpoint was saved, unless that looked at another metric."""
-        if state is not None and state["name"] == self.name:
+        if state["name"] == self.name:
             self.step, self.value, self.worse = state["step"], state["value"], state["worse"]
 
     def __str__(self) -> str:

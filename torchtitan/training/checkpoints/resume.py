@@ -32,35 +32,36 @@ def plan_start(
     url: str,
     *,
     holds_files: bool = False,
-    is_own: bool,
+    resumes: bool,
     only_weights: bool,
     optimizer: str,
     last_step: int,
 ) -> Start:
-    """Decide from the checkpoint that was found, if any: it lies at `url` and is this run's own or another run's.
+    """Decide from the checkpoint that was found, if any: it lies at `url`.
 
-    `holds_files`: the section names weights that another program saved.
+    `resumes`: it is this run's own, not another run's. `holds_files`: the section names weights that another program
+    saved.
     """
     if manifest is None:
         return _start_without_checkpoint(section, url, holds_files)
-    if is_own:
+    if resumes:
         _check_own(section, manifest.step, url)
     saved = manifest.config["optimizer"]["name"]
-    has_ended = is_own and manifest.step >= last_step
+    has_ended = resumes and manifest.step >= last_step
     excluded: set[str] = set(section.exclude_from_loading)
     if has_ended and only_weights:
         excluded = {"optimizer", "dataloader"}  # no step will need them: only `Saves.finish` is left to do
-    elif is_own and section.initial_load_path is not None:
+    elif resumes and section.initial_load_path is not None:
         # The user wrote the list for the checkpoint of `initial_load_path`. Here only a changed optimizer counts.
         excluded &= {"optimizer"} if saved != optimizer else set()
-    elif not is_own and section.initial_load_model_only:
+    elif not resumes and section.initial_load_model_only:
         excluded = {"optimizer", "dataloader", "train_state"}
     place = f"step {manifest.step} in {url}"
     if only_weights and not {"optimizer", "dataloader"} <= excluded:
         fix = f'start another run, in another job.dump_folder, with checkpoint.initial_load_path = "{url}"'
         raise Refusal(
             f"{place} holds only weights, and a run needs optimizer states and a place in the data to resume; "
-            f"{fix if is_own else 'set checkpoint.initial_load_model_only = true'}"
+            f"{fix if resumes else 'set checkpoint.initial_load_model_only = true'}"
         )
     if "optimizer" not in excluded and saved != optimizer:
         raise Refusal(
@@ -75,7 +76,7 @@ def plan_start(
         if manifest.step > last_step:
             why = f"{place} is beyond training.steps = {last_step}: nothing is left to train; for another run, set "
             why += "job.dump_folder"
-    elif is_own:
+    elif resumes:
         why = f"resuming from {place}" + (f", without its {_join(left)}" if left else "")
     else:
         why = f"starting at step {step} with the {_join(taken)} of {place}"

@@ -1,46 +1,30 @@
 """Saves a run while it trains, and completes its last save."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from torchtitan.checkpoint.manager import Checkpointer, SaveError
 from torchtitan.checkpoint.storage import Manifest
 from torchtitan.config.schema import Config
-from torchtitan.data.loader import Loader
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.observe.log import logger
-from torchtitan.observe.peers.alone import Alone
-from torchtitan.parallel.parts import ModelParts
-from torchtitan.training.checkpoints import state
-from torchtitan.training.swarm import NoSwarm
-
-if TYPE_CHECKING:
-    from torchtitan.training.checkpoints.best import Best
-    from torchtitan.training.optimizer.average import Average
+from torchtitan.training.checkpoints.contents import Content, weights_alone
+from torchtitan.training.checkpoints.restore import Checkpoints
 
 
-@dataclass(frozen=True)
 class Saves:
     """Put the training loop inside: if a loss that is not finite ends the run, an asynchronous save is still completed.
 
     With `checkpoint.enable = false` there is no manager, and nothing is saved.
     """
 
-    config: Config
-    manager: Checkpointer | None
-    run_folder: Path
-    tokens_at: Callable[[int], int]
-    watch: Alone
-    model: ModelParts
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-    best: "Best | None" = None
-    average: "Average | None" = None
-    swarm: NoSwarm = field(default_factory=NoSwarm)
+    def __init__(self, config: Config, checkpoints: Checkpoints, contents: list[Content]) -> None:
+        self.config, self.checkpoints, self.contents = config, checkpoints, contents
+        self.manager, self.watch = checkpoints.manager, checkpoints.watch
+        self.hf_folder = checkpoints.run_folder / "hf"
+        if self.manager is not None:  # it was made before the run had a seed
+            self.manager.about["config"] = config.model_dump(mode="json")
 
     def __enter__(self) -> "Saves":
         return self
@@ -87,9 +71,7 @@ class Saves:
             try:
                 manager.on_rank_0(lambda: self._write_hf(manager, step))
             except OSError as error:
-                raise SaveError(
-                    f"step {step} is saved, but {self.run_folder / 'hf'} could not be written: {error}"
-                ) from error
+                raise SaveError(f"step {step} is saved, but {self.hf_folder} could not be written: {error}") from error
 
     def _write_hf(self, manager: Checkpointer, step: int) -> None:
         manifest = manager.storage.examine(step)
@@ -97,28 +79,19 @@ class Saves:
         from torchtitan.weights.stored import open_run, write_hf
 
         source = open_run(manager.storage, manifest)
-        write_hf(
-            source, str(self.run_folder / "hf"), source.assets, getattr(torch, self.config.checkpoint.export_dtype)
-        )
-        logger.info(f"wrote the Hugging Face folder {self.run_folder / 'hf'}")
+        write_hf(source, str(self.hf_folder), source.assets, getattr(torch, self.config.checkpoint.export_dtype))
+        logger.info(f"wrote the Hugging Face folder {self.hf_folder}")
 
     def save(self, step: int, skips_in_a_row: int, only_weights: bool = False) -> None:
         assert self.manager is not None
-        tensors = state.model_tensors(self.model)
-        averages = {} if self.average is None else self.average.tensors()
+        run: dict[str, Any] = {"tokens": self.checkpoints.tokens_at(step), "skips_in_a_row": skips_in_a_row}
+        for content in self.contents:
+            left_out = only_weights and content.name == "swarm"  # whose tensors are left out, too
+            if not left_out and (state := content.state()) is not None:
+                run[content.name] = state
         if only_weights:
-            tensors |= {f"model.{name.partition('.')[2]}": average for name, average in averages.items()}
-            dtype = getattr(torch, self.config.checkpoint.export_dtype)
-            tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+            tensors = weights_alone(self.contents, getattr(torch, self.config.checkpoint.export_dtype))
         else:
-            tensors |= state.optimizer_tensors(self.model, self.optimizer) | state.data_tensors(self.loader)
-            tensors |= averages | self.swarm.tensors()
-        run = {"tokens": self.tokens_at(step), "skips_in_a_row": skips_in_a_row, "data": state.data_header(self.loader)}
-        if self.model.loss_scale is not None:
-            run["loss_scale"] = self.model.loss_scale.state()
-        if self.best is not None:
-            run["best"] = self.best.state()
-        if not only_weights and (swarm := self.swarm.state()) is not None:
-            run["swarm"] = swarm
+            tensors = {name: tensor for content in self.contents for name, tensor in content.tensors().items()}
         with self.watch.saving():
             self.manager.save(step, tensors, run)

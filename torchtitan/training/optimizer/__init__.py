@@ -1,6 +1,10 @@
-"""The optimizer: `build` makes it, `update` applies it, `muon` and `bfloat16` are the two kinds that torch lacks."""
+"""The optimizer: `build` makes it and `apply` applies it.
 
+torch has AdamW and Muon. `muon` joins the two into one optimizer, `bfloat16` is AdamW with smaller moments, and
+`average` keeps a moving average of the weights.
+"""
+
+from torchtitan.training.optimizer.apply import apply_update, make_states, plain
 from torchtitan.training.optimizer.build import build_optimizer
-from torchtitan.training.optimizer.update import apply_update, make_states, update_in_backward
 
-__all__ = ["apply_update", "build_optimizer", "make_states", "update_in_backward"]
+__all__ = ["apply_update", "build_optimizer", "make_states", "plain"]

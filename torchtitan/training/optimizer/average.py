@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.parallel.parts import ModelParts
-from torchtitan.training.optimizer.update import local_part, plain
+from torchtitan.training.optimizer.apply import local_part, plain
 
 KEY = "average"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Compile
-from torchtitan.training.optimizer.update import local_part
+from torchtitan.training.optimizer.apply import local_part
 
 # Elements updated at a time without a compiler: each operation then makes a new tensor of this size.
 _ELEMENTS = 1 << 24

@@ -1,6 +1,5 @@
 """Building the optimizer: which parameters AdamW updates, which Muon updates, and in which groups."""
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,8 +7,6 @@ import torch
 from torch import nn
 
 from torchtitan.config.schema import Compile, Optimizer
-from torchtitan.observe.log import logger
-from torchtitan.refusal import Refusal
 
 # The first update of n sharded tensors in one call takes time n^2: 2.3 s for the 723 tensors of Llama 3 70B.
 _MOST_IN_A_GROUP = 100
@@ -28,34 +25,14 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW, or Muon for the matrices whose names `takes_muon` accepts and AdamW for all other parameters."""
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
-    matrices = _muon_matrices(named, takes_muon) if config.name == "Muon" else []
+    if config.name == "AdamW":
+        return _build_adamw([p for _, p in named], config, compile_)
+    from torchtitan.training.optimizer.muon import MuonAndAdamW, find_matrices
+
+    matrices = find_matrices(named, takes_muon)
     chosen = set(matrices)
     adamw = _build_adamw([p for _, p in named if p not in chosen], config, compile_)
-    if not matrices:
-        return adamw
-    from torchtitan.training.optimizer.muon import MuonAndAdamW
-
-    return MuonAndAdamW(matrices, adamw)
-
-
-def _muon_matrices(named: Iterable[tuple[str, nn.Parameter]], takes_muon: Callable[[str], bool]) -> list[nn.Parameter]:
-    """The matrices for Muon. AdamW keeps the norms and biases, and the log lists each larger weight that it keeps."""
-    matrices, left_to_adamw = [], []
-    for name, parameter in named:
-        if parameter.ndim > 2 and takes_muon(name):
-            raise Refusal(
-                f'optimizer.name = "Muon", but {name} has the shape {list(parameter.shape)}, and torch\'s Muon updates '
-                f'only matrices; set optimizer.name = "AdamW", or make the model\'s takes_muon return False for this '
-                f"name, so that AdamW updates it"
-            )
-        if parameter.ndim > 2:
-            left_to_adamw.append(re.sub(r"\.\d+\.", ".*.", name))  # one entry for the same weight of all blocks
-        elif parameter.ndim == 2 and takes_muon(name):
-            matrices.append(parameter)
-    if left_to_adamw:
-        names = ", ".join(dict.fromkeys(left_to_adamw))
-        logger.info(f"AdamW updates these weights, which have too many dimensions for Muon: {names}")
-    return matrices
+    return MuonAndAdamW(matrices, adamw) if matrices else adamw
 
 
 def _build_adamw(parameters: list[nn.Parameter], config: Optimizer, compile_: Compile | None) -> torch.optim.AdamW:

@@ -1,9 +1,14 @@
 """Muon for some of the matrices, AdamW for everything else, behind one optimizer."""
 
+import re
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import nn
 
-from torchtitan.training.optimizer.update import divide_gradients
+from torchtitan.observe.log import logger
+from torchtitan.refusal import Refusal
+from torchtitan.training.optimizer.apply import divide_gradients
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -28,3 +33,23 @@ class MuonAndAdamW(torch.optim.Optimizer):
             divide_gradients(self.muon, self.grad_scale)  # type: ignore[attr-defined]
         self.muon.step()
         self.adamw.step()
+
+
+def find_matrices(named: Iterable[tuple[str, nn.Parameter]], takes_muon: Callable[[str], bool]) -> list[nn.Parameter]:
+    """The matrices for Muon. AdamW keeps the norms and biases, and the log lists each larger weight that it keeps."""
+    matrices, left_to_adamw = [], []
+    for name, parameter in named:
+        if parameter.ndim > 2 and takes_muon(name):
+            raise Refusal(
+                f'optimizer.name = "Muon", but {name} has the shape {list(parameter.shape)}, and torch\'s Muon updates '
+                f'only matrices; set optimizer.name = "AdamW", or make the model\'s takes_muon return False for this '
+                f"name, so that AdamW updates it"
+            )
+        if parameter.ndim > 2:
+            left_to_adamw.append(re.sub(r"\.\d+\.", ".*.", name))  # one entry for the same weight of all blocks
+        elif parameter.ndim == 2 and takes_muon(name):
+            matrices.append(parameter)
+    if left_to_adamw:
+        names = ", ".join(dict.fromkeys(left_to_adamw))
+        logger.info(f"AdamW updates these weights, which have too many dimensions for Muon: {names}")
+    return matrices

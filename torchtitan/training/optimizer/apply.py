@@ -1,7 +1,5 @@
-"""Applying an optimizer: clip and update, an update during backward, and states before the first update."""
+"""Applying an optimizer: clip and update, and states before the first update."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,25 +33,6 @@ def apply_update(
     optimizer.zero_grad()
 
 
-def update_in_backward(
-    optimizer: torch.optim.Optimizer, note: Callable[[Tensor], None], learning_rate: Callable[[], float]
-) -> None:
-    """Make backward update each parameter as soon as its gradient is complete, and free the gradient at once.
-
-    `note` receives each gradient before the update. An `apply_update` after backward finds no gradients and does
-    nothing.
-    """
-
-    def update(own_group: dict[str, Any], parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        note(parameter.grad)
-        _update_one(optimizer, own_group, parameter, learning_rate())
-
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(functools.partial(update, group))
-
-
 def make_states(optimizer: torch.optim.Optimizer) -> None:
     """Create the states that the first update would create, where there are none; parameters stay as they are.
 
@@ -67,14 +46,14 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in [p for p in group["params"] if p not in optimizer.state]:
             parameter.grad = torch.zeros_like(parameter)
-            _update_one(optimizer, group, parameter, 0.0)
+            update_one(optimizer, group, parameter, 0.0)
             if "step" in optimizer.state.get(parameter, {}):
                 optimizer.state[parameter]["step"].zero_()
     for group, values in zip(optimizer.param_groups, kept, strict=True):
         group.update(values)
 
 
-def _update_one(
+def update_one(
     optimizer: torch.optim.Optimizer, own_group: dict[str, Any], parameter: Tensor, learning_rate: float
 ) -> None:
     """Update one parameter and free its gradient: for a moment the optimizer's groups hold nothing else."""

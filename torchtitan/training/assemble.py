@@ -19,8 +19,7 @@ from torchtitan.models.spec import Blueprint
 from torchtitan.observe.run_folder import claim, open_run_folder
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import build_mesh
-from torchtitan.refusal import Refusal
-from torchtitan.training import data
+from torchtitan.training.data import check_data, needs_data
 from torchtitan.training.machine import check_machine
 from torchtitan.training.run import Run
 
@@ -34,25 +33,23 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
     hardware.check_restarts(place.world_size)
     device = hardware.pick_device(place.local_rank)
     hardware.keep_to_own_cores(place, device)
-    check_machine(config, device, is_own=not blueprint.reads_text)
+    check_machine(config, device, blueprint.reads_text)
     tokenizer = None
     if blueprint.reads_text:
-        if records and data.needs_data(config, place):
-            data.check_data(config)
+        if records and needs_data(config, place):
+            check_data(config)
         tokenizer = build_tokenizer(config.model.hf_assets_path)
         blueprint = blueprint.with_vocabulary(tokenizer.vocab_size)
-    parallelism = config.parallelism
-    plan_batch(config.training, plan_layout(parallelism, place.world_size).dp)
-    if parallelism.pipeline_parallel_memory_gib and parallelism.pipeline_parallel_layer_counts is None:
-        fix = "start with ./run_llama_train.sh, or set pipeline_parallel_layer_counts to what a dry run finds"
-        raise Refusal(f"parallelism.pipeline_parallel_memory_gib says what ranks may hold, but not the cut; {fix}")
     if config.debug.deterministic:
         hardware.use_deterministic_kernels(config.debug.deterministic_warn_only)
     folder, lock = Path(config.job.dump_folder), None
     if records and place.rank == 0:
         lock = claim(open_run_folder(config))
 
-    os.environ |= collectives.flight_recorder(config.comm, folder)
+    if device.type == "cuda":
+        from torchtitan.parallel.flight_recorder import flight_recorder
+
+        os.environ |= flight_recorder(config.comm, folder)
     timeout = config.comm.init_timeout_seconds
     collectives.start_process_group(device, place.rank, place.world_size, timeout)
     run = lay_out_ranks(config, blueprint, place, device, tokenizer, folder, lock)
