@@ -33,9 +33,9 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     from torchtitan.training.checkpoints.contents import list_contents
     from torchtitan.training.checkpoints.restore import Checkpoints
     from torchtitan.training.checkpoints.saves import Saves
+    from torchtitan.training.others import join_others
     from torchtitan.training.report import Reporter
     from torchtitan.training.sample import build_sampler
-    from torchtitan.training.swarm import join_swarm
     from torchtitan.training.update import Update
     from torchtitan.training.validate import Validator
 
@@ -49,22 +49,22 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
 
     # The run starts at step 0 or after a checkpoint.
     checkpoints = Checkpoints(config, run.folder, str(run.dims), run.tokens_per_step, watch)
-    swarm = join_swarm(config, run)  # with [swarm], several sites train one model
-    seed = run.agree_on_seed(checkpoints.seed if swarm.seed is None else swarm.seed)
+    others = join_others(config, run)  # whom the run meets after a step: with [swarm], other sites
+    seed = run.agree_on_seed(checkpoints.seed if others.seed is None else others.seed)
     config = with_seed(config, seed)  # from here on it is the configuration that repeats this run
-    loader, held_out = run.build_training_loader(seed, swarm.part), run.build_validation_loader()
+    loader, held_out = run.build_training_loader(seed, others.part), run.build_validation_loader()
     model = run.build_model(seed)
     logger.info(f"{run.describe_model()}, seed {seed}")
     if (total := config.lr_scheduler.total_steps or 0) > training.steps:
         logger.info(f"the learning rate follows a schedule of {total} steps (lr_scheduler.total_steps)")
     optimizer = run.build_optimizer(model)
     forward_backward = run.build_forward_backward(model)
-    update = Update(config, model, optimizer, run.mesh.stage_group, swarm.warming(run.learning_rate_factor))
-    swarm.attach(model)
-    contents = list_contents(model, optimizer, loader, checkpoints.best, update.average, swarm)
+    update = Update(config, model, optimizer, run.mesh.stage_group, others.warming(run.learning_rate_factor))
+    others.attach(model)
+    contents = list_contents(model, optimizer, loader, checkpoints.best, update.average, others)
     checkpoints.restore(contents, lambda: run.load_weights(model))
     saves = Saves(config, checkpoints, contents)
-    begun = step = swarm.begin(checkpoints.start.step)
+    begun = step = others.begin(checkpoints.start.step)
     update.after_update()  # what depends on the weights, such as float8's scales, depends on those that were loaded
 
     # Rank 0 writes the records.
@@ -100,7 +100,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
             loss = forward_backward(batch.to(run.device))  # training/step.py
             reporter.phases.mark()
             gradient_norm = update.apply(loss.count)
-            swarm.meet(step, interrupt.is_asked)
+            others.meet(step, interrupt.is_asked)
             reporter.add(batch.origin, loss, gradient_norm)
 
             saving = saves.due(step, is_time_up, validator.due(step))
@@ -128,7 +128,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
         with update.averaged():
             validator.finish(step, goes_on=stopping)  # after a kill here, the next start makes it up
 
-    swarm.close(step)
+    others.close(step)
     loader.close()
     reporter.close(step)
     run.stop()

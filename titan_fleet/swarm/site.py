@@ -25,15 +25,15 @@ from torchtitan.observe.metrics import JsonLines, TensorBoard
 from torchtitan.parallel.collectives import any_says_so, from_rank_0
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
+from torchtitan.training.others import Alone
 from torchtitan.training.run import Run
-from torchtitan.training.swarm import NoSwarm
 
 BEAT_SECONDS = 5.0
 LAST_SECONDS = 5.0  # added to the grace after the last step, for the way
 WARM_STEPS = 20  # after a late start, for the optimizer's empty moments
 
 
-class Site(NoSwarm):
+class Site(Alone):
     def __init__(self, config: Config, run: Run) -> None:
         section = self.section = swarm_of(config)
         assert section.site is not None and section.keys is not None

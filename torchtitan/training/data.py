@@ -55,7 +55,7 @@ def build_training_loader(
     device: torch.device,
     part: tuple[int, int] = (0, 1),
 ) -> Loader:
-    """This rank's streams of the training data, or of one of so many parts of it: a swarm's sites have one each."""
+    """This rank's streams of the training data, or of one of so many parts of it, where others read the rest."""
     training, layout = config.training, own_slots(plan, mesh, part)
     given, divided = training.sources or [_source_of(training)], holds_out(config)
     sources = open_sources(given, tokenizer, layout, training.epochs, divided=divided, pads=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan.data.loader import Loader
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.optimizer import make_states, plain
-from torchtitan.training.swarm import NoSwarm
+from torchtitan.training.others import Alone
 
 if TYPE_CHECKING:
     from torchtitan.training.checkpoints.best import Best
@@ -50,7 +50,7 @@ def list_contents(
     loader: Loader,
     best: "Best | None",
     average: "Average | None",
-    swarm: NoSwarm,
+    others: Alone,
 ) -> list[Content]:
     """All that a run saves. The weights come first, because the average may begin with them."""
 
@@ -64,7 +64,7 @@ def list_contents(
         Content("model", "weights", partial(_model_tensors, model), load=partial(fill_copies, {})),
         Content("optimizer", "optimizer", optimizer_tensors, load=partial(fill_copies, optimizer.state)),
         Content("data", "data", *data, varies=True),
-        Content("swarm", "resume", swarm.tensors, swarm.state, lambda state, _: swarm.load(state)),
+        Content("swarm", "resume", others.tensors, others.state, lambda state, _: others.load(state)),
     ]
     if average is not None:
         load = partial(fill_copies, average.states)

@@ -1,4 +1,4 @@
-"""A run's place among the sites of a swarm. A run without [swarm] trains alone, and loads none of titan_fleet/swarm."""
+"""Whom a run may meet after a step. A run that no section of another package takes to others trains alone."""
 
 import pkgutil
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.run import Run
 
 
-class NoSwarm:
-    """What train.py asks of a swarm, for a run that is in none. titan_fleet/swarm/site.py says it for the others."""
+class Alone:
+    """What train.py asks of whom a run meets, where it meets nobody; titan_fleet/swarm/site.py meets some."""
 
-    seed: int | None = None  # the swarm's
+    seed: int | None = None  # that all of them have
     part = 0, 1  # of the training data, and how many parts there are
 
     def warming(self, factor: Callable[[int], float]) -> Callable[[int], float]:
@@ -40,9 +40,9 @@ class NoSwarm:
     def close(self, step: int) -> None: ...
 
 
-def join_swarm(config: Config, run: Run) -> NoSwarm:
+def join_others(config: Config, run: Run) -> Alone:
     for section in other_sections(config):
         if section.joins is not None:
-            site: NoSwarm = pkgutil.resolve_name(section.joins)(config, run)
+            site: Alone = pkgutil.resolve_name(section.joins)(config, run)
             return site
-    return NoSwarm()
+    return Alone()
