@@ -27,10 +27,10 @@ unset TOKENIZERS_PARALLELISM
 unset PYTHONDONTWRITEBYTECODE # else every process compiles what it imports
 shared=(--numprocesses 2 --no-loadscope-reorder) # tests/conftest.py divides the tests
 case "${1:-}" in
-  "") set -- "${shared[@]}" -m "not all" ;;
-  recipe) set -- tests/recipe tests/house "${shared[@]}" -m "not all" "${@:2}" ;;
-  planner | fleet) set -- "tests/$1" "${shared[@]}" -m "not all" "${@:2}" ;;
+  "") set -- "${shared[@]}" ;;
+  recipe) set -- tests/recipe tests/house "${shared[@]}" "${@:2}" ;;
+  planner | fleet) set -- "tests/$1" "${shared[@]}" "${@:2}" ;;
   --quick) set -- "${shared[@]}" -m "not slow and not all" "${@:2}" ;;
-  --all) set -- "${shared[@]}" "${@:2}" ;;
+  --all) set -- "${shared[@]}" -m "" "${@:2}" ;;
 esac
 exec "$py" -m pytest "$@"
