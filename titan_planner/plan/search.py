@@ -15,7 +15,7 @@ from titan_planner.plan.memory import Held, sizes_of, staged, whole
 from titan_planner.plan.traffic import traffic
 from torchtitan.models.operations import Number, Share, Work
 from torchtitan.models.spec import Blueprint
-from torchtitan.models.stages import balanced_counts
+from torchtitan.models.split import balanced_counts
 
 FILLED = 0.9  # of a device's memory: the rest is for the context, NCCL, fragments, and for what is predicted too low
 Entry = tuple[float, float, int, int]  # seconds, bytes, the number of a table, and the index in it

@@ -12,7 +12,7 @@ from titan_planner.plan.cost import Device, Layout, Machine, Rates, step
 from torchtitan.config.keys.model import Model
 from torchtitan.models.families import find_model
 from torchtitan.models.operations import Share, Work
-from torchtitan.models.stages import balanced_counts
+from torchtitan.models.split import balanced_counts
 
 _UNLIKE = 1.1  # devices or links that are further apart are named
 _NOISE = 0.05  # of a step's seconds: what the formulas leave out

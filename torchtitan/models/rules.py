@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 from torchtitan.config.schema import Config
 from torchtitan.models.spec import Blueprint
-from torchtitan.models.stages import plan_microbatches, plan_stages
-from torchtitan.refusal import Refusal
 
 
 def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
@@ -29,7 +27,9 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
     # If the degree is refused, checking lengths against it would only repeat the mistake.
     yield from _lengths(blueprint, config, tp=1 if refused else config.parallelism.tensor_parallel_degree)
     if config.parallelism.pipeline_parallel_degree > 1:
-        yield from _pipeline(blueprint, config)
+        from torchtitan.models.pipeline_rules import find_pipeline_refusals
+
+        yield from find_pipeline_refusals(blueprint, config)
     yield from _float8(blueprint, config)
 
 
@@ -49,46 +49,6 @@ def _lengths(blueprint: Blueprint, config: Config, tp: int) -> Iterator[str]:
             yield (
                 f"{key} = {seq_len} does not divide into the pieces of context_parallel_degree {cp} and "
                 f"tensor_parallel_degree {tp}; use a multiple of {unit}, as {-(-seq_len // unit) * unit}"
-            )
-
-
-def _pipeline(blueprint: Blueprint, config: Config) -> Iterator[str]:
-    """Whether the parts can be cut into stages, and whether the schedule can run on them."""
-    parallelism, training = config.parallelism, config.training
-    try:
-        plan = plan_stages(blueprint.parts(training.seq_len), parallelism)
-        if plan.backward_in_two_parts:
-            yield from _two_parts(config)
-        plan_microbatches(parallelism, plan, training.local_batch_size)
-    except Refusal as error:
-        yield str(error)
-    if config.validation.enable and config.validation.local_batch_size not in (None, training.local_batch_size):
-        yield (
-            f"validation.local_batch_size = {config.validation.local_batch_size} goes through the training's pipeline "
-            f"schedule, made for training.local_batch_size; use {training.local_batch_size}"
-        )
-
-
-def _two_parts(config: Config) -> Iterator[str]:
-    """Find keys that a schedule excludes if it computes gradients of inputs first and gradients of weights later."""
-    recompute, parallelism = config.activation_checkpoint, config.parallelism
-    csv = parallelism.pipeline_parallel_schedule_csv
-    name = "parallelism.pipeline_parallel_schedule" + ("_csv" if csv else "")
-    for cannot, fix in (
-        (config.compile.model, "a compiled block cannot do; leave model out of compile.components"),
-        (
-            recompute.by_operation,
-            'recomputing by operation cannot do; use a number as activation_checkpoint.selective_ac_option, or "full"',
-        ),
-        (
-            parallelism.fsdp_reshard_after_forward == "always",
-            'needs the parameters that forward used; set fsdp_reshard_after_forward = "default"',
-        ),
-    ):
-        if cannot:
-            yield (
-                f'{name} = "{csv or parallelism.pipeline_parallel_schedule}" runs backward in two parts, which '
-                f"{fix}, or use {'whole backwards (B)' if csv else 'Interleaved1F1B'}"
             )
 
 

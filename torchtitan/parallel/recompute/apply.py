@@ -34,7 +34,7 @@ def apply_recompute(
         "early_stop": config.early_stop,
     }
     if config.by_operation:
-        from torchtitan.parallel.recompute_by_operation import keep_expensive_operations
+        from torchtitan.parallel.recompute.by_operation import keep_expensive_operations
 
         options["context_fn"] = keep_expensive_operations
     every = 1 if config.by_operation or config.mode != "selective" else int(config.selective_ac_option)
