@@ -48,8 +48,8 @@ def main() -> None:
     console.print(Text.from_ansi(shown.replace(f"{folder}/run", "outputs")))
     svg = console.export_svg(title=RUN)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # a page's picture may not load fonts
-    (DOCS / "run.svg").write_text(svg, encoding="utf-8")
-    plan = [sys.executable, "-m", "torchtitan", "plan", *PLAN.split(), "--drawing", str(DOCS / "pipeline.svg")]
+    (DOCS / "recipe/run.svg").write_text(svg, encoding="utf-8")
+    plan = [sys.executable, "-m", "torchtitan", "plan", *PLAN.split(), "--drawing", str(DOCS / "planner/pipeline.svg")]
     subprocess.run([*plan, "--", *LAYOUT.split()], cwd=DOCS.parent, check=True)
 
 

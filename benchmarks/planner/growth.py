@@ -1,6 +1,6 @@
 """How a step grows with the number of GPUs and with each axis, by the planner's closed forms; writes SVGs for the docs.
 
-    PYTHONPATH=. python benchmarks/planner/growth.py docs
+    PYTHONPATH=. python benchmarks/planner/growth.py docs/planner
 
 Nothing here is measured. The GPUs are H100s in nodes of 8, as clusters/h100_1x8.toml describes them.
 """
@@ -103,4 +103,4 @@ def save(path: Path, title: str, below: str, lines: dict[str, Line], log: bool =
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/planner"))

@@ -88,10 +88,10 @@ def describes(path: Path, what: str) -> Iterator[None]:
     except Refusal:
         raise
     except KeyError as error:
-        raise Refusal(f"{path} has no {error}; docs/planner/planner.md describes the format") from None
+        raise Refusal(f"{path} has no {error}; docs/planner/unlike.md describes the format") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         wrong = f"{type(error).__name__}: {error}"
-        raise Refusal(f"{path} describes no {what} ({wrong}); docs/planner/planner.md describes the format") from None
+        raise Refusal(f"{path} describes no {what} ({wrong}); docs/planner/unlike.md describes the format") from None
 
 
 def is_unlike(path: Path) -> bool:

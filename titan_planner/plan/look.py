@@ -104,7 +104,7 @@ def messages(timeline: Timeline) -> Iterator[tuple[int, int, float]]:
 def to_svg(title: str, timeline: Timeline, hop: float) -> str:
     """Ranks from top to bottom, time from left to right; the paler a stage, the later it comes on its rank.
 
-    White is idle time, and a line is a message.
+    White is idle time, and a line is a message, as a legend below the ranks says.
     """
     scale = (_SVG_WIDTH - _LEFT) / timeline.seconds
     height = _TOP + _SVG_ROW * len(timeline.spans) + 40
@@ -131,6 +131,20 @@ def to_svg(title: str, timeline: Timeline, hop: float) -> str:
         ]
         (x, y), (x2, y2) = ends
         lines.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x2:.1f}" y2="{y2}" stroke="#555" stroke-width="0.4"/>')
+    lines += legend(timeline, height - 15)
     lines.append(f'<text x="{_LEFT}" y="{height - 15}">0 s</text>')
     lines.append(f'<text x="{_SVG_WIDTH}" y="{height - 15}" text-anchor="end">{timeline.seconds:.2f} s</text></svg>')
     return "\n".join(lines) + "\n"
+
+
+def legend(timeline: Timeline, bottom: int) -> Iterator[str]:
+    """What colors and lines mean, in a row between both ends of the time axis."""
+    left, kinds = _LEFT + 110, {span.action.kind for spans in timeline.spans for span in spans}
+    for name, color in ((KINDS[kind], COLORS[kind]) for kind in COLORS if kind in kinds):
+        yield f'<rect x="{left}" y="{bottom - 10}" width="12" height="12" fill="{color}"/>'
+        yield f'<text x="{left + 18}" y="{bottom}">{name}</text>'
+        left += 60 + 6 * len(name)
+    several = any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans)
+    rest = "message; white: the rank waits" + "; paler: a later stage of the rank" * several
+    yield f'<line x1="{left}" y1="{bottom - 2}" x2="{left + 16}" y2="{bottom - 8}" stroke="#555" stroke-width="0.8"/>'
+    yield f'<text x="{left + 22}" y="{bottom}">{rest}</text>'

@@ -42,7 +42,7 @@ _RECOMPUTES = {"none": "none", "false": "none", "full": "full", "true": "full", 
 _RECOMPUTES |= {each: each for each in ("selective op", "every second layer", "attention")}
 _NOT_FLOAT8 = ("none", "false", "bf16", "bfloat16", "fp16", "float16")
 _SCHEDULES = ("", "none", "1f1b", "interleaved1f1b", "gpipe")
-_FIX = ", or name the row in --leave_out; docs/planner/planner.md has the formats"
+_FIX = ", or name the row in --leave_out; docs/planner/published.md has the formats"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def read_tables(path: Path) -> dict[str, Any]:
         raise Refusal(f"{path} cannot be read as TOML: {error}") from None
     rows = tables.get("row")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise Refusal(f"{path} has no [[row]]; docs/planner/planner.md describes the two formats")
+        raise Refusal(f"{path} has no [[row]]; docs/planner/published.md describes the two formats")
     return tables
 
 
