@@ -1,4 +1,4 @@
-"""Draws README's two pictures: a real run of the debug model in a terminal, and a pipeline that `plan` chose.
+"""Draws two pictures: README's run of the debug model in a terminal, and the planner's page's pipeline.
 
 python scripts/draw_readme.py    # docs/recipe/run.svg and docs/planner/pipeline.svg, in about two minutes on two cores
 """
@@ -48,8 +48,8 @@ def main() -> None:
     console.print(Text.from_ansi(shown.replace(f"{folder}/run", "outputs")))
     svg = console.export_svg(title=RUN)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # a page's picture may not load fonts
-    (DOCS / "run.svg").write_text(svg, encoding="utf-8")
-    plan = [sys.executable, "-m", "torchtitan", "plan", *PLAN.split(), "--drawing", str(DOCS / "pipeline.svg")]
+    (DOCS / "recipe/run.svg").write_text(svg, encoding="utf-8")
+    plan = [sys.executable, "-m", "torchtitan", "plan", *PLAN.split(), "--drawing", str(DOCS / "planner/pipeline.svg")]
     subprocess.run([*plan, "--", *LAYOUT.split()], cwd=DOCS.parent, check=True)
 
 
