@@ -103,7 +103,9 @@ def page() -> str:
         lines += ["", TRAIN] if "prepare" in verbs else []
         for verb in verbs:
             module, parser = load(verb)
-            shown = re.sub(r"^  -h, --help .*\n", "", parser.format_help().replace(" [-h]", ""), flags=re.MULTILINE)
+            usage, _, rest = parser.format_help().partition("\n\n")
+            needed = re.sub(r" \[-[^\[\]]*(\[[^\]]*\])?\]", "", " ".join(usage.split()))  # without what may be left out
+            shown = re.sub(r"^  -h, --help .*\n", "", f"{needed} [options]\n\n{rest}", flags=re.MULTILINE)
             lines += ["", f"### {verb}", "", f"{module.HELP[0].upper()}{module.HELP[1:]}.", ""]
             lines += ["```text", shown.removesuffix("\noptions:\n").strip(), "```"]
     return "\n".join(lines) + "\n"
