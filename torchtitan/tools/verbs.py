@@ -102,10 +102,9 @@ def page() -> str:
         lines += ["", f"## {group.capitalize()}"]
         lines += ["", TRAIN] if "prepare" in verbs else []
         for verb in verbs:
-            module, parser = load(verb)
-            usage, _, rest = parser.format_help().partition("\n\n")
+            usage, _, rest = load(verb)[1].format_help().replace(" [-h]", "").partition("\n\n")
             needed = re.sub(r" \[-[^\[\]]*(\[[^\]]*\])?\]", "", " ".join(usage.split()))  # without what may be left out
-            shown = re.sub(r"^  -h, --help .*\n", "", f"{needed} [options]\n\n{rest}", flags=re.MULTILINE)
-            lines += ["", f"### {verb}", "", f"{module.HELP[0].upper()}{module.HELP[1:]}.", ""]
-            lines += ["```text", shown.removesuffix("\noptions:\n").strip(), "```"]
+            needed += " [options]" if " [-" in usage else ""
+            rest = re.sub(r"^  -h, --help .*\n", "", rest, flags=re.MULTILINE).replace("options:\n\n", "")
+            lines += ["", f"### {verb}", "", "```text", f"{needed}\n\n{rest.removesuffix('options:').strip()}", "```"]
     return "\n".join(lines) + "\n"
