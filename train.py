@@ -4,7 +4,7 @@
 
 Every option: `python train.py --help`. On several devices: `./run_llama_train.sh`. The run is a function of the
 configuration, the data and the seed; how many processes share the work changes only rounding
-(docs/recipe/layouts-measured.md) and what a model's dropout draws.
+(docs/recipe/figures.md) and what a model's dropout draws.
 """
 
 import gc

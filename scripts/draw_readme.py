@@ -1,4 +1,4 @@
-"""Draws README's two pictures: a real run of the debug model in a terminal, and a pipeline that `plan` chose.
+"""Draws two pictures: README's run of the debug model in a terminal, and the planner's page's pipeline.
 
 python scripts/draw_readme.py    # docs/recipe/run.svg and docs/planner/pipeline.svg, in about two minutes on two cores
 """

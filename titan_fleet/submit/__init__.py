@@ -1,0 +1,1 @@
+"""One job, described to Slurm, Run:ai, Kubernetes and SkyPilot. No torch."""

@@ -1,0 +1,1 @@
+"""A network between distant sites, emulated in namespaces of one machine."""

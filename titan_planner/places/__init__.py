@@ -1,0 +1,1 @@
+"""Layouts for unlike nodes and links: where each rank goes."""

@@ -1,0 +1,1 @@
+"""Measures the devices and links of machines that are there."""

@@ -1,0 +1,1 @@
+"""Runs that others measured and published, as rows to fit and to predict."""

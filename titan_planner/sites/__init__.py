@@ -1,0 +1,1 @@
+"""Forms the sites of a swarm out of unlike providers."""

@@ -7,7 +7,7 @@ from torchtitan import hardware
 
 SECONDS_TO_SAVE = 290  # between the warning and the end of a job; Kubernetes adds ten
 SECONDS_TO_END = 40  # of the other nodes after one has failed; torchrun itself waits 30 s for its ranks
-# On a CPU, malloc keeps freed memory, for fresh pages cost a tenth of a step (docs/recipe/performance.md).
+# On a CPU, malloc keeps freed memory, for fresh pages cost a tenth of a step (docs/recipe/figures.md).
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),

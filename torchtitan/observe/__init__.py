@@ -1,0 +1,1 @@
+"""What a run records: numbers, log, traces, its folder, failures."""

@@ -1,6 +1,6 @@
 """Causal attention on a CPU by matrix products: a piece of the queries at a time, over the keys they may see.
 
-Compiled and on short sequences it takes a third to a half of torch's kernel's time (docs/recipe/performance.md). As in
+Compiled and on short sequences it takes a third to a half of torch's kernel's time (docs/recipe/figures.md). As in
 FlashAttention (arXiv:2205.14135), backward computes the probabilities again, so memory grows linearly with the length.
 """
 

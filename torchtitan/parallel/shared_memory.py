@@ -1,6 +1,6 @@
 """FSDP's all-gather and reduce-scatter through shared memory instead of sockets, for ranks on one machine's CPU.
 
-The sums equal gloo's. The time that communication adds to a step falls to a third (docs/recipe/performance.md). FSDP2
+The sums equal gloo's. The time that communication adds to a step falls to a third (docs/recipe/figures.md). FSDP2
 takes these objects in `set_custom_all_gather` and `set_custom_reduce_scatter`.
 """
 

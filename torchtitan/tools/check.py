@@ -17,7 +17,9 @@ HELP = "find what would stop a run on this machine, without torch"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
+    parser.add_argument(
+        "file", metavar="FILE.toml", nargs="?", help="the configuration (default: --job.config_file after --)"
+    )
     parser.add_argument(
         "--world_size", type=int, help="ranks the run will have; without it, what depends on them is not checked"
     )

@@ -15,6 +15,7 @@ from torchtitan.tools import verbs
 SCHEMA_FILE = Path("train_configs/schema.json")
 DOC_FILE, VERBS_FILE = Path("docs/recipe/configuration.md"), Path("docs/verbs.md")
 _BEGIN, _END = "<!-- keys: written by `python -m torchtitan schema` -->", "<!-- end of keys -->"
+_OURS = "Not in torchtitan."  # the last words of a help text; on the page a mark
 # Tables that a file may have; Config() has none of them, so sections() does not list them.
 _TABLES_IN_FILES: dict[str, type[Section]] = {"[training.sources]": DataSource, "model.rope_scaling": RopeScaling}
 
@@ -48,5 +49,7 @@ def _keys(name: str, section: type[Section]) -> str:
     items = []
     for key, field in section.model_fields.items():
         default = "none" if field.default is None else "required" if field.is_required() else json.dumps(field.default)
-        items.append(f"- **`{key}`** `{default}`: {field.description}\n")
+        text = (field.description or "").removesuffix(_OURS).rstrip()
+        mark = " †" if field.description != text else ""
+        items.append(f"- **`{key}`**{mark} `{default}`: {text}\n")
     return f"### `[{name}]`\n\n{section.__doc__}\n\n{''.join(items)}\n"

@@ -15,7 +15,9 @@ _KEYS = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
+    parser.add_argument(
+        "file", metavar="FILE.toml", nargs="?", help="the configuration (default: --job.config_file after --)"
+    )
     parser.epilog = "After --: options of train.py."
 
 

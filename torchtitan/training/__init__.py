@@ -1,0 +1,1 @@
+"""Assembles a run out of the rooms below it, and takes its steps."""

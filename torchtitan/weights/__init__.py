@@ -1,0 +1,1 @@
+"""Named tensors, read one at a time from checkpoints, Hugging Face folders and publishers' own files."""

@@ -1,4 +1,4 @@
-"""How far each layout's loss, gradient norm and parameters are from one process's: docs/recipe/layouts-measured.md.
+"""How far each layout's loss, gradient norm and parameters are from one process's: docs/recipe/figures.md.
 
 python -m tests.recipe.distributed.differences
 python -m tests.recipe.distributed.differences compiled

@@ -1,4 +1,4 @@
-"""README's commands, run as they stand in a copy of the repository; only training is made shorter."""
+"""The commands of README and docs/README.md, run as they stand in a copy of the tree; only training is made shorter."""
 
 import functools
 import json
@@ -14,13 +14,19 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
+from torchtitan.root import PACKAGES
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(300)  # README's commands take as many cores as there are, and others may use them
-README = (ROOT / "README.md").read_text()
+README, PAGES = (ROOT / "README.md").read_text(), (ROOT / "docs/README.md").read_text()
+OTHERS = re.compile(r"torchtitan (plan|netem|launch|console|reach|swarm|drill)\b")  # verbs of the other two packages
 COMMANDS = [
-    *(line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()),
-    *re.findall(r"^\| [^|]* \| `([^`]+)` \| \[", README, re.MULTILINE),  # in the table: what, command, page
+    command
+    for command in [
+        *(line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()),
+        *re.findall(r"^\| [^|]* \| `([^`]+)` \| \[", README + PAGES, re.MULTILINE),  # what, command, page
+    ]
+    if not command.startswith("git clone") and (len(PACKAGES) == 3 or not OTHERS.search(command))
 ]
 SHORT = "--training.steps 3 --training.seq_len 64 --lr_scheduler.warmup_steps 1 --metrics.log_freq 1"
 SHORT += " --validation.steps 1"

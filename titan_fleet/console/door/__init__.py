@@ -1,0 +1,1 @@
+"""Decides who may ask the console for what."""

@@ -1,0 +1,1 @@
+"""The console's pages, drawn from what actions.py and library.py answer."""

@@ -1,0 +1,1 @@
+"""Runs verbs for the console, in processes of their own."""

@@ -1,0 +1,1 @@
+"""The server that sites call: it admits them, merges their fragments, and serves the anchor."""

@@ -1,0 +1,1 @@
+"""A pipeline's schedule as actions on a timeline."""

@@ -1,0 +1,1 @@
+"""Tokens that `prepare` made once, and that training maps into memory."""

@@ -1,0 +1,1 @@
+"""Where text comes from: the kinds of files and data sets, and how a stream reads them."""

@@ -1,0 +1,1 @@
+"""All kinds of tokenizer behind one interface."""

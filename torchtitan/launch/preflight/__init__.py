@@ -1,0 +1,1 @@
+"""Checks between nodes before a run: every node's part, and node 0's."""

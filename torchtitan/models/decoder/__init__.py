@@ -1,0 +1,1 @@
+"""The decoder that all families are: its shape, network, tensor-parallel plan, and names in published files."""

@@ -1,0 +1,1 @@
+"""The families Llama 2 and 3."""

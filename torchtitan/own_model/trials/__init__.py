@@ -1,0 +1,1 @@
+"""What is tried on a module's first samples before it trains, so that mistakes show at once."""

@@ -1,0 +1,1 @@
+"""Trains two configurations from one seed and compares their losses."""

@@ -15,7 +15,9 @@ HELP = "estimate what each rank would hold and move, without the machines"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE.toml", nargs="?", help="the configuration (default: what options name)")
+    parser.add_argument(
+        "file", metavar="FILE.toml", nargs="?", help="the configuration (default: --job.config_file after --)"
+    )
     parser.add_argument("--world_size", type=int, help="ranks of the run (default: WORLD_SIZE)")
     parser.epilog = "After --: options of train.py."
 

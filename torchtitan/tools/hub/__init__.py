@@ -1,0 +1,1 @@
+"""Downloads, converts, exports and pushes weights and tokenizers."""

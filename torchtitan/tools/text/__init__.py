@@ -1,0 +1,1 @@
+"""Generates text, evaluates weights, trains a tokenizer."""
