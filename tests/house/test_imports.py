@@ -392,7 +392,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def test_a_plain_run_loads_only_the_core_and_at_most_8020_lines(tmp_path):
+def test_a_plain_run_loads_only_the_core_and_at_most_8080_lines(tmp_path):
     """From the first import to the last line of the log of the debug model."""
     options = "--training.steps 2 --lr_scheduler.warmup_steps 1 --training.seq_len 64 --validation.steps 1".split()
     words = ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path), *options]
@@ -402,7 +402,7 @@ def test_a_plain_run_loads_only_the_core_and_at_most_8020_lines(tmp_path):
     keys = [ROOT / "titan_fleet" / name for name in ("__init__.py", "section.py")]  # [swarm]
     outside = [path for path in files if within(module_of(path), OUTSIDE_A_PLAIN_RUN) and path not in keys]
     num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    assert not outside and num_lines <= 8020  # blank lines and comments, too
+    assert not outside and num_lines <= 8080  # blank lines and comments, too
 
 
 def test_a_folder_has_at_most_16_files():
