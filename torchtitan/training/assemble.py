@@ -47,7 +47,7 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
         lock = claim(open_run_folder(config))
 
     if device.type == "cuda":
-        from torchtitan.parallel.flight_recorder import flight_recorder
+        from torchtitan.training.flight_recorder import flight_recorder
 
         os.environ |= flight_recorder(config.comm, folder)
     timeout = config.comm.init_timeout_seconds

@@ -62,7 +62,7 @@ def apply_parallelism(
 
         exchange_attention(model, AttentionByProducts)
     if config.activation_checkpoint.mode != "none" or compile_.model:
-        from torchtitan.parallel.recompute.apply import apply_recompute
+        from torchtitan.parallel.recompute import apply_recompute
 
         apply_recompute(model, blueprint.layers, config.activation_checkpoint, compile_.model)
     if compile_.enable:

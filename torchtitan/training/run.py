@@ -134,7 +134,7 @@ class Run:
     def make_trace_folder(self) -> None:
         """For what NCCL writes when a collective times out."""
         if self.device.type == "cuda":
-            from torchtitan.parallel.flight_recorder import make_trace_folder
+            from torchtitan.training.flight_recorder import make_trace_folder
 
             make_trace_folder(self.config.comm, self.folder)
 

@@ -15,7 +15,7 @@ from torchtitan.config.schema import Comm
 from torchtitan.observe.peers import beats, watch
 from torchtitan.observe.peers.hang import Whereabouts, describe, find_laggards, locate, ranges
 from torchtitan.observe.peers.verdict import Verdict
-from torchtitan.parallel.flight_recorder import flight_recorder
+from torchtitan.training.flight_recorder import flight_recorder
 
 
 def at(step: int, collective: str = "all_reduce", place: str = "train.py:1 (main)", error: str = "") -> Whereabouts:

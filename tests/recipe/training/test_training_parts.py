@@ -15,7 +15,7 @@ from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import GlobalNorm, squares_at_once, squares_by_row
 from torchtitan.parallel.parts import ModelParts
-from torchtitan.parallel.recompute.apply import apply_recompute
+from torchtitan.parallel.recompute import apply_recompute
 from torchtitan.refusal import Refusal
 from torchtitan.training.loss import _Kernels, build_loss, cross_entropy_sum
 from torchtitan.training.optimizer import apply_update, build_optimizer, make_states
