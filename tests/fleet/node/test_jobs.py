@@ -172,6 +172,17 @@ def test_a_stop_during_the_start_is_kept(home: Path) -> None:
     program.close()
 
 
+def test_a_stop_that_may_wait_for_long_does_not_put_off_one_that_may_not(home: Path) -> None:
+    program = Program(home)
+    program.start("deaf", "deaf lines = 100000")
+    follow(program, "deaf", bytearray(), until=20)
+    asked = {program.send(do="stop", run="deaf", seconds=seconds) for seconds in (1, 600)}
+    answers = [program.read(), program.read()]
+    assert {answer["id"] for answer in answers} == asked
+    assert [answer["state"] for answer in answers] == ["stopped", "stopped"]
+    program.close()
+
+
 def test_where_the_end_cannot_be_written_the_keeper_waits_with_it(home: Path) -> None:
     program = Program(home)
     program.start("full", "lines = 200")
