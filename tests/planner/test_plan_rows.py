@@ -125,22 +125,22 @@ def test_megatrons_memory_is_weights_gradients_a_share_of_the_optimizer_and_acti
 def test_reserved_memory_is_predicted_from_two_rows() -> None:
     rows = [row for row in read_rows(PLANNING / "torchtitan_tables.toml") if row.memory_bytes]
     h100 = [row for row in rows if int(row.name) < 42]
-    for some, bar in ((h100, 0.06), ([row for row in h100 if row.layout.tp == 1], 0.03)):
+    for some, bar in ((h100, 0.048), ([row for row in h100 if row.layout.tp == 1], 0.025)):
         errors = []
         for known in itertools.combinations(some, 2):
             times = fit_bytes(known)
             errors.append(statistics.mean(abs(row.bytes(**times) / row.memory_bytes - 1) for row in some))
-        assert statistics.median(errors) <= bar
+        assert statistics.median(errors) == pytest.approx(bar, abs=0.0005)
 
 
 @pytest.mark.parametrize(
     ("file", "bar"),
     [
-        ("mpt_a100_80gb", 0.06),
-        ("mpt_a100_40gb", 0.08),
-        ("mpt_h100", 0.08),
-        ("nemo_h100", 0.07),
-        ("simumax_b200", 0.07),
+        ("mpt_a100_80gb", 0.044),
+        ("mpt_a100_40gb", 0.060),
+        ("mpt_h100", 0.052),
+        ("nemo_h100", 0.048),
+        ("simumax_b200", 0.055),
     ],
 )
 def test_other_software_is_predicted_from_two_rows(file: str, bar: float) -> None:
@@ -150,10 +150,14 @@ def test_other_software_is_predicted_from_two_rows(file: str, bar: float) -> Non
         known = draw.sample(rows, 2)
         rates, _ = fit(known, 2)
         errors.append(statistics.mean(abs(row.error(rates)) for row in rows if row not in known))
-    assert statistics.median(errors) <= bar
+    assert statistics.median(errors) == pytest.approx(bar, abs=0.0005)
 
 
-def test_memory_of_megatron_on_b200_is_predicted_without_a_fit() -> None:
-    rows = [row for row in read_rows(PLANNING / "simumax_b200.toml") if row.memory_bytes]
-    assert len(rows) == 24
-    assert statistics.mean(abs(row.bytes() / (row.memory_bytes or 1) - 1) for row in rows) <= 0.05
+@pytest.mark.parametrize(
+    ("file", "count", "mean", "most"), [("torchtitan_tables", 18, 0.051, 0.134), ("simumax_b200", 24, 0.035, 0.086)]
+)
+def test_memory_is_predicted_without_a_fit(file: str, count: int, mean: float, most: float) -> None:
+    rows = [row for row in read_rows(PLANNING / f"{file}.toml") if row.memory_bytes]
+    errors = [abs(row.bytes() / (row.memory_bytes or 1) - 1) for row in rows[:count]]  # then come two of H200
+    assert len(errors) == count and statistics.mean(errors) == pytest.approx(mean, abs=0.0005)
+    assert max(errors) == pytest.approx(most, abs=0.0005)

@@ -21,8 +21,8 @@ flavor = "tiny"
 hf_assets_path = "tests/assets/tokenizer"
 [training]
 seq_len = 64
-local_batch_size = 4
-global_batch_size = 4
+local_batch_size = 2
+global_batch_size = 2
 mixed_precision_param = "float32"
 [swarm]
 every_seconds = 60.0
@@ -68,8 +68,9 @@ def test_providers_form_sites_whose_cuts_fit_each_ones_memory(
     assert "a part that fits: small" in said and "swarm keys --syncer meet.example.org --sites site-1,site-2" in said
 
 
-def test_what_no_cut_holds_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+def test_what_no_provider_holds_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    """tests/recipe/tools/test_dry_run.py refuses what no cut holds."""
     with pytest.raises(
-        Refusal, match=r"the model does not fit these 2 providers\. 1 sites: one alone holds 0\.00 GiB, and needs"
+        Refusal, match=r"the model does not fit these 1 providers\. 1 sites: one alone holds 0\.00 GiB, and needs"
     ):
-        verb.run(planned(tmp_path, {"one": 0.004, "other": 0.003}), [])
+        verb.run(planned(tmp_path, {"one": 0.004}), [])

@@ -39,7 +39,7 @@ _CHECK_SECONDS, _KEEPER_SECONDS, _SECONDS_MORE = 120, 60, 30
 class Jobs:
     def __init__(self, folders: Folders, archives: Archives, more_names: Sequence[str]) -> None:
         self._folders, self._archives, self._more = folders, archives, set(more_names)
-        self._lock = threading.Lock()
+        self._lock, self._stops = threading.Lock(), threading.Lock()
 
     def start(self, job: Start) -> Path:
         """Start a keeper with this node's ranks; the folder of this part of the run."""
@@ -122,8 +122,14 @@ class Jobs:
         parts = self._folders.parts(run)
         for part in parts:
             if state_of(part) == "running":
-                processes.write_whole(part / "stop.json", {"seconds": seconds})
+                self._ask(part / "stop.json", seconds)
         return [_wait(part, time.monotonic() + seconds + _SECONDS_MORE) for part in parts][-1] if parts else "lost"
+
+    def _ask(self, file: Path, seconds: int) -> None:
+        """Keep the least of what was asked: of two requests, the later may arrive first."""
+        with self._stops:
+            asked = processes.read_record(file).get("seconds")
+            processes.write_whole(file, {"seconds": min(seconds, asked) if isinstance(asked, int) else seconds})
 
 
 def own_environment() -> dict[str, str]:

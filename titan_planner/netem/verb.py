@@ -82,11 +82,12 @@ def _sites(args: argparse.Namespace, command: Sequence[str]) -> Sites:
     if len(chosen) != 1:
         raise Refusal(f"--case {args.case} names {len(chosen)} networks of {args.file}; use one of: {'; '.join(names)}")
     network = chosen[0][1]
-    bits = network.bandwidth * 1e9 * args.rate_factor
     regions = ["".join(c if c.isalnum() else "-" for c in region) for region in network.regions]
     count = len(regions)
-    if args.rate_factor <= 0 or any(bits[a, b] <= 0 for a in range(count) for b in range(count) if a != b):
+    rates = (network.bandwidth[a, b] for a in range(count) for b in range(count) if a != b)
+    if args.rate_factor <= 0 or min(rates, default=1) <= 0:
         raise Refusal("a rate is not above 0; give every link a rate, and a --rate_factor above 0")
+    bits = network.bandwidth * 1e9 * args.rate_factor
     sites = [f"{region}-{regions[:i].count(region)}" for i, region in enumerate(regions)]
     return Sites(
         sites,

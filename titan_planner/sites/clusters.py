@@ -53,14 +53,14 @@ def form(
     """
     alone = [*_place(args, "site-1"), "--parallelism.pipeline_parallel_degree", "1"]
     whole = estimable(load_config([*options, *alone], 1, prog="swarm plan"))
-    need = estimate(whole, derived(whole, blueprint, 1), 0, 1, gpu=False).peak_bytes / 2**20
+    one = estimate(whole, derived(whole, blueprint, 1), 0, 1, gpu=False)  # of a site of one provider, whichever it is
     why = ""
     for count in range(min(MOST_CLUSTERS, len(providers)), 0, -1):
         sites = []
         try:
-            for number, members in enumerate(spread(providers, count, need / FILLED)):
+            for number, members in enumerate(spread(providers, count, one.peak_bytes / 2**20 / FILLED)):
                 own = ["--swarm.sites", str(count), "--swarm.quorum", str(min(2, count))]
-                sites.append(_largest(f"site-{number + 1}", members, blueprint, [*options, *own], args))
+                sites.append(_largest(f"site-{number + 1}", members, blueprint, [*options, *own], args, one))
         except (ConfigError, Refusal) as refusal:
             why = f"{count} sites: {refusal}"
             continue
@@ -69,19 +69,29 @@ def form(
 
 
 def _largest(
-    name: str, members: Sequence[Provider], blueprint: Blueprint, options: Sequence[str], args: argparse.Namespace
+    name: str,
+    members: Sequence[Provider],
+    blueprint: Blueprint,
+    options: Sequence[str],
+    args: argparse.Namespace,
+    one: Estimate,
 ) -> Site:
     ordered = sorted(members, key=lambda provider: -provider.megabytes)
     for count in range(len(ordered), 1, -1):
         try:
-            return _site(name, ordered[:count], blueprint, options, args)
+            return _site(name, ordered[:count], blueprint, options, args, one)
         except Refusal:
             continue
-    return _site(name, ordered[:1], blueprint, options, args)
+    return _site(name, ordered[:1], blueprint, options, args, one)
 
 
 def _site(
-    name: str, members: Sequence[Provider], blueprint: Blueprint, options: Sequence[str], args: argparse.Namespace
+    name: str,
+    members: Sequence[Provider],
+    blueprint: Blueprint,
+    options: Sequence[str],
+    args: argparse.Namespace,
+    one: Estimate,
 ) -> Site:
     ordered = sorted(members, key=lambda provider: (-provider.megabits, -provider.megabytes))
     limits = [FILLED * provider.megabytes / 1024 for provider in ordered]
@@ -90,14 +100,14 @@ def _site(
     if len(ordered) > 1:
         own += ["--parallelism.pipeline_parallel_memory_gib", *(f"{limit:g}" for limit in limits)]
     config = load_config([*options, *own], len(ordered), prog="swarm plan")
-    world, plain = len(ordered), estimable(config)
-    if world > 1:
-        config, plain = (with_counts(each, fit(plain, blueprint, world)) for each in (config, plain))
+    if (world := len(ordered)) == 1:
+        if one.peak_bytes > limits[0] * 2**30:
+            raise Refusal(f"{ordered[0].name} alone holds {limits[0]:.2f} GiB, and needs {one.peak_bytes / 2**30:.2f}")
+        return Site(name, ordered, config, [one])
+    plain = estimable(config)
+    config, plain = (with_counts(each, fit(plain, blueprint, world)) for each in (config, plain))
     known = derived(plain, blueprint, world)
-    ranks = [estimate(plain, known, rank, world, gpu=False) for rank in range(world)]
-    if world == 1 and ranks[0].peak_bytes > limits[0] * 2**30:
-        raise Refusal(f"{ordered[0].name} alone holds {limits[0]:.2f} GiB, and needs {ranks[0].peak_bytes / 2**30:.2f}")
-    return Site(name, ordered, config, ranks)
+    return Site(name, ordered, config, [estimate(plain, known, rank, world, gpu=False) for rank in range(world)])
 
 
 def _place(args: argparse.Namespace, name: str) -> list[str]:

@@ -27,7 +27,7 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     write_run(folder / "runs/deeper/two", steps=10, lr=1e-3)
     (folder / "secret.txt").write_text("secret")
     (folder / "runs/one/link.log").symlink_to(folder / "secret.txt")
-    with served(folder / "home", folder / "runs") as running:
+    with served(folder / "home", folder / "runs", "--git", f"file://{folder}/mine") as running:
         yield running
 
 
@@ -117,10 +117,8 @@ def test_files_are_listed_and_sent_and_nothing_outside_the_run_is(console):
 
 
 def test_this_machine_reports_its_devices(console):
-    end = time.monotonic() + 20
-    while not (node := console.client.get("/api/nodes").json()[0])["is_connected"]:
-        assert time.monotonic() < end, node
-        time.sleep(0.1)
+    wait_for(lambda: console.client.get("/api/nodes").json()[0]["is_connected"])
+    node = console.client.get("/api/nodes").json()[0]
     assert (
         node["is_here"]
         and node["report"]["cores"] >= 1
@@ -226,23 +224,23 @@ def generate_and_export(console: Served, id: str, step: int = 2) -> dict[str, Te
 
 
 @linux
-def test_the_code_of_a_run_may_be_a_commit_of_a_repository_that_is_allowed(tmp_path):
-    made = commit(tmp_path / "mine/recipe", FILES)
-    with served(tmp_path / "home", tmp_path / "runs", "--git", f"file://{tmp_path}/mine") as console:
+def test_the_code_of_a_run_may_be_a_commit_of_a_repository_that_is_allowed(console):
+    folder = console.home.parent
+    made = commit(folder / "mine/recipe", FILES)
 
-        def start(**code: str) -> httpx.Response:
-            config = TOML.replace("debug model", "lines = 3 .")
-            return console.client.post("/api/runs", json={"config": config, "name": "theirs", "code": code})
+    def start(**code: str) -> httpx.Response:
+        config = TOML.replace("debug model", "lines = 3 .")
+        return console.client.post("/api/runs", json={"config": config, "name": "theirs", "code": code})
 
-        assert start(git=f"file://{tmp_path}/mine/recipe", commit="main").status_code == 422
-        refused = start(git=f"file://{tmp_path}/other", commit=made).json()["detail"]
-        assert f"it allows addresses below: file://{tmp_path}/mine" in refused
-        run = f"/api/runs/{start(git=f'file://{tmp_path}/mine/recipe', commit=made).json()['id']}"
-        wait_for(lambda: console.client.get(run).json()["run"]["state"] == "ended")
-        assert console.client.get(run).json()["run"]["code"] == made
-        assert console.client.get(f"{run}/logs/node/0/output.log").json()["text"] == "line 0\nline 1\nline 2\n"
-        audited = console.client.get("/api/audit").json()[0]
-        assert audited["target"] == f"theirs on this machine, file://{tmp_path}/mine/recipe at {made}"
+    assert start(git=f"file://{folder}/mine/recipe", commit="main").status_code == 422
+    refused = start(git=f"file://{folder}/other", commit=made).json()["detail"]
+    assert f"it allows addresses below: file://{folder}/mine" in refused
+    run = f"/api/runs/{start(git=f'file://{folder}/mine/recipe', commit=made).json()['id']}"
+    wait_for(lambda: console.client.get(run).json()["run"]["state"] == "ended")
+    assert console.client.get(run).json()["run"]["code"] == made
+    assert console.client.get(f"{run}/logs/node/0/output.log").json()["text"] == "line 0\nline 1\nline 2\n"
+    audited = console.client.get("/api/audit").json()[0]
+    assert audited["target"] == f"theirs on this machine, file://{folder}/mine/recipe at {made}"
 
 
 def test_the_console_never_loads_torch(console):

@@ -1,20 +1,19 @@
-"""Two ranks that really hang: their report, on a run of this machine and of a node."""
+"""The report of a hang, on a run of this machine and of a node; tests/recipe/distributed/test_faults.py makes hangs."""
 
 import shlex
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.fleet.console.served import served, wait_for, write_run
-from tests.recipe.distributed.test_faults import Run
+
+REPORT = "no progress for 4 s at step 3: rank 1 lags (in no collective), others wait in all_reduce\n"
 
 
-@pytest.mark.timeout(300)
 def test_a_hang_is_explained_with_who_waits_for_whom_and_each_ranks_stack(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    Run(tmp_path / "runs", "sleep 1 3", 2, torchrun=False, comm__train_timeout_seconds=4)
-    write_run(tmp_path / "runs/healthy", steps=3)
+    write_run(tmp_path / "runs/run", steps=3), write_run(tmp_path / "runs/healthy", steps=3)
+    (tmp_path / "runs/run/hang").mkdir()
+    for name, text in (("report", REPORT), ("rank_0", "all_reduce\n"), ("rank_1", "  time.sleep(1000)\n")):
+        (tmp_path / f"runs/run/hang/{name}.txt").write_text(text)
     # A node program that is reached by a command other than ssh, which leaves ssh's own words alone.
     program = f"exec {sys.executable} -m torchtitan node --home {tmp_path}/far --watch {tmp_path}/runs"
     (tmp_path / "nodes.toml").write_text('[[node]]\nhost = "far"\n')
@@ -25,7 +24,7 @@ def test_a_hang_is_explained_with_who_waits_for_whom_and_each_ranks_stack(tmp_pa
         runs = {(run["name"], run["node"]): run["id"] for run in client.get("/api/runs").json()}
         for node in ("this machine", "far"):
             found = client.get(f"/api/runs/{runs['run', node]}/hang").json()
-            assert "at step 3: rank 1 lags (in no collective), others wait in all_reduce" in found["report"]
+            assert REPORT.strip() in found["report"]
             assert found["stacks"] == ["hang/rank_0.txt", "hang/rank_1.txt"] and not found["went_on"]
             stack = client.get(f"/api/runs/{runs['run', node]}/logs/hang/rank_1.txt").json()["text"]
             assert "time.sleep(1000)" in stack

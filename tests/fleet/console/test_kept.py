@@ -18,7 +18,7 @@ from titan_fleet.console.door.people import People
 from torchtitan.refusal import Refusal
 
 
-@pytest.fixture(scope="module", params=["SQLite", "Postgres"])
+@pytest.fixture(scope="module", params=["SQLite", pytest.param("Postgres", marks=pytest.mark.all)])
 def url(request: pytest.FixtureRequest) -> Iterator[str | None]:
     with contextlib.ExitStack() as stack:
         yield stack.enter_context(postgres()) if request.param == "Postgres" else None

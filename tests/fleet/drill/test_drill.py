@@ -1,6 +1,7 @@
 """The short form of the drill: a run that is broken again and again ends as if nothing had happened."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests import started
+from titan_fleet.drill import verb
 from titan_fleet.drill.faults import FAULTS
 from titan_fleet.drill.places import Site
 from titan_fleet.drill.run import BreakableRun
+from torchtitan.__main__ import main
 
 ROOT = Path(__file__).parents[3]
 # A small disk that exists only for this process, so the drill may fill it.
@@ -33,22 +36,36 @@ def drill(tmp_path: Path, *words: str) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_survives_a_fault_to_the_bit(tmp_path: Path) -> None:
-    said = drill(tmp_path, "--on", "FSDP 2, async, disk", "--faults", "1", "--seed", "7")
-    assert "nothing was lost: all tensors and records are the same to the bit" in said
-    assert said.count("\n| ") == 2 + 1  # the table of faults
-
-
-def test_a_run_of_ones_own_that_saves_too_seldom_is_drilled_with_an_interval_and_what_does_not_fit_is_said(
+def test_a_run_of_ones_own_that_saves_too_seldom_gets_an_interval_and_survives_two_faults_to_the_bit(
     tmp_path: Path,
 ) -> None:
-    for options, message in (
+    short = ["--training.steps", "24", "--validation.freq", "12", "--checkpoint.interval", "24"]
+    said = drill(tmp_path, "--faults", "2", "--seed", "305", "--", *verb._SMALL, *short)
+    assert "checkpoint.interval = 2, so that each fault has something to break" in said
+    assert "nothing was lost: all tensors and records are the same to the bit" in said
+    assert said.count("\n| ") == 2 + 2  # the table of faults
+
+
+@pytest.mark.all
+@pytest.mark.timeout(600)
+def test_a_ride_survives_each_kind_of_fault_to_the_bit(tmp_path: Path) -> None:
+    said = drill(tmp_path, "--on", "FSDP 2, async, disk", "--seed", "7")
+    assert "nothing was lost: all tensors and records are the same to the bit" in said
+    assert said.count("\n| ") >= 2 + 14  # the table of faults
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (["--on", "PP 3, sync, disk"], "--on 'PP 3, sync, disk' is no ride; use all, or one of: FSDP 2, sync, disk;"),
         (["--on", "all", "--", "--training.steps", "4"], "--on drills the small model of this verb; give it, or"),
-    ):
-        command = [sys.executable, "-m", "torchtitan", "drill", "--out", str(tmp_path / "out"), *options]
-        done = started.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 1 and message in done.stderr
+    ],
+)
+def test_a_ride_that_is_unknown_or_beside_options_of_a_run_is_refused(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        main(["drill", "--out", str(tmp_path / "out"), *options])
 
 
 def test_every_kind_of_fault_fits_a_ride() -> None:

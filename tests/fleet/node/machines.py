@@ -150,3 +150,11 @@ def processes_of(home: Path) -> dict[int, str]:
         if any(mark.encode() in words for mark in marks) or f"{home}/runs".encode() in words.partition(b"SIG_IGN")[2]:
             found[int(pid)] = words.replace(b"\0", b" ").decode(errors="replace")[:200]
     return found
+
+
+def wait_until_nothing_runs(*homes: Path) -> None:
+    """A keeper writes how its run ended, and then ends itself."""
+    end = time.monotonic() + 60
+    while left := {pid: words for home in homes for pid, words in processes_of(home).items()}:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.node.machines import CODE, HASH, ROOT, processes_of
+from tests.fleet.node.machines import CODE, HASH, ROOT, wait_until_nothing_runs
 from titan_fleet.node import report
 from titan_fleet.node.messages import MOST_ROWS, read_answer, write
 from titan_fleet.ssh import pack, terminal
@@ -57,7 +57,7 @@ def launch(tmp_path: Path) -> Iterator[Make]:
     for one in made:
         one.stop(0)
         at_once(lambda member: member.node.close(), one.members)
-    assert processes_of(tmp_path / "a") == processes_of(tmp_path / "b") == {}
+    wait_until_nothing_runs(tmp_path / "a", tmp_path / "b")
 
 
 @linux

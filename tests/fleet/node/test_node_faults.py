@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.node.machines import CODE, HASH, Program, pieces, processes_of
+from tests.fleet.node.machines import CODE, HASH, Program, pieces, processes_of, wait_until_nothing_runs
 from tests.fleet.node.test_client import Heard
 from tests.fleet.node.test_ssh import Hosts, hosts  # noqa: F401  (a fixture)
 from titan_fleet.node import messages
@@ -54,7 +54,8 @@ def test_a_cut_network_loses_and_doubles_no_line_once_it_heals(hosts: Hosts) -> 
     heard.wait()
     assert heard.data.decode().splitlines() == [f"line {number}" for number in range(1000)]
     (row,) = [row for row in node.ask(messages.Runs).runs if row.run == "cut"]
-    assert (row.state, row.exit_code) == ("ended", 0) and hosts.processes() == {}
+    assert (row.state, row.exit_code) == ("ended", 0)
+    hosts.wait_until_nothing_runs()
     node.close()
 
 
@@ -89,4 +90,4 @@ def test_a_disk_that_fills_while_the_log_is_followed_ends_the_run_and_the_end_is
     assert program.wait("fills", "failed")["exit_code"] != 0
     assert program.ask(do="follow", run="fills", path="node/0/output.log", position=answer["size"])["is_end"]
     program.close()
-    assert processes_of(small) == {}
+    wait_until_nothing_runs(small)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from tests.fleet.node.machines import ROOT, processes_of
+from tests.fleet.node.machines import ROOT, processes_of, wait_until_nothing_runs
 from tests.ports import free_port
 from titan_planner.plan.cluster import read_cluster
 
@@ -133,6 +133,9 @@ class Hosts:
     def processes(self) -> dict[int, str]:
         return processes_of(self.folder / "keyed") | processes_of(self.folder / "bare")
 
+    def wait_until_nothing_runs(self) -> None:
+        wait_until_nothing_runs(self.folder / "keyed", self.folder / "bare")
+
     def stop(self) -> None:
         for run in self.launched:
             run.kill()
@@ -173,7 +176,7 @@ def test_a_run_on_two_hosts_outlives_a_broken_connection_and_ends_on_ctrl_c(host
         lines.append(line)
     run.send_signal(signal.SIGINT)
     lines += run.stdout.readlines()  # `communicate` would pass over what `readline` has read ahead
-    run.wait(timeout=10)
+    run.wait(timeout=100)
     said = "".join(lines)
     assert "[bare] has no node program for this checkout: setting it up" in said, said
     assert "[keyed] has taken the checkout" in said and "mesh dp_shard 2" in said, said
@@ -182,7 +185,7 @@ def test_a_run_on_two_hosts_outlives_a_broken_connection_and_ends_on_ctrl_c(host
     assert run.returncode == 75 and re.search(r"^\[bare\] stopped", said, re.MULTILINE), said
     assert (hosts.folder / "keyed/runs/long/metrics.jsonl").read_text().count("\n") >= 25
     assert len([*(hosts.folder / "bare/runs/long/node/1/ranks").glob("*/attempt_0/0/stderr.log")]) == 1
-    assert hosts.processes() == {}
+    hosts.wait_until_nothing_runs()
 
 
 def test_a_host_that_lets_nobody_in_is_named_before_anything_runs(hosts: Hosts) -> None:
@@ -190,7 +193,7 @@ def test_a_host_that_lets_nobody_in_is_named_before_anything_runs(hosts: Hosts) 
     refused = hosts.launch("other", "--training.steps", "3").communicate(timeout=100)[0]
     (hosts.folder / "kept").rename(hosts.folder / "authorized.bare")
     assert "error: bare: " in refused and "Permission denied" in refused and "try: ssh" in refused
-    assert hosts.processes() == {}
+    hosts.wait_until_nothing_runs()
 
 
 def test_the_key_with_a_forced_command_runs_nothing_else(hosts: Hosts) -> None:
@@ -201,6 +204,7 @@ def test_the_key_with_a_forced_command_runs_nothing_else(hosts: Hosts) -> None:
     assert '"kind":"port"' in done.stdout and not (hosts.folder / "touched").exists()
 
 
+@pytest.mark.all  # it measures for 20 s; test_several_nodes.py takes in a probe's file, test_probe_ranks.py measures
 def test_a_probe_over_the_hosts_finds_the_slow_link_and_writes_a_file_that_the_planner_reads(
     hosts: Hosts, tmp_path: Path
 ) -> None:

@@ -76,17 +76,17 @@ def test_sites_of_unlike_layouts_hold_the_same_anchor_after_each_meeting(ranks: 
     uneven |= {"parallelism__pipeline_parallel_layer_counts": [3, 1]}
     hybrid = {"parallelism__data_parallel_replicate_degree": 2, "training__local_batch_size": 2}
     short = TWO_STEPS | {"training__steps": 6}
-    layouts: list[Layout] = [(4, uneven), (4, hybrid), ONE, (2, {"training__local_batch_size": 4})]
+    layouts: list[Layout] = [(4, uneven), (4, hybrid)]
     with swarm(tmp_path, ranks, layouts, syncers=2, **short) as train:
         unlike = train()
-    with swarm(tmp_path / "alike", ranks, [ONE] * 4, **short) as train:
+    with swarm(tmp_path / "alike", ranks, [ONE, ONE], **short) as train:
         alike = train()
     for ours, theirs in zip(unlike, alike, strict=True):
         assert differences(ours, theirs, "loss") < 1e-3  # where rounding to int8 falls on another side
-    assert "meeting 2, 4 of 4, step 6" in (tmp_path / "site-0/swarm.svg").read_text()
+    assert "meeting 2, 2 of 2, step 6" in (tmp_path / "site-0/swarm.svg").read_text()
     assert len(meetings(tmp_path, 0)) == 4
     for folder in (tmp_path, tmp_path / "alike"):
-        assert all(meetings(folder, site) == meetings(folder, 0) for site in range(1, 4))
+        assert meetings(folder, 0) == meetings(folder, 1)
 
 
 def test_a_swarm_that_waits_for_all_repeats_and_resumes_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:

@@ -113,9 +113,10 @@ def estimate(
         update = Update(config, model, optimizer, run.mesh.stage_group, run.learning_rate_factor)
         if update.average is not None:
             footprint.mark(update.average.tensors().values(), "optimizer")
+        num_copies = sum(section.num_copies for section in other_sections(config))
         trained = [p for p in model.parameters() if p.requires_grad]
-        for _ in range(sum(section.num_copies for section in other_sections(config))):
-            footprint.mark([torch.zeros_like(p, dtype=torch.float32) for p in trained], "optimizer")
+        copies = [torch.zeros_like(p, dtype=torch.float32) for p in trained for _ in range(num_copies)]
+        footprint.mark(copies, "optimizer")  # the name keeps them through the step: what is freed is not counted
         footprint.moved.clear()
 
         update.begin(1)
