@@ -62,9 +62,10 @@ P = "titan_planner."
 PLANNER_ROOMS = {  # each room of the planner, and what it uses beside the recipe's core
     "netem": (P + "places",),
     "places": (P + "plan", T + "tools.dry_run"),
-    "plan": (P + "places", T + "tools.compare", T + "tools.dry_run", T + "tools.runs"),
+    "plan": (T + "tools.compare", T + "tools.dry_run", T + "tools.runs"),
+    "plan_verb": (P + "places", P + "plan"),
     "probe": (P + "plan", T + "tools.dry_run"),
-    "published": (P + "plan", P + "places"),
+    "published": (P + "plan",),
     "sites": (P + "plan", P + "places", T + "tools.dry_run"),
 }
 F = "titan_fleet."
@@ -286,6 +287,7 @@ def test_an_init_file_is_empty_or_only_passes_names_on():
         ("torchtitan.launch.start", "def f():\n    from titan_fleet.ssh import client"),
         ("torchtitan.tools.check", "def f():\n    from titan_planner.plan.search import search"),
         ("torchtitan.training.run", "from titan_fleet.swarm.join import join"),
+        ("titan_planner.plan.search", "from titan_planner.places.network import is_unlike"),
         ("titan_planner.plan.search", "from titan_fleet.node.messages import Start"),
         ("titan_planner.published.rows", "from titan_planner.probe.rank import measure"),
         ("torchtitan.models.families", "from torchtitan.models.llama.args import LlamaArgs"),
