@@ -39,7 +39,8 @@ SHAPES = (
 )  # of any model, no torch
 FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
 DECODER = T + "models.decoder"  # what families share; like them, nobody names it
-BELOW = (*CONFIG, T + "root", T + "foreign", T + "packages", T + "hardware", *SHAPES)  # what every room may import
+# What every room may import.
+BELOW = (*CONFIG, T + "root", T + "foreign", T + "packages", T + "whole_file", T + "hardware", *SHAPES)
 OWN = T + "own_model"
 START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # not the preflight
 LAUNCH = (*START, T + "launch.preflight")
@@ -137,7 +138,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return (*CONFIG, *SHAPES)
     if within(module, (OWN,)):
         return (*CORE, OWN)
-    if within(module, (T + "hardware", T + "root", T + "foreign", T + "packages")):
+    if within(module, (T + "hardware", T + "root", T + "foreign", T + "packages", T + "whole_file")):
         return BELOW
     if module == T + "models.layers":
         return CONFIG
