@@ -56,14 +56,12 @@ def _note(folder: Path, name: str) -> None:
     """The syncer gives each site the part of the data that its place in this list says."""
     file = folder / "syncer" / SITES
     if name != "syncer" and file.parent.exists():
-        known = json.loads(file.read_text()) if file.exists() else []
-        write_whole(file, json.dumps(list(dict.fromkeys([*known, name])), indent=1))
+        write_whole(file, json.dumps(list(dict.fromkeys([*sites_of(file.parent), name])), indent=1))
 
 
 def sites_of(syncer: Path) -> list[str]:
     file = syncer / SITES
-    names: list[str] = json.loads(file.read_text()) if file.exists() else []
-    return names
+    return list(json.loads(file.read_text())) if file.exists() else []
 
 
 def revoke(folder: Path, site: str) -> str:
