@@ -1,6 +1,4 @@
-"""Runs a command for so many seconds at most. A process that hangs in a driver or a disk ends on no signal, so none is
-waited for.
-"""
+"""Runs a command for so many seconds at most. One that hangs in a driver or a disk ends on no signal; nobody waits."""
 
 import subprocess
 import threading
@@ -35,10 +33,8 @@ def nvidia_smi(*words: str, seconds: float) -> "subprocess.CompletedProcess[str]
                 raise subprocess.TimeoutExpired(command, seconds)
             return output(command, seconds, text=True)
         except subprocess.TimeoutExpired:
-            raise Refusal(
-                f"nvidia-smi does not answer within {seconds} s: a GPU or its driver hangs; "
-                f"restart this node, or leave it out"
-            ) from None
+            hangs = f"nvidia-smi does not answer within {seconds} s: a GPU or its driver hangs"
+            raise Refusal(f"{hangs}; restart this node, or leave it out") from None
 
 
 def query_gpus(fields: str, seconds: float) -> "subprocess.CompletedProcess[str]":
