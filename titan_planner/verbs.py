@@ -2,7 +2,7 @@
 
 VERBS = {
     "before there are machines": {
-        "plan": "titan_planner.plan.verb",
+        "plan": "titan_planner.plan_verb",
         "plan measured": "titan_planner.plan.measured",
         "plan rows": "titan_planner.published.verb",
         "plan place": "titan_planner.places.verb",

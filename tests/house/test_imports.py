@@ -39,7 +39,8 @@ SHAPES = (
 )  # of any model, no torch
 FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
 DECODER = T + "models.decoder"  # what families share; like them, nobody names it
-BELOW = (*CONFIG, T + "root", T + "foreign", T + "packages", T + "hardware", *SHAPES)  # what every room may import
+# What every room may import.
+BELOW = (*CONFIG, T + "root", T + "foreign", T + "packages", T + "whole_file", T + "hardware", *SHAPES)
 OWN = T + "own_model"
 START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/*.py"))  # not the preflight
 LAUNCH = (*START, T + "launch.preflight")
@@ -62,9 +63,10 @@ P = "titan_planner."
 PLANNER_ROOMS = {  # each room of the planner, and what it uses beside the recipe's core
     "netem": (P + "places",),
     "places": (P + "plan", T + "tools.dry_run"),
-    "plan": (P + "places", T + "tools.compare", T + "tools.dry_run", T + "tools.runs"),
+    "plan": (T + "tools.compare", T + "tools.dry_run", T + "tools.runs"),
+    "plan_verb": (P + "places", P + "plan"),
     "probe": (P + "plan", T + "tools.dry_run"),
-    "published": (P + "plan", P + "places"),
+    "published": (P + "plan",),
     "sites": (P + "plan", P + "places", T + "tools.dry_run"),
 }
 F = "titan_fleet."
@@ -136,7 +138,7 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return (*CONFIG, *SHAPES)
     if within(module, (OWN,)):
         return (*CORE, OWN)
-    if within(module, (T + "hardware", T + "root", T + "foreign", T + "packages")):
+    if within(module, (T + "hardware", T + "root", T + "foreign", T + "packages", T + "whole_file")):
         return BELOW
     if module == T + "models.layers":
         return CONFIG
@@ -286,6 +288,7 @@ def test_an_init_file_is_empty_or_only_passes_names_on():
         ("torchtitan.launch.start", "def f():\n    from titan_fleet.ssh import client"),
         ("torchtitan.tools.check", "def f():\n    from titan_planner.plan.search import search"),
         ("torchtitan.training.run", "from titan_fleet.swarm.join import join"),
+        ("titan_planner.plan.search", "from titan_planner.places.network import is_unlike"),
         ("titan_planner.plan.search", "from titan_fleet.node.messages import Start"),
         ("titan_planner.published.rows", "from titan_planner.probe.rank import measure"),
         ("torchtitan.models.families", "from torchtitan.models.llama.args import LlamaArgs"),

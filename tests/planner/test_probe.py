@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
 def test_a_full_disk_leaves_the_probe_before_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "here.toml").write_text("before")
-    (tmp_path / "here.part").symlink_to("/dev/full")
+    (tmp_path / "here.toml.part").symlink_to("/dev/full")
     with pytest.raises(Refusal, match="cannot be written: No space left on device"):
         write(tmp_path / "here.toml", measured(1, 2), 2, "2.13", 1.0)
     assert (tmp_path / "here.toml").read_text() == "before"

@@ -12,6 +12,7 @@ from titan_fleet.console.answers import Answer
 from titan_fleet.ssh.parts import Part, at_once, end
 from titan_fleet.ssh.probe import collect, delete
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import write_whole
 
 _SECONDS = 900
 Matrix = list[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]]
@@ -45,9 +46,7 @@ def take(run: str, parts: Sequence[Part], file: Path) -> None:
         end(run, parts, 0)
         raise
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
+    write_whole(file, text)
     delete(run, parts)
 
 

@@ -19,8 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 from urllib.parse import unquote
 
-from titan_fleet.node import bounded
 from titan_fleet.node.messages import Code, Git
+from torchtitan.launch import bounded
 from torchtitan.refusal import Refusal
 
 MOST_BYTES = 2**30  # of an archive

@@ -19,6 +19,7 @@ from titan_fleet.node.messages import FileRow, RunRow, Start, State, ValidationE
 from torchtitan.foreign import printable, read_piece, walk
 from torchtitan.refusal import Refusal
 from torchtitan.tools import runs
+from torchtitan.whole_file import write_whole
 
 _PARTS, PLAN = "node", "plan.json"
 _OVER: Mapping[str, State] = {"ended": "ended", "stopped": "stopped"}  # others are `running`, or `see` another host
@@ -77,9 +78,9 @@ class Folders:
                 raise Refusal(
                     f"run = {start.run} exists already; choose another name, or ask with `again` to go on with it"
                 ) from None
-        processes.write_whole(part / "job.toml", start.config)  # whole: another resume may read it at this moment
+        write_whole(part / "job.toml", start.config, private=True)  # whole: another resume may read it at this moment
         if start.plan:
-            processes.write_whole(part / PLAN, start.plan)
+            write_whole(part / PLAN, start.plan, private=True)
         return part
 
     def over(self, run: str) -> bool:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_fleet.node import bounded, processes
+from titan_fleet.node import processes
 from titan_fleet.node.archives import Archives
 from titan_fleet.node.folders import PLAN, Folders, state_of
 from titan_fleet.node.messages import CLUSTER, Start, State, ValidationError, why
+from torchtitan.launch import bounded
 from torchtitan.launch.node import SECONDS_TO_SAVE
 from torchtitan.refusal import Refusal
 from torchtitan.root import PACKAGE
@@ -65,7 +66,7 @@ class Jobs:
             if job.probes:
                 command = [sys.executable, "-m", "torchtitan", "probe", "--out", str(folder / CLUSTER)]
                 command += [] if job.probes == "auto" else ["--dtype", job.probes]
-            processes.write_whole(part / "job.json", record | {"command": command})
+            processes.write_record(part / "job.json", record | {"command": command})
         environment |= {"CONFIG_FILE": str(part / "job.toml"), "PYTHONUNBUFFERED": "1"}
         environment["PET_LOG_DIR"] = str(part / "ranks")  # torchrun keeps there what each rank prints
         try:
@@ -79,7 +80,7 @@ class Jobs:
         except BaseException as error:
             end = {"state": "failed", "exit_code": None, "ended": time.time(), "why": str(error)}
             if not (part / "keeper.json").exists():
-                processes.write_whole(part / "end.json", end)
+                processes.write_record(part / "end.json", end)
             raise
         return part
 
@@ -129,7 +130,7 @@ class Jobs:
         """Keep the least of what was asked: of two requests, the later may arrive first."""
         with self._stops:
             asked = processes.read_record(file).get("seconds")
-            processes.write_whole(file, {"seconds": min(seconds, asked) if isinstance(asked, int) else seconds})
+            processes.write_record(file, {"seconds": min(seconds, asked) if isinstance(asked, int) else seconds})
 
 
 def own_environment() -> dict[str, str]:
@@ -151,7 +152,7 @@ def _wait(part: Path, end: float) -> State:
     if left:
         raise Refusal(f"processes {left} of this run cannot be killed; a driver hangs, restart the machine")
     if state == "lost":
-        processes.write_whole(part / "end.json", {"state": "stopped", "exit_code": None, "ended": time.time()})
+        processes.write_record(part / "end.json", {"state": "stopped", "exit_code": None, "ended": time.time()})
         return "stopped"
     return state
 

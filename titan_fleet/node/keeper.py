@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     for ignored in (signal.SIGHUP, signal.SIGINT):
         signal.signal(ignored, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _ask(folder))
-    processes.write_whole(folder / "keeper.json", processes.identity(os.getpid()))
+    processes.write_record(folder / "keeper.json", processes.identity(os.getpid()))
     with open(folder / "output.log", "ab", buffering=0) as log:
         os.close(written)  # who starts the run finds its log
         log_fd = log.fileno()
@@ -46,7 +46,7 @@ def main(folder: Path) -> None:
     end = {"state": state, "exit_code": code, "ended": time.time(), "left": left}
     while folder.is_dir():
         try:
-            processes.write_whole(folder / "end.json", end)
+            processes.write_record(folder / "end.json", end)
             return
         except OSError:  # the disk is full: until this is written, the run counts as running
             time.sleep(_SECONDS_FOR_A_DISK)
@@ -54,7 +54,7 @@ def main(folder: Path) -> None:
 
 def _ask(folder: Path) -> None:
     if not (folder / "stop.json").exists():
-        processes.write_whole(folder / "stop.json", {"seconds": _SECONDS})
+        processes.write_record(folder / "stop.json", {"seconds": _SECONDS})
 
 
 def _keep(folder: Path, job: dict[str, Any]) -> tuple[int, bool]:

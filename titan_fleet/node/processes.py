@@ -15,6 +15,7 @@ from typing import Any
 
 from torchtitan.foreign import read_small
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import write_whole
 
 _RECORD_BYTES = 2**20
 MARK = "TORCHTITAN_NODE_RUN"
@@ -79,15 +80,9 @@ def end_all(mark: str, keeper: int | None, seconds: float = 10) -> list[int]:
     return []
 
 
-def write_whole(file: Path, values: Mapping[str, Any] | str) -> None:
-    """Write a record or a text completely or not at all, readable by this user alone."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.{time.monotonic_ns()}")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-        out.write(values if isinstance(values, str) else json.dumps(values))
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(part, file)
+def write_record(file: Path, values: Mapping[str, Any]) -> None:
+    """Readable by this user alone."""
+    write_whole(file, json.dumps(values), private=True)
 
 
 def read_record(file: Path) -> dict[str, Any]:

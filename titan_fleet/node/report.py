@@ -4,21 +4,19 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
-import threading
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from titan_fleet.node.messages import PROTOCOL, Device, ReportAnswer
 from torchtitan.launch.addresses import own_addresses
+from torchtitan.launch.bounded import query_gpus
 from torchtitan.launch.node import num_cores
+from torchtitan.refusal import Refusal
 from torchtitan.root import VERSION
 
 _SMI_SECONDS = 20
 _ASKED = "name,memory.total,memory.used,utilization.gpu"
-_asks = threading.Lock()
-_hung: list["subprocess.Popen[str]"] = []  # the last nvidia-smi that did not end
 
 
 def report(id: int, home: Path, git: list[str]) -> ReportAnswer:
@@ -49,22 +47,11 @@ def report(id: int, home: Path, git: list[str]) -> ReportAnswer:
 
 def devices() -> list[Device]:
     """NVIDIA's GPUs. A driver that hangs shows none; starting a run then says so."""
-    command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]
-    none = subprocess.DEVNULL
-    with _asks:
-        if any(smi.poll() is None for smi in _hung):  # a second one would hang as well
-            return []
-        try:
-            smi = subprocess.Popen(command, stdin=none, stdout=subprocess.PIPE, stderr=none, text=True)
-        except OSError:
-            return []
-        try:
-            said = smi.communicate(timeout=_SMI_SECONDS)[0]
-        except subprocess.TimeoutExpired:
-            smi.kill()  # without wait(): a process that hangs in the driver never ends
-            _hung[:] = [smi]
-            return []
-    return parse_devices(said) if smi.returncode == 0 else []
+    try:
+        smi = query_gpus(_ASKED, _SMI_SECONDS)
+    except (OSError, Refusal):
+        return []
+    return parse_devices(smi.stdout) if smi.returncode == 0 else []
 
 
 def parse_devices(csv: str) -> list[Device]:

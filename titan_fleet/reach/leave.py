@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import write_whole
 
 HELP = "leave the network of `reach join`, and remove what it made"
 _FOLDER = Path("/run/wireguard")  # where wireguard-go has its sockets, too
@@ -38,9 +39,7 @@ def state_file(interface: str) -> Path:
 def write_state(interface: str, state: dict[str, Any]) -> None:
     """Who keeps this interface, and which ways it has. No key is in it."""
     _FOLDER.mkdir(mode=0o700, exist_ok=True)
-    part = state_file(interface).with_suffix(".part")
-    part.write_text(json.dumps({"pid": os.getpid()} | state, indent=1))
-    part.replace(state_file(interface))
+    write_whole(state_file(interface), json.dumps({"pid": os.getpid()} | state, indent=1))
 
 
 def keeper(interface: str) -> int | None:

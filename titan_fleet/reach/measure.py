@@ -5,9 +5,7 @@ The node with the smallest number asks the others. No result passes the serving 
 
 import contextlib
 import os
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +15,11 @@ from typing import Any
 import tomli_w
 
 from torchtitan.hardware import tflops_by_name
+from torchtitan.launch.bounded import query_gpus
 from torchtitan.launch.node import num_cores
 from torchtitan.launch.preflight.connection import Channel, connect, listen, measure_with
 from torchtitan.launch.preflight.leader import plan_rounds
+from torchtitan.whole_file import write_whole
 
 PORT = 29712  # inside the network
 _SECONDS = 20.0  # for one pair
@@ -94,12 +94,11 @@ def measure_all(nodes: Mapping[str, str]) -> Found:
 
 def facts() -> Found:
     """This node's devices, without torch: of a GPU the data sheet, of a CPU the speed of a product of matrices."""
-    smi = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     rows = []
-    if shutil.which(smi[0]):
-        done = subprocess.run(smi, capture_output=True, text=True, timeout=60)
-        rows = [line.rsplit(", ", 1) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    with contextlib.suppress(OSError):
+        smi = query_gpus("name,memory.total", 60)
+        rows = [line.rsplit(", ", 1) for line in smi.stdout.splitlines()] if smi.returncode == 0 else []
     if rows:
         sizes = [int(size) / 1024 for _, size in rows if size.isdecimal()]  # a GPU may share the host's memory
         kind, gib = rows[0][0], min(sizes, default=host)
@@ -139,7 +138,5 @@ def write_files(folder: Path, result: Found, addresses: Mapping[str, str], ways:
         "nodes.toml": "# the order of NODE_RANK\n" + tomli_w.dumps({"node": nodes}),
     }
     for name, text in texts.items():
-        part = folder / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / name)
+        write_whole(folder / name, text)
     return [folder / name for name in texts]

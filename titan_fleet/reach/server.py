@@ -9,7 +9,6 @@ import contextlib
 import hmac
 import ipaddress
 import itertools
-import json
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -21,7 +20,7 @@ from titan_fleet.reach import messages
 from titan_fleet.reach.messages import as_frame, read_message, within
 from titan_fleet.reach.relays import Relays, Socket, write
 from titan_fleet.reach.routers import to_endpoint, told
-from titan_fleet.swarm.certificates import REVOKED, context, sites_of
+from titan_fleet.swarm.certificates import context, named, revoked, sites_of
 from torchtitan.launch.addresses import is_local, own_addresses
 from torchtitan.refusal import Refusal
 
@@ -101,13 +100,12 @@ class Server:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         node: Node | None = None
         peer: Any = writer.get_extra_info("peercert")
-        name = next((value for part in peer["subject"] for key, value in part if key == "commonName"), "")
+        name, serial = named(peer)
         self._connections[name] += 1
         try:
             if self._connections[name] > _MOST_CONNECTIONS:
                 return
-            serial = f"{int(peer['serialNumber'], 16):x}"
-            self._read_revoked()
+            self._revoked = revoked(self.keys, self._revoked)
             if serial in self._revoked:
                 raise Refusal(f"the certificate of {name} is revoked")
             hello = await within(_HELLO_SECONDS, read_message(reader))
@@ -140,16 +138,11 @@ class Server:
             with contextlib.suppress(OSError):
                 writer.close()
 
-    def _read_revoked(self) -> None:
-        file = self.keys / REVOKED
-        with contextlib.suppress(OSError, TypeError, ValueError):  # half of a new one: what was known stands
-            self._revoked = dict(json.loads(file.read_text())) if file.exists() else {}
-
     async def _watch_revoked(self) -> None:
         """A node that is revoked is put out, and the others drop its key, also if it has hung up before."""
         known: set[str] = set()
         while True:
-            self._read_revoked()
+            self._revoked = revoked(self.keys, self._revoked)
             for node in [node for node in self.nodes.values() if node.serial in self._revoked]:
                 why = f"the certificate of {node.name} is revoked"
                 print(f"refused: {why}", flush=True)

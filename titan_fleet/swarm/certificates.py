@@ -1,5 +1,6 @@
 """Certificates of a swarm: an authority of its own, TLS 1.3 on both sides, and a list of what is revoked."""
 
+import contextlib
 import datetime
 import ipaddress
 import json
@@ -16,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import write_whole
 
 AUTHORITY, CERTIFICATE, KEY = "authority.pem", "own.pem", "own.key"
 REVOKED, SITES = "revoked.json", "sites.json"  # at the syncer
@@ -54,14 +56,12 @@ def _note(folder: Path, name: str) -> None:
     """The syncer gives each site the part of the data that its place in this list says."""
     file = folder / "syncer" / SITES
     if name != "syncer" and file.parent.exists():
-        known = json.loads(file.read_text()) if file.exists() else []
-        file.write_text(json.dumps(list(dict.fromkeys([*known, name])), indent=1))
+        write_whole(file, json.dumps(list(dict.fromkeys([*sites_of(file.parent), name])), indent=1))
 
 
 def sites_of(syncer: Path) -> list[str]:
     file = syncer / SITES
-    names: list[str] = json.loads(file.read_text()) if file.exists() else []
-    return names
+    return list(json.loads(file.read_text())) if file.exists() else []
 
 
 def revoke(folder: Path, site: str) -> str:
@@ -71,8 +71,22 @@ def revoke(folder: Path, site: str) -> str:
     serial = x509.load_pem_x509_certificate(file.read_bytes()).serial_number
     target = folder / "syncer" / REVOKED
     known = json.loads(target.read_text()) if target.exists() else {}
-    target.write_text(json.dumps(known | {f"{serial:x}": site}, indent=1))
+    write_whole(target, json.dumps(known | {f"{serial:x}": site}, indent=1))
     return f"{site} is in {target}; copy that file to the syncer's keys, it is read at each request"
+
+
+def revoked(keys: Path, known: dict[str, str]) -> dict[str, str]:
+    """Serial number -> name. If half of a new list is there, what was known stands."""
+    file = keys / REVOKED
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+    return known
+
+
+def named(peer: Any) -> tuple[str, str]:
+    """The name in a certificate, as a TLS connection shows it, and its serial number."""
+    names = [value for part in peer["subject"] for key, value in part if key == "commonName"]
+    return "".join(names[:1]), f"{int(peer['serialNumber'], 16):x}"
 
 
 def context(folder: Path, is_server: bool) -> ssl.SSLContext:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+from xml.sax.saxutils import escape
 
 WIDTH, LANE, LEFT, TOP = 1000, 22, 110, 40
 TRAINING, TRAVELLING, WAITING = "#7fb77e", "#6f9ed8", "#d96c5f"
@@ -23,13 +24,13 @@ def draw(file: Path, title: str, num_fragments: int, trips: Sequence[Trip], tota
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
         'font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="18">{_escaped(title)}</text>',
+        f'<text x="8" y="18">{escape(title)}</text>',
     ]
 
     def bar(lane: int, begin: float, seconds: float, color: str, what: str) -> None:
         x, y = LEFT + begin * scale, TOP + lane * LANE
         size = f'width="{max(1.0, seconds * scale):.1f}" height="{LANE - 6}"'
-        lines.append(f'<rect x="{x:.1f}" y="{y}" {size} fill="{color}"><title>{_escaped(what)}</title></rect>')
+        lines.append(f'<rect x="{x:.1f}" y="{y}" {size} fill="{color}"><title>{escape(what)}</title></rect>')
 
     for lane, name in enumerate(["training", *(f"fragment {number}" for number in range(num_fragments))]):
         lines.append(f'<text x="8" y="{TOP + lane * LANE + 12}">{name}</text>')
@@ -50,7 +51,3 @@ def draw(file: Path, title: str, num_fragments: int, trips: Sequence[Trip], tota
             f'<rect x="{x}" y="9" width="10" height="10" fill="{color}"/><text x="{x + 14}" y="18">{name}</text>'
         )
     file.write_text("\n".join([*lines, "</svg>"]) + "\n", encoding="utf-8")
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

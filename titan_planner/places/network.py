@@ -1,7 +1,6 @@
 """Networks of unlike devices and links, as files describe them: groups and pairs, matrices, or Ravnest's nodes."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import tomli
 
+from titan_planner.plan.cluster import describes, read_toml
 from torchtitan.refusal import Refusal
 
 _ALIKE = ("kind", "tflops", "memory_gib", "memory_gbytes_per_second", "inside_gbytes_per_second")
@@ -73,27 +73,6 @@ class Network:
         )
 
 
-def read_tables(path: Path) -> dict[str, Any]:
-    try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{path} cannot be read as TOML: {error}") from None
-
-
-@contextmanager
-def describes(path: Path, what: str) -> Iterator[None]:
-    """Refuse a file in which a value is of another kind than it should be."""
-    try:
-        yield
-    except Refusal:
-        raise
-    except KeyError as error:
-        raise Refusal(f"{path} has no {error}; docs/planner/unlike.md describes the format") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        wrong = f"{type(error).__name__}: {error}"
-        raise Refusal(f"{path} describes no {what} ({wrong}); docs/planner/unlike.md describes the format") from None
-
-
 def is_unlike(path: Path) -> bool:
     """Whether a cluster file lists unlike nodes or links; a file of like nodes has one [device]."""
     if path.suffix == ".json":
@@ -108,7 +87,7 @@ def read_cluster_network(path: Path) -> tuple[str, Network, str]:
     """The name, the nodes, and what the numbers rest on."""
     if path.suffix == ".json":
         return path.stem, ravnest_network(path), "Ravnest's file: bandwidth by node; it says nothing of speed and delay"
-    tables = read_tables(path)
+    tables = read_toml(path)
     with describes(path, "cluster"):
         cases = tables.get("case", [tables])
         if len(cases) != 1:
@@ -124,7 +103,7 @@ def read_cluster_network(path: Path) -> tuple[str, Network, str]:
 def read_cases(path: Path) -> list[tuple[str, Network, Mapping[str, Any]]]:
     """The networks of a file, with what the file says of each: groups of devices and pairs of regions, or matrices."""
     with describes(path, "network"):
-        return [(str(case.get("name", "network")), to_network(case), case) for case in read_tables(path)["case"]]
+        return [(str(case.get("name", "network")), to_network(case), case) for case in read_toml(path)["case"]]
 
 
 def to_network(case: Mapping[str, Any]) -> Network:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_planner.places.network import Network, describes, read_cases, read_tables
+from titan_planner.places.network import Network, read_cases
+from titan_planner.plan.cluster import describes, read_toml
 from torchtitan.refusal import Refusal
 
 _CANDIDATES = 32  # changes that are weighed at once
@@ -204,7 +205,7 @@ def _greedy_path(edges: np.ndarray, start: int) -> tuple[float, list[int]]:
 def read_networks(path: Path) -> tuple[FixedPipeline, list[tuple[str, Network, Mapping[str, Any]]]]:
     """The job of a file and its networks."""
     with describes(path, "network"):
-        said = read_tables(path)["job"]
+        said = read_toml(path)["job"]
         given = {key: said[key] for key in ("stages", "devices_per_stage", "c_dp", "c_pp")}
         given |= {key: said[key] for key in _OPTIONAL if key in said}
         least = dict.fromkeys(_OPTIONAL, 0.0)  # the others are above 0

@@ -1,13 +1,13 @@
 """The machines that a plan is for: a TOML file of nodes, data sheets and links (docs/planner/planner.md)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from titan_planner.places.network import describes
 from titan_planner.plan.cost import Device, Machine, Rates
 from torchtitan.refusal import Refusal
 
@@ -32,11 +32,29 @@ class Cluster:
     rests_on: str  # where the numbers come from
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_toml(path: Path, option: str = "") -> dict[str, Any]:
     try:
-        tables = tomli.loads(path.read_text(encoding="utf-8"))
+        return tomli.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise Refusal(f"--cluster {path} cannot be read as TOML: {error}") from None
+        raise Refusal(f"{option}{path} cannot be read as TOML: {error}") from None
+
+
+@contextmanager
+def describes(path: Path, what: str) -> Iterator[None]:
+    """Refuse a file in which a value is of another kind than it should be."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except KeyError as error:
+        raise Refusal(f"{path} has no {error}; docs/planner/unlike.md describes the format") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+        raise Refusal(f"{path} describes no {what} ({wrong}); docs/planner/unlike.md describes the format") from None
+
+
+def read_cluster(path: Path) -> Cluster:
+    tables = read_toml(path, "--cluster ")
     values = {name: _table(path, tables, name, keys) for name, keys in _TABLES.items()}
     if unknown := set(tables) - set(_TABLES) - {"name", "rests_on", "probe", "case"}:
         raise Refusal(f"--cluster {path} has an unknown {sorted(unknown)[0]}; use {', '.join(_TABLES)}")

@@ -11,6 +11,7 @@ import tomli_w
 
 from titan_planner.probe.rates import OF_AXES, Found, apart, fitted, middle, speed
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import write_whole
 
 _NOT_MEASURED = ("float8", "overlap")
 
@@ -116,9 +117,7 @@ def write(path: Path, every: Sequence[Found], per_node: int, torch_version: str,
 def save(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")  # a full disk leaves the file of the probe before as it was
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise Refusal(f"--out {path} cannot be written: {error.strerror}; use another file") from None
 

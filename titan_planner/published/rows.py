@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli
 
-from titan_planner.places.network import describes
+from titan_planner.plan.cluster import describes, read_toml
 from titan_planner.plan.cost import Device, Layout, Machine, Rates, Seconds, step
 from titan_planner.plan.memory import in_arrays, sizes_of, staged, whole
 from titan_planner.published import megatron_memory
@@ -94,10 +93,7 @@ class Row:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    try:
-        tables = tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{path} cannot be read as TOML: {error}") from None
+    tables = read_toml(path)
     rows = tables.get("row")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise Refusal(f"{path} has no [[row]]; docs/planner/published.md describes the two formats")

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import sync
 
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 24
@@ -98,11 +99,11 @@ class Storage:
         with self.fs.open(f"{folder}/{_MANIFEST}", "wb") as file:
             file.write(json.dumps({"checksum": _checksum_of(says)} | says, indent=1).encode())
         if self.is_local:
-            _sync(Path(folder) / _MANIFEST)
-            _sync(Path(folder))
+            sync(Path(folder) / _MANIFEST)
+            sync(Path(folder))
             self.remove(self.folder(manifest.step))  # an incomplete one: a complete one would not be saved again
             Path(folder).rename(self.folder(manifest.step))
-            _sync(Path(self.root))
+            sync(Path(self.root))
 
     def examine(self, step: int) -> Manifest | str:
         """The manifest if all files exist with the sizes it lists; otherwise what is wrong, as text."""
@@ -223,15 +224,6 @@ class Storage:
 
 def _checksum_of(says: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(says).encode())
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def find_checkpoints(path: str) -> tuple[Storage, int]:

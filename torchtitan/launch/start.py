@@ -9,7 +9,6 @@ launch/preflight/verb.py.
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import is_tunnel, way_to_head
+from torchtitan.launch.bounded import nvidia_smi
 from torchtitan.launch.node import KEEP_FREED_MEMORY, Node, loopback_settings, num_cores
 from torchtitan.launch.variables import read_node
 from torchtitan.models.families import load_run_or_exit, other_program
@@ -149,17 +149,9 @@ def only_prints(env: Mapping[str, str]) -> bool:
 def count_gpus(visible: str | None) -> int:
     """NVIDIA GPUs of this machine, limited to `visible` (CUDA_VISIBLE_DEVICES) where it is set."""
     try:
-        smi = subprocess.Popen(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        listed = nvidia_smi("-L", seconds=_SMI_SECONDS).stdout
     except OSError:
         return 0
-    try:
-        listed = smi.communicate(timeout=_SMI_SECONDS)[0]
-    except subprocess.TimeoutExpired:
-        smi.kill()  # without wait(): a process that hangs in the driver never ends
-        raise Refusal(
-            f"nvidia-smi does not answer within {_SMI_SECONDS} s: a GPU or its driver hangs; "
-            f"restart this node, or leave it out"
-        ) from None
     gpus = len(re.findall("^GPU ", listed, re.MULTILINE))
     if gpus and visible is not None:
         return len(re.findall("(?:^|,) *[0-9GM]", visible))  # an index, GPU-... or MIG-...

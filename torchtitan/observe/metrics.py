@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torchtitan.config.load import to_toml
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger, wants_color
+from torchtitan.whole_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,7 @@ class JsonLines:
         if start_step and path.exists():  # drop the steps after the checkpoint: the run will write them again
             kept = [line for line in path.read_text(errors="replace").splitlines() if _step_of(line) <= start_step]
             self.last_step = _step_of(kept[-1]) if kept else 0.0
-            anew = path.with_name(f"{path.name}.writing")  # if this write fails, the old file is still whole
-            anew.write_text("".join(line + "\n" for line in kept))
-            anew.replace(path)
+            write_whole(path, "".join(line + "\n" for line in kept))
         self._file = path.open("ab" if start_step else "wb", buffering=0)  # a killed run keeps its last line
 
     def write(self, step: int, values: dict[str, Any]) -> None:

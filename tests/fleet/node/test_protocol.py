@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.fleet.node.machines import CODE, HASH, ROOT, Program, archive, commit, pieces
-from titan_fleet.node import archives, bounded, processes, report
+from titan_fleet.node import archives, processes, report
 from titan_fleet.node.messages import CHUNK_BYTES, LINE_BYTES, MOST_ROWS
 from titan_fleet.ssh.pack import pack
 from torchtitan.foreign import read_piece
+from torchtitan.launch import bounded
 from torchtitan.refusal import Refusal
 
 RECIPE = {"torchtitan/launch/start.py": ""}
@@ -88,7 +89,8 @@ def test_a_process_that_no_signal_ends_is_not_waited_for(tmp_path: Path, monkeyp
         own = [int(pid) for pid, parent in map(str.split, lines) if int(parent) == os.getpid()]
     for pid in own:
         os.kill(pid, 9)
-    report._hung.pop().wait()
+    for _, process in bounded._killed:
+        process.wait()
     assert len(own) == 2
 
 

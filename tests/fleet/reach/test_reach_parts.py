@@ -311,7 +311,7 @@ def test_a_node_that_is_revoked_is_put_out_and_the_others_hear_of_it_also_after_
         assert list(served.nodes) == ["lima"] and zurich
         for broken in ("{half", "[1]"):
             (own / "syncer/revoked.json").write_text(broken)
-            served._read_revoked()
+            assert server.revoked(own / "syncer", {"1a": "zurich"}) == {"1a": "zurich"}
         lima[1].write(messages.as_frame({"do": "here", "candidates": [], "router": vars(KEEPS)}))
         return [*said, await asyncio.wait_for(messages.read_message(lima[0]), 5)]
 

@@ -108,7 +108,7 @@ def test_a_killed_syncer_goes_on_from_its_last_merge_and_makes_a_lost_anchor_fro
         met(carried(first, 1.0), carried(second, 1.0))
         anchor, velocity, run = syncer.fragments[0].anchor, syncer.fragments[0].velocity, syncer.run
     files = Path(folder / "syncer/fragment-0")
-    (files / "version-9.unfinished").write_bytes(b"half")
+    (files / "version-9.safetensors.part").write_bytes(b"half")
     with served(folder, section(), SHARED) as (url, syncer):
         again = syncer.fragments[0]
         assert syncer.run == run and again.version == 1 and all(map(torch.equal, anchor, again.anchor))

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from titan_fleet.swarm.certificates import context
+from titan_fleet.swarm.certificates import context, named
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
@@ -50,9 +50,8 @@ class _Named(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         peer = transport.get_extra_info("ssl_object").getpeercert()
-        names = [value for part in peer["subject"] for key, value in part if key == "commonName"]
-        self.site = names[0]
-        self.app_state = {**self.app_state, "site": self.site, "serial": peer["serialNumber"]}
+        self.site, serial = named(peer)
+        self.app_state = {**self.app_state, "site": self.site, "serial": serial}
         held = sum(isinstance(each, _Named) and each.site == self.site for each in self.connections)
         if held > self.most or len(self.connections) > self.in_all:
             if self.logs.may(self.site):

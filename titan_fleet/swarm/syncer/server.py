@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from titan_fleet.swarm.certificates import REVOKED
+from titan_fleet.swarm.certificates import revoked
 from titan_fleet.swarm.decide import older_copy
 from titan_fleet.swarm.fragments import Box
 from titan_fleet.swarm.messages import Anchor, Beat, Difference, Found, Hello, Join, Leave, Message, Result, read
@@ -111,7 +110,8 @@ class Server:
         async def guarded(request: Request) -> Response:
             site = request.state.site
             try:
-                if f"{int(request.state.serial, 16):x}" in self._revoked():
+                self.revoked = revoked(self.keys, self.revoked)
+                if request.state.serial in self.revoked:
                     raise Refusal(f"the certificate of {site} is revoked")
                 return await handler(request)
             except Refusal as refusal:
@@ -124,12 +124,6 @@ class Server:
                 return Response(status_code=408, headers={"connection": "close"})
 
         return guarded
-
-    def _revoked(self) -> dict[str, str]:
-        file = self.keys / REVOKED
-        with contextlib.suppress(OSError, ValueError):  # half of a new one: what was known stands
-            self.revoked = dict(json.loads(file.read_text())) if file.exists() else {}
-        return self.revoked
 
     async def _body(self, request: Request, limit: int) -> bytearray:
         """At most so many bytes, of which each few seconds some must come."""

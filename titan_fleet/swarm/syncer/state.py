@@ -5,7 +5,6 @@ The syncer writes a merge to the disk before it answers a site: the update, then
 
 import itertools
 import json
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from titan_fleet.swarm.syncer.pieces import Pieces, view
 from titan_fleet.swarm.wire import parts, sizes
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import whole
 
 UPDATES_KEPT = 32  # for sites that go on from a checkpoint of theirs
 
@@ -289,23 +289,15 @@ _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8"}
 
 
 def _write(file: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    """A file of safetensors, a tensor at a time; under another name first, so that it is whole or absent."""
-    unfinished, end = file.with_suffix(".unfinished"), 0
+    """A file of safetensors, a tensor at a time."""
+    end = 0
     head: dict[str, Any] = {"__metadata__": about} if about else {}
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         head[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(head).encode()
     text += b" " * (-len(text) % 8)
-    with open(unfinished, "wb") as written:
+    with whole(file) as written:
         written.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
             written.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        written.flush()
-        os.fsync(written.fileno())
-    os.replace(unfinished, file)
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

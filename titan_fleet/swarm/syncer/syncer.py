@@ -24,6 +24,7 @@ from titan_fleet.swarm.outer import Outer
 from titan_fleet.swarm.syncer.state import FragmentState, Meeting
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import write_whole
 
 UNREADABLE = "run.json is not what a syncer writes; bring it back from a copy, or name another --out"
 ABSENT_SECONDS = 30.0  # without a word, after which merges do not wait for a site
@@ -238,12 +239,7 @@ class Syncer:
         """Nothing is written that could not be read again."""
         text = json.dumps({name: getattr(self, name) for name in Known.model_fields})
         read(Known, text, UNREADABLE)
-        unfinished = self.file.with_suffix(".unfinished")
-        with open(unfinished, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, self.file)
+        write_whole(self.file, text)
 
 
 def read_known(folder: Path) -> Known:

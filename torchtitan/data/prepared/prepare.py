@@ -34,6 +34,7 @@ from torchtitan.data.texts.sources import locate_text, open_texts
 from torchtitan.data.tokenizers.fingerprint import fingerprint
 from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.refusal import Refusal
+from torchtitan.whole_file import write_whole
 
 LOCK = ".lock"
 
@@ -95,7 +96,7 @@ def _is_foreign(names: set[str]) -> bool:
 
 def _agree_with_plan(folder: Path, plan: str) -> None:
     if not (folder / PLAN).is_file():
-        _write_whole(folder / PLAN, plan.encode())
+        write_whole(folder / PLAN, plan)
     elif (folder / PLAN).read_bytes() != plan.encode():
         raise Refusal(
             f"--out {folder} was begun with another text, text_key or tokenizer, or a file has changed since; "
@@ -135,7 +136,7 @@ def _tokenize_chunk(number: int, chunk: Chunk) -> int:
                 file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    _write_whole(lengths_path, np.array(documents, dtype="<i8").tobytes())
+    write_whole(lengths_path, np.array(documents, dtype="<i8").tobytes())
     return number
 
 
@@ -218,9 +219,9 @@ def _join(job: Preparation, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
                 chunk_path.unlink()
             begin = end
     assert _size(tokens_path) == begin, f"{tokens_path} was changed by something else"
-    _write_whole(job.out / OFFSETS, offsets.tobytes())
+    write_whole(job.out / OFFSETS, offsets.tobytes())
     checksums = np.concatenate([part[:, 1] for part in documents]).astype("<u4").tobytes()
-    _write_whole(job.out / CHECKSUMS, checksums)
+    write_whole(job.out / CHECKSUMS, checksums)
     tokens = np.memmap(tokens_path, job.dtype, mode="r")
     meta = Meta(
         format_version=prepared.FORMAT_VERSION,
@@ -234,7 +235,7 @@ def _join(job: Preparation, chunks: list[Chunk], tokenizer: Tokenizer) -> None:
         text_key=job.text_key,
         source=job.location.name,
     )
-    _write_whole(job.out / META, (json.dumps(asdict(meta), indent=2) + "\n").encode())
+    write_whole(job.out / META, (json.dumps(asdict(meta), indent=2) + "\n").encode())
 
 
 def _chunk_files(folder: Path, number: int) -> tuple[Path, Path]:
@@ -248,16 +249,6 @@ def _documents(path: Path) -> np.ndarray:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write the whole file or nothing: the data goes into a temporary file, which is then renamed."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 HELP = "tokenise text once, to train from at memory speed"

@@ -17,6 +17,7 @@ from torchtitan import hardware
 from torchtitan.config.names import flat
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import gloo_address, nccl_interfaces, own_addresses
+from torchtitan.launch.bounded import query_gpus
 from torchtitan.launch.node import num_cores
 from torchtitan.root import PACKAGE, PACKAGES, ROOT
 
@@ -79,10 +80,10 @@ def versions(devices: Sequence[Facts]) -> dict[str, str]:
 
 def check_gpus() -> list[Facts]:
     """Test this node's GPUs by nvidia-smi and a short computation; each GPU comes with a list of its problems."""
-    smi = ["nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     program = [sys.executable, "-m", "torchtitan.launch.preflight.devices"]
     try:
-        listed = subprocess.run(smi, capture_output=True, text=True, timeout=60, check=True).stdout
+        (asked := query_gpus(",".join(_GPU_FIELDS), 60)).check_returncode()
+        listed = asked.stdout.splitlines()
         computed = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
         if computed.returncode:
             raise OSError((computed.stderr.strip().splitlines() or ["the computation that tests them was killed"])[-1])
@@ -91,7 +92,7 @@ def check_gpus() -> list[Facts]:
             raise OSError("torch sees none; install a CUDA build of torch that fits the driver")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return [{"problems": [f"nvidia-smi shows GPUs, but they cannot be used: {error}"]}]
-    return judge_gpus([dict(zip(_GPU_FIELDS, line.split(", "), strict=True)) for line in listed.splitlines()], checks)
+    return judge_gpus([dict(zip(_GPU_FIELDS, line.split(", "), strict=True)) for line in listed], checks)
 
 
 def judge_gpus(listed: Sequence[Facts], checks: Sequence[Facts]) -> list[Facts]:
