@@ -114,8 +114,9 @@ def estimate(
         if update.average is not None:
             footprint.mark(update.average.tensors().values(), "optimizer")
         trained = [p for p in model.parameters() if p.requires_grad]
-        for _ in range(sum(section.num_copies for section in other_sections(config))):
-            footprint.mark([torch.zeros_like(p, dtype=torch.float32) for p in trained], "optimizer")
+        num_copies = sum(section.num_copies for section in other_sections(config))
+        copies = [torch.zeros_like(p, dtype=torch.float32) for p in trained for _ in range(num_copies)]
+        footprint.mark(copies, "optimizer")  # held until the end, as a site holds them
         footprint.moved.clear()
 
         update.begin(1)
