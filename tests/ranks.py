@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import traceback
@@ -21,7 +22,6 @@ from tests import started
 
 ROOT = Path(__file__).parents[1]
 
-NUM_RANKS = 11  # four sites of a swarm; others use at most 8
 START_SECONDS = 200  # of the process that they are forked from, which imports torch
 TEST_SECONDS = 100
 _OF_A_LATER_TORCH = "needs torch 2.13"  # what the code refuses on torch 2.11
@@ -77,29 +77,34 @@ def _forget(frozen: list[Any]) -> None:
 
 
 class Ranks:
-    """Calls `function(rank, world_size, *args)` on the first ranks and returns their answers."""
+    """Calls `function(rank, world_size, *args)` on the first ranks and returns their answers.
 
-    def __init__(self, num_ranks: int = NUM_RANKS) -> None:
-        self._num_ranks = num_ranks
-        self._start()
+    As many are started as a test has asked for so far.
+    """
 
-    def _start(self) -> None:
-        self._pipes, self._processes = [], []
+    def __init__(self, num_ranks: int = 4) -> None:
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._start(num_ranks)
+
+    def _start(self, num_ranks: int) -> None:
         # as under torchrun: who starts the ranks serves their store
         env = os.environ | {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         folders = (path for path in sys.path if Path(path).is_relative_to(ROOT / "tests"))
         env["PYTHONPATH"] = os.pathsep.join(folders)  # a test's functions are found by the name of its file
-        for rank in map(str, range(self._num_ranks)):
+        new = range(len(self._pipes), num_ranks)
+        for rank in map(str, new):
             ours, theirs = multiprocessing.Pipe()
             command = [sys.executable, "-m", "tests.rank", str(theirs.fileno())]
             own = {"RANK": rank, "LOCAL_RANK": rank}
             self._processes.append(started.Popen(command, cwd=ROOT, env=env | own, pass_fds=[theirs.fileno()]))
             self._pipes.append(ours)
             theirs.close()
-        for pipe in self._pipes:
+        for pipe in self._pipes[new.start :]:
             assert pipe.poll(START_SECONDS) and pipe.recv() == "ready"
 
     def __call__(self, function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        self._start(world_size)
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for pipe in self._pipes[:world_size]:
             pipe.send((function, world_size, store.port, args))
@@ -119,7 +124,6 @@ class Ranks:
             pytest.skip(_OF_A_LATER_TORCH)
         if errors:
             self.stop()
-            self._start()
             raise AssertionError("\n".join(errors))
         return answers
 
@@ -127,6 +131,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.wait()
+        self._pipes, self._processes = [], []
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,17 @@
 """A tiny model and a tiny run: what the tests train, in the process they are called in."""
 
+import contextlib
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import train
 from tests.tiny_models import TINY, TINY_TIED  # noqa: F401  (for the tests)
 from torchtitan.config.load import check
-from torchtitan.config.schema import Config
+from torchtitan.config.names import sections
+from torchtitan.config.schema import Config, Section
 from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
 from torchtitan.training.seed_checkpoint import save_seed_checkpoint
@@ -52,3 +55,22 @@ def train_here(config: Config, place: Place | None = None) -> list[dict[str, Any
 
 def read_records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def keys_read() -> Iterator[set[str]]:
+    """The configuration's keys that are read meanwhile, with their sections."""
+    names = {section: name for name, section in sections().items()}
+    read: set[str] = set()
+    original = Section.__getattribute__
+
+    def watched(self: Section, key: str) -> Any:
+        if type(self) in names and key in type(self).model_fields:
+            read.add(f"{names[type(self)]}.{key}")
+        return original(self, key)
+
+    Section.__getattribute__ = watched  # type: ignore[assignment, method-assign]
+    try:
+        yield read
+    finally:
+        Section.__getattribute__ = original  # type: ignore[method-assign]

@@ -16,6 +16,14 @@ class PeerError(Refusal):
     """This rank ends because another one lags, failed or is gone; the message about that was already shown."""
 
 
+class NotThereError(Refusal):
+    """The file or module of a model is not where Python looks for it; a run looks beside its TOML, too."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.what, self.fix = what, fix
+
+
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
     """Inside runs code of the user's: its error becomes a refusal that gives the file and the line."""

@@ -20,11 +20,6 @@ import tomli
 import tomli_w
 
 from tests.tiny_runs import tiny_config
-from titan_planner.places.network import read_cluster_network
-from titan_planner.places.placement import read_networks
-from titan_planner.places.ravnest import read_providers
-from titan_planner.plan.cluster import read_cluster
-from titan_planner.published.rows import read_rows
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.data.prepared.prepare import prepare
 from torchtitan.data.prepared.tokens import PreparedTokens
@@ -180,34 +175,14 @@ def make_targets(folder: Path) -> dict[str, Target]:
     (folder / "toml").mkdir()
     shutil.copy(ROOT / "train_configs/llama3_8b.toml", folder / "toml/a.toml")
     add("toml", "a.toml", lambda folder: load_run_or_exit(["--job.config_file", str(folder / "a.toml")], 8, rank=0))
-    add_planners(folder, add)
     return targets
 
 
-def add_planners(folder: Path, add: Callable[[str, str, Callable[[Path], object]], None]) -> None:
-    unlike = {"region": "a", "devices": 4, "inside": [0.1, 100.0], "kind": "A100", "memory_gib": 40}
-    groups = [unlike, {**unlike, "region": "b", "tflops": 120.0}]
-    planning = ROOT / "tests/assets/planning"
-    for name, text, read in (
-        ("cluster", (ROOT / "clusters/cpu_1x2.toml").read_text(), read_cluster),
-        ("unlike", tomli_w.dumps({"groups": groups, "pairs": {"a-b": [90.0, 1.0]}}), read_cluster_network),
-        ("networks", (planning / "dtfm_networks.toml").read_text(), read_networks),
-        ("selene", (planning / "megatron_selene.toml").read_text(), read_rows),
-        ("tables", (planning / "torchtitan_tables.toml").read_text(), read_rows),
-    ):
-        (folder / name).mkdir()
-        (folder / name / "a.toml").write_text(text)
-        add(name, "a.toml", lambda folder, read=read: read(folder / "a.toml"))
-    (folder / "ravnest").mkdir()
-    shutil.copy(planning / "ravnest_clusters.json", folder / "ravnest/a.json")
-    add("ravnest", "a.json", lambda folder: read_providers(folder / "a.json"))
-
-
-def attack_all(folder: Path, count: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
+def attack_all(targets: dict[str, Target], count: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
     """How often each target was read and refused, and the tracebacks."""
     seen: Counter[tuple[str, str]] = Counter()
     tracebacks = []
-    for name, target in make_targets(folder).items():
+    for name, target in targets.items():
         chance = random.Random(f"{seed} {name}")
         for number in range(count):
             ended = target.attack(chance)
@@ -217,14 +192,19 @@ def attack_all(folder: Path, count: int, seed: int) -> tuple[Counter[tuple[str, 
     return seen, tracebacks
 
 
-if __name__ == "__main__":
+def attack_by_hand(make: Callable[[Path], dict[str, Target]]) -> None:
+    """What `python -m` of a list of targets does."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=1000, help="mutations of each file")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        seen, tracebacks = attack_all(Path(folder), args.count, args.seed)
+        seen, tracebacks = attack_all(make(Path(folder)), args.count, args.seed)
     print("\n".join(tracebacks[:40]))
     for (name, ended), number in sorted(seen.items()):
         print(f"{name:24} {ended:10} {number}")
     print(f"{sum(seen.values())} mutations, {len(tracebacks)} tracebacks")
+
+
+if __name__ == "__main__":
+    attack_by_hand(make_targets)

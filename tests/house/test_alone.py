@@ -55,6 +55,7 @@ def test_a_section_of_the_fleet_is_refused_by_its_name(alone: Path) -> None:
     assert done.returncode and "[swarm]: titan_fleet reads it and is not here; add it, or remove" in done.stderr
 
 
+@pytest.mark.all  # test_imports.py reads that they import nothing of the others
 def test_the_recipes_tests_are_found_and_its_rules_hold(alone: Path) -> None:
     found = run(alone, sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/recipe", "tests/house")
     assert found.returncode == 0, found.stdout[-3000:]

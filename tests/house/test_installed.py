@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.all, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 

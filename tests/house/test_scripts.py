@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tomli
 
+from tests import started
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = ROOT / "scripts" / "check_requirements.py"
 TRAIN = ROOT / "run_llama_train.sh"
@@ -222,8 +224,8 @@ def test_a_script_is_executable_and_parses(name):
     assert run(["bash", "-n", ROOT / name]).stderr == ""
 
 
-def test_comm_mode_dry_runs_as_many_ranks_as_asked_for():
-    done = run([TRAIN], **HERE, COMM_MODE="fake_backend", NGPU="8")
+def test_comm_mode_dry_runs_as_many_ranks_as_asked_for(tmp_path):
+    done = run([TRAIN], PYTHON=started.python(tmp_path), COMM_MODE="fake_backend", NGPU="8")
     assert done.returncode == 0, done.stderr
     assert "on 8 ranks, mesh dp_shard 8" in done.stderr
     assert "every pipeline rank" in done.stdout

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from torchtitan.tools import schema as export
 from torchtitan.tools import verbs
 
 ROOT = Path(__file__).parents[3]
-SITE = '[swarm]\nsite = "a"\nkeys = "k"\n'
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 
 # The keys and values of torchtitan v0.2.2's Llama 3 8B preset, and the sections its other Llama 3 presets have.
@@ -296,15 +294,6 @@ components = ["model", "los"]
         ('[checkpoint]\nenable = true\ninitial_load_missing = ["head.*"]',
          'checkpoint.initial_load_missing = ["head.*"] is for weights alone; set checkpoint.initial_load_path'),
         ("[validation]\npatience = 3", "validation.patience = 3 without validation.enable: there is nothing to judge"),
-        ('[swarm]\nsyncer = "https://x:1"\nsite = "a"', "a swarm's syncer (https://x:1) needs this site"),
-        (SITE + 'syncer = "https://x:1"\nsyncers = ["https://y:1"]',
-            "swarm.syncer = https://x:1 and swarm.syncers are both set; name one"),
-        (SITE + 'syncers = ["https://x:1", "https://x:1"]',
-            "swarm.syncers names an address twice (https://x:1, https://x:1)"),
-        (SITE + 'fragments = 1\nsyncers = ["https://x:1", "https://y:1"]',
-            "swarm.syncers names 2 syncers for swarm.fragments = 1, so"),
-        ("[swarm]\nquorum = 3\nsites = 2", "swarm.quorum = 3 is more than swarm.sites = 2"),
-        ("[swarm]\nevery = 5", "swarm.delay = 10 is no less than swarm.every = 5"),
         ("[comm]\ntrain_timeout_seconds = 1000000000000",
          "comm.train_timeout_seconds = 1000000000000: input should be less than or equal to 100000000"),
         ('[validation]\ndataset_path = ""', 'validation.dataset_path = "": string should have at least 1 character'),
@@ -572,14 +561,17 @@ def test_only_rank_0_shows_the_mistakes_and_all_leave_with_2(
         assert bool(printed.out + printed.err) == (rank == 0)
 
 
-def run(*command: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    begin = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    return done, time.perf_counter() - begin
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_help_lists_every_key_with_its_doc_within_seconds() -> None:
-    done, seconds = run("train.py", "--job.config_file", "train_configs/debug_model.toml", "--help", "all")
+def loads_torch(done: subprocess.CompletedProcess[str]) -> bool:
+    """Which takes seconds; asked of a Python with -X importtime."""
+    return re.search(r"\| +torch$", done.stderr, re.MULTILINE) is not None
+
+
+def test_help_lists_every_key_with_its_doc_without_torch() -> None:
+    done = run("-X", "importtime", "train.py", "--job.config_file", "train_configs/debug_model.toml", "--help", "all")
     assert done.returncode == 0
     shown = " ".join(done.stdout.split())
     for name, section in sections().items():
@@ -588,7 +580,7 @@ def test_help_lists_every_key_with_its_doc_within_seconds() -> None:
                 assert f"--{name}.{key}" in shown
                 assert str(field.description).split(";")[0].split("(")[0].strip()[:40] in shown
     assert "--training.steps N (default: 100)" in shown  # the file's value, not the schema's
-    assert seconds < 3
+    assert not loads_torch(done)
 
 
 def test_help_whose_reader_has_gone_ends_without_a_trace() -> None:
@@ -612,22 +604,21 @@ def test_help_begins_with_sections_and_shows_the_keys_of_one(capsys: pytest.Capt
         load_config(["--help", "trainig"])
 
 
-def test_a_wrong_key_on_the_command_line_exits_with_2_within_seconds() -> None:
-    done, seconds = run("train.py", "--training.stpes", "3")
+def test_a_wrong_key_on_the_command_line_exits_with_2_without_torch() -> None:
+    done = run("-X", "importtime", "train.py", "--training.stpes", "3")
     assert done.returncode == 2 and "--training.steps" in done.stdout + done.stderr
-    assert seconds < 3
+    assert not loads_torch(done)
 
 
 def test_the_check_verb_finds_mistakes_without_torch(tmp_path: Path) -> None:
     path = written(tmp_path, "[training]\nstpes = 3\n")
-    done, seconds = run("-X", "importtime", "-m", "torchtitan", "check", "--", "--job.config_file", path)
+    done = run("-X", "importtime", "-m", "torchtitan", "check", "--", "--job.config_file", path)
     assert done.returncode == 2 and "did you mean training.steps?" in done.stderr
-    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
-    assert seconds < 3
-    done, _ = run("-m", "torchtitan", "check", str(SHIPPED[0]), "--world_size", "8")
+    assert not loads_torch(done)
+    done = run("-m", "torchtitan", "check", str(SHIPPED[0]), "--world_size", "8")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(f"{SHIPPED[0]}: llama3 .*, .* layers of .*, context .* tokens: no mistake\n", done.stdout)
-    done, _ = run("-m", "torchtitan", "check", str(SHIPPED[0]), "--", "--training.steps", "0")
+    done = run("-m", "torchtitan", "check", str(SHIPPED[0]), "--", "--training.steps", "0")
     assert done.returncode == 2 and "training.steps = 0" in done.stderr
 
 

@@ -82,9 +82,9 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character(tokenizer: Toke
 
 @pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000, "=" * 450_000 + "end"], ids=["a", "space", "="])
 def test_a_long_run_without_a_word_border_is_encoded_in_seconds(tokenizer: Tokenizer, text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     ids = tokenizer.encode(text, bos=False, eos=False)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert tokenizer.decode(ids) == text
 
 

@@ -236,7 +236,7 @@ def train_beside_a_disk(rank: int, world_size: int, folder: str, overrides: dict
         return real[1](self, folder)
 
     def removes_slowly(self: Storage, step: int) -> bool:
-        time.sleep(4)
+        time.sleep(2.5)
         return real[2](self, step)
 
     calls, real = 0, (Storage._checksum, Storage.names, Storage.remove_unread)

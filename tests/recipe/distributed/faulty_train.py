@@ -25,7 +25,7 @@ def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
     global calls
     calls += 1
     if kind == "pause" and (os.environ["RANK"], str(calls + 2)) == (faulty_rank, faulty_step):
-        time.sleep(7.5)
+        time.sleep(5)
     is_first_try = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if is_first_try and (os.environ["RANK"], str(calls)) == (faulty_rank, faulty_step):
         print(f"fault at {time.time()}", flush=True)
@@ -37,7 +37,7 @@ def step_with_a_fault(self: ForwardBackward, batch: Any) -> Any:
             number = signal.SIGTERM if kind == "preemption" else signal.SIGINT
             os.kill(os.getppid(), number)
             os.kill(os.getpid(), number)
-            time.sleep(2)  # torchrun passes its signal on meanwhile
+            time.sleep(1)  # torchrun passes its signal on meanwhile
         else:
             os.kill(os.getpid(), getattr(signal, kind))
     return healthy_step(self, batch)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.ranks import Ranks
 from tests.recipe.distributed import cases
-from tests.recipe.distributed.test_layouts import differences
+from tests.recipe.distributed.test_layouts import differences, seldom
 from tests.recipe.own_model import their_models
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.checkpoint.storage import Storage, find_checkpoints
@@ -96,7 +96,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# The others cut another model of a kind in the same way, or cut the same model in fewer ways at once.
+SELDOM = {
+    "MLP, HSDP 2 x 2", "MLP, PP 2", "SKIPPING, FSDP 2", "SKIPPING, PP 2", "SENTENCES, FSDP 2", "BERT, PP 2 x FSDP 2",
+    "HEAD, PP 2 x FSDP 2", "GPT2, PP 3 x FSDP 2", "GPT2, PP 2, ZBVZeroBubble", "VIT, PP 3", "WHISPER, PP 2",
+    "LLAMA, PP 2 x FSDP 2", "OPTIMIZERS, FSDP 2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", seldom(LAYOUTS, LAYOUTS.keys() - SELDOM))
 def test_a_layout_trains_and_validates_as_one_process_does(
     ranks: Ranks, tmp_path: Path, one_process: Callable[[str], tuple[Records, Records]], name: str
 ) -> None:

@@ -1,5 +1,6 @@
 """The examples: each trains on every layout that its README lists as in one process."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from tests.recipe.distributed import cases
 from tests.recipe.distributed.test_layouts import differences
 from tests.tiny_runs import tiny_config, train_here
 
-pytest.importorskip("sklearn", reason="the examples' images are scikit-learn's")
+# Asked without loading it, which takes seconds.
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="the examples' images are scikit-learn's")
 FSDP, PIPELINE = {"training__local_batch_size": 4}, {"parallelism__pipeline_parallel_degree": 2}
 TENSOR = {"parallelism__tensor_parallel_degree": 2}
 MIXED = PIPELINE | FSDP | {"parallelism__pipeline_parallel_schedule": "GPipe"}

@@ -15,6 +15,7 @@ from tests.tiny_runs import BASE, read_records
 
 ROOT = Path(__file__).parents[3]
 MODULE = ["-m", "tests.recipe.distributed.faulty_train"]
+SECONDS = 60  # an ordinary end takes less than 10; the default timeout of a collective is 100
 
 
 class Run:
@@ -71,8 +72,8 @@ class Run:
 
 
 def test_a_rank_that_sleeps_is_named_and_all_leave_their_stacks_and_end(tmp_path: Path) -> None:
-    run = Run(tmp_path, "sleep 1 3", 3, torchrun=False, comm__train_timeout_seconds=6)
-    assert run.seconds < 25 and all(run.codes)
+    run = Run(tmp_path, "sleep 1 3", 3, torchrun=False, comm__train_timeout_seconds=4)
+    assert run.seconds < SECONDS and all(run.codes)
     assert run.console.count("\n  rank 1 is process ") == 1, run.console
     message = run.console[run.console.index("no progress for") :]
     assert re.match(
@@ -92,7 +93,7 @@ def test_a_rank_that_sleeps_is_named_and_all_leave_their_stacks_and_end(tmp_path
 def test_the_error_of_one_rank_is_the_only_one_that_is_shown(tmp_path: Path) -> None:
     """Rank 0 serves the store in which it writes why it ends."""
     run = Run(tmp_path, "raise 0 3", 2, torchrun=False)
-    assert run.seconds < 25 and all(run.codes)
+    assert run.seconds < SECONDS and all(run.codes)
     errors = re.findall(r"\w+Error: .*", run.console)
     assert errors[0] == "OSError: the disk is gone", run.console
     assert all("the disk is gone" in error or error == "ChildFailedError: " for error in errors), run.console
@@ -100,21 +101,21 @@ def test_the_error_of_one_rank_is_the_only_one_that_is_shown(tmp_path: Path) -> 
 
 
 def test_an_error_after_a_reported_pause_is_reported_as_it_is(tmp_path: Path) -> None:
-    run = Run(tmp_path, "pause 1 6", 2, torchrun=False, comm__train_timeout_seconds=9)
-    assert run.seconds < 25 and all(run.codes)
+    run = Run(tmp_path, "pause 1 6", 2, torchrun=False, comm__train_timeout_seconds=6)
+    assert run.seconds < SECONDS and all(run.codes)
     assert run.console.count("no progress for") == 1, run.console
     assert "rank 1 failed first, at step 6" in run.console and "the disk is gone" in run.console, run.console
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, "SIGKILL 1 3", 2, torchrun=False)
-    assert run.seconds < 25 and all(run.codes)
+    assert run.seconds < SECONDS and all(run.codes)
     assert "rank 1 lags (no answer)" in run.console and "Traceback" not in run.console
 
 
 def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, "SIGSTOP 1 3", 2, torchrun=False, comm__train_timeout_seconds=4)
-    assert run.seconds < 25 and all(run.codes)
+    assert run.seconds < SECONDS and all(run.codes)
     assert run.console.count("rank 1 lags (no answer), others wait in all_reduce") == 1, run.console
     assert sorted(path.name for path in (run.folder / "hang").iterdir()) == ["rank_0.txt", "report.txt"]
 
@@ -122,7 +123,7 @@ def test_a_rank_that_is_stopped_gives_no_answer_and_is_named(tmp_path: Path) -> 
 def test_a_rank_whose_machine_is_gone_during_a_save_is_named_and_keeps_no_other_waiting(tmp_path: Path) -> None:
     """A save may wait for a slow disk for an hour, so no timeout of a collective finds it."""
     run = Run(tmp_path, "SIGSTOP 1 save", 2, torchrun=False, comm__train_timeout_seconds=4, checkpoint__interval=2)
-    assert run.seconds < 25 and run.codes[0]
+    assert run.seconds < SECONDS and run.codes[0]
     sign = r"rank 1 \(process \d+ on \S+\) gave no sign of life for 4 s, at step 2, in all_gather\w*, called from "
     assert len(re.findall(sign + "torchtitan/checkpoint/", run.console)) == 1, run.console
 

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ def layout(local_batch_size: int = 8, **degrees: Any) -> dict[str, Any]:
     }
     keys = {f"parallelism__{long.get(key, key)}": value for key, value in degrees.items()}
     return {"training__local_batch_size": local_batch_size} | keys | (DEEP if degrees.get("pp") == 4 else {})
+
+
+def seldom(cases: Iterable[Any], often: Collection[Any]) -> list[Any]:
+    """Test cases, of which those that the others imply run with ./run_tests.sh --all."""
+    words = {case: (case,) if isinstance(case, str) else case for case in cases}
+    return [case if case in often else pytest.param(*words[case], marks=pytest.mark.all) for case in words]
 
 
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
@@ -93,6 +99,13 @@ OPTIMIZERS = {
     "moments in bfloat16": {"optimizer__moments_dtype": "bfloat16"},
     "Muon, moments in bfloat16": {"optimizer__name": "Muon", "optimizer__moments_dtype": "bfloat16"},
 }
+# Every axis alone and in pairs, uneven stages, and each schedule somewhere: GPipe is the schedule of one's own below,
+# Interleaved1F1B validates below, and test_resume.py trains three axes on eight ranks.
+OFTEN = (
+    "FSDP 2", "HSDP 2 x 2", "plain data parallelism 2", "TP 2", "TP 2, logits gathered", "CP 2", "PP 2, 1F1B",
+    "PP 2, ZBVZeroBubble", "PP 2, DualPipeV", "PP 4, LoopedBFS", "PP 4, stages of 3+1+2+2 layers",
+    "PP 2 x CP 2, InterleavedZeroBubble", "FSDP 2 x TP 2", "CP 2 x TP 2", "PP 2 x FSDP 2",
+)  # fmt: skip
 THREE_AXES = [f"PP 2 x FSDP 2 x TP 2, {schedule}" for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")]
 THREE_AXES += ["PP 2 x CP 2 x TP 2", "HSDP 2 x 1 x TP 2 x PP 2"]
 COVERED = [
@@ -110,6 +123,20 @@ COVERED = [
     ("compiled with a memory budget", "TP 2"),
     *(("updated in backward", name) for name in ("FSDP 2 x TP 2", "HSDP 2 x 2")),
     *(("bfloat16", name) for name in ("FSDP 4", "CP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2 x FSDP 2 x TP 2, 1F1B")),
+]  # fmt: skip
+COVERED_OFTEN = [
+    *(("tied embeddings, accumulating, recomputing", name) for name in (
+        "FSDP 4, parameters kept after forward", "FSDP 2, fewer streams than slots",
+        "PP 2 x FSDP 2, parameters freed after forward")),
+    *(("tied embeddings", name) for name in ("FSDP 2 x TP 2", "PP 2 x TP 2")),
+    ("documents kept apart", "FSDP 2 x CP 2"),
+    ("recompute by operation", "CP 2 x TP 2"),
+    ("recompute every second block", "FSDP 2"),
+    *(("compiled", name) for name in ("CP 2 x TP 2", "PP 2 x FSDP 2")),
+    ("compiled, tied embeddings, recompute by operation", "FSDP 2 x TP 2"),
+    ("compiled with a memory budget", "TP 2"),
+    ("updated in backward", "FSDP 2 x TP 2"),
+    *(("bfloat16", name) for name in ("CP 2 x TP 2", "PP 2, ZBVZeroBubble")),
 ]  # fmt: skip
 
 
@@ -175,7 +202,7 @@ def one_process(trained_alone: Callable[[dict[str, Any]], Trained]) -> Reference
     return lambda overrides: trained_alone(overrides)[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", seldom(LAYOUTS, OFTEN))
 def test_a_layout_trains_as_one_process_does(
     ranks: Ranks, trained_alone: Callable[[dict[str, Any]], Trained], tmp_path: Path, name: str
 ) -> None:
@@ -191,7 +218,9 @@ def test_a_layout_trains_as_one_process_does(
     assert [r["tokens_seen"] for r in records] == [r["tokens_seen"] for r in reference]
 
 
-@pytest.mark.parametrize(("option", "name"), COVERED, ids=[f"{option}, {name}" for option, name in COVERED])
+@pytest.mark.parametrize(
+    ("option", "name"), seldom(COVERED, COVERED_OFTEN), ids=[f"{option}, {name}" for option, name in COVERED]
+)
 def test_an_option_trains_alike_on_a_layout(
     ranks: Ranks, one_process: Reference, tmp_path: Path, option: str, name: str
 ) -> None:
@@ -208,8 +237,9 @@ def test_an_option_trains_alike_on_a_layout(
     assert differences(records, reference, "grad_norm") <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["FSDP 2 x TP 2", "PP 2 x FSDP 2"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "name"), [
+    ("moments in bfloat16", "PP 2 x FSDP 2"), ("Muon, moments in bfloat16", "FSDP 2 x TP 2"),
+])  # fmt: skip
 def test_an_optimizer_that_rounds_trains_nearly_alike_on_a_layout(
     ranks: Ranks, one_process: Reference, tmp_path: Path, optimizer: str, name: str
 ) -> None:
@@ -221,6 +251,7 @@ def test_an_optimizer_that_rounds_trains_nearly_alike_on_a_layout(
     assert records[-1]["loss"] < records[0]["loss"] - 0.05
 
 
+@pytest.mark.all
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the compiler of compiled code needs a C++ compiler")
 def test_a_rank_does_not_take_up_what_another_compiled(ranks: Ranks, one_process: Reference, tmp_path: Path) -> None:
     overrides = layout(tp=2) | {
@@ -254,11 +285,10 @@ def test_both_copies_of_a_tied_weight_stay_the_same_on_the_first_and_the_last_st
 ) -> None:
     for world_size, overrides in [(4, layout(4, pp=2)), (2, layout(pp=2, schedule="ZBVZeroBubble"))]:
         overrides = with_option(overrides, "tied embeddings")
-        for steps in (0, 3):
-            held: dict[str, Any] = {}
-            for whole, _ in ranks(cases.parameters_after, world_size, str(tmp_path), steps, overrides):
-                held |= whole
-            assert held["output.weight"].equal(held["tok_embeddings.weight"])
+        held: dict[str, Any] = {}
+        for whole, _ in ranks(cases.parameters_after, world_size, str(tmp_path), 3, overrides):
+            held |= whole
+        assert held["output.weight"].equal(held["tok_embeddings.weight"])
 
 
 def test_a_last_stage_may_hold_nothing_but_a_tied_output(ranks: Ranks, one_process: Reference, tmp_path: Path) -> None:
@@ -288,7 +318,10 @@ def test_a_schedule_of_ones_own_trains_as_one_process_does(
             assert differences(records, one_process(overrides), "grad_norm") <= 1e-4
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+VALIDATED = ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"]
+
+
+@pytest.mark.parametrize("schedule", seldom(VALIDATED, ["Interleaved1F1B", "ZBVZeroBubble"]))
 def test_a_pipeline_validates_between_steps_and_changes_no_step(
     ranks: Ranks, one_process: Reference, tmp_path: Path, schedule: str
 ) -> None:
@@ -343,10 +376,10 @@ def test_data_that_runs_out_ends_all_ranks_at_the_same_step(ranks: Ranks, tmp_pa
     corpus.write_text("".join(f'{{"text": "{"word " * (20 + 40 * (i % 4))}"}}\n' for i in range(64)))
     overrides = {"training__dataset_path": str(corpus), "training__steps": 500, "training__local_batch_size": 2}
     ends = []
-    for world_size in (1, 2, 4):
+    for world_size in (1, 4):
         ranks(cases.train, world_size, str(tmp_path / str(world_size)), overrides | {"metrics__log_freq": 3})
         ends.append(read_records(tmp_path / str(world_size))[-1]["step"])
-    assert ends[0] == ends[1] == ends[2]
+    assert ends[0] == ends[1]
     assert 1 < ends[0] < 500
 
 

@@ -19,6 +19,7 @@ from tests import started
 from tests.recipe.distributed.test_layouts import differences
 from tests.tiny_runs import read_records, train_here
 from torchtitan.config.load import load_config
+from torchtitan.root import PACKAGES
 
 ROOT = Path(__file__).parents[3]
 
@@ -132,15 +133,22 @@ def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
 @pytest.mark.parametrize(
     ("num_nodes", "env", "layout", "mesh"),
     [
-        (2, {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "NGPU": "", "MAX_RESTARTS": "1"}, "", "dp_shard 2"),
-        (
+        pytest.param(
+            2,
+            {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "NGPU": "", "MAX_RESTARTS": "1"},
+            "",
+            "dp_shard 2",
+            id="one rank each, of any order",
+            marks=pytest.mark.all,
+        ),
+        pytest.param(
             2,
             {"NNODES": "2", "NGPU": "2", "PREFLIGHT": "1"},
             "--parallelism.pipeline_parallel_degree 2 --parallelism.tensor_parallel_degree 2",
             "pp 2 x tp 2",
+            id="two ranks each, in two dimensions",
         ),
     ],
-    ids=["one rank each, of any order", "two ranks each, in two dimensions"],
 )
 def test_nodes_train_as_one_process_does(
     nodes: Nodes, trained_alone: list[dict[str, Any]], tmp_path: Path, num_nodes: int, env: Any, layout: str, mesh: str
@@ -246,7 +254,8 @@ def ended(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     "gloo" is one more failure: two ranks without torchrun, whose names mean an interface behind a firewall.
     """
     folder, copy, ahead = (tmp_path_factory.mktemp(name) for name in ("run", "copy", "ahead"))
-    shutil.copytree(ROOT / "torchtitan", copy / "torchtitan", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in PACKAGES:
+        shutil.copytree(package, copy / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("train.py", "requirements.txt"):
         shutil.copy(ROOT / name, copy)
     with (copy / "torchtitan/models/decoder/model.py").open("a") as model:

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 
-s3fs = pytest.importorskip("s3fs")
-moto = pytest.importorskip("moto.server")
+pytestmark = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="needs s3fs and moto[server]")
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -34,7 +34,9 @@ class Server:
         self.environment = KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_MAX_ATTEMPTS": "1"}
 
     def start(self) -> None:
-        self._server = moto.ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer("127.0.0.1", self.port, verbose=False)
         self._server.start()
         _, self.port = self._server.get_host_and_port()
 
@@ -45,6 +47,8 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """With a bucket `runs`."""
+    import s3fs
+
     server = Server()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
@@ -56,6 +60,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def train_with(rank: int, world_size: int, environment: dict[str, str], *args: Any) -> str:
     """Training as in a new process; the errors that it has told."""
+    import s3fs
+
     os.environ |= environment
     s3fs.S3FileSystem.clear_instance_cache()
     told = logging.handlers.BufferingHandler(1000)

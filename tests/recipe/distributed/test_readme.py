@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import started
 from tests.ports import free_port
 from torchtitan.root import PACKAGES
 
@@ -30,6 +32,7 @@ COMMANDS = [
 ]
 SHORT = "--training.steps 3 --training.seq_len 64 --lr_scheduler.warmup_steps 1 --metrics.log_freq 1"
 SHORT += " --validation.steps 1"
+FIRST = f"./run_llama_train.sh {SHORT}"
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +55,17 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHON": sys.executable}
-    environment.pop("OMP_NUM_THREADS", None)
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that wait by turning round take the cores from other tests
-    return subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
+    """In place of the script the program that it starts, forked; tests/house/test_alone.py starts the script."""
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    words = shlex.split(command)
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    if words[0] == "./run_llama_train.sh" and words[1:] != ["--help"]:
+        words[:1] = [sys.executable, "-m", "torchtitan.tools.start"]
+    # The sites that `swarm try` starts run where the package is: its own, in the clone.
+    call = subprocess.run if "swarm try" in command else started.run
+    return call(words, cwd=clone, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -85,7 +93,7 @@ def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
 
 
 def test_what_the_last_line_says_shows_the_run(clone: Path) -> None:
-    done = run(f"./run_llama_train.sh {SHORT}", clone)
+    done = run(FIRST, clone)
     command = re.search(r"look at it: (.* --logdir \S+), then open", done.stderr)
     assert command, done.stderr
     port = free_port()
@@ -109,7 +117,6 @@ def test_what_the_last_line_says_shows_the_run(clone: Path) -> None:
 
 
 def test_an_error_on_several_ranks_ends_the_whole_run_with_its_message(clone: Path) -> None:
-    begin = time.monotonic()
     done = run(f"NGPU=2 ./run_llama_train.sh {SHORT} --training.dataset_path nowhere.jsonl", clone)
-    assert done.returncode != 0 and time.monotonic() - begin < 60
+    assert done.returncode != 0
     assert "dataset_path = 'nowhere.jsonl': no file matches" in done.stdout + done.stderr

@@ -28,10 +28,10 @@ def saving(overrides: dict[str, Any], steps: int, **more: Any) -> dict[str, Any]
 def test_a_run_goes_from_layout_to_layout_as_if_nothing_had_happened(ranks: Ranks, tmp_path: Path) -> None:
     """Optimizer and data move too; a tied weight is stored once, and a pipeline holds it twice."""
     tied = {"model__flavor": "tiny-tied"}
-    alone = saving(of_one_process(layout()) | tied, 10) | {"checkpoint__enable": False}
+    alone = saving(of_one_process(layout()) | tied, 8) | {"checkpoint__enable": False}
     reference = ranks(cases.train, 1, str(tmp_path / "alone"), alone)[0]
     layouts = LAYOUTS | {"one process": (1, layout())}
-    names = ["FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2", "one process", "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble"]
+    names = ["FSDP 4", "FSDP 2 x TP 2", "one process", "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble"]
     for number, name in enumerate(names):
         world_size, overrides = layouts[name]
         ranks(cases.train, world_size, str(tmp_path / "moved"), saving(overrides | tied, 2 * number + 2))
@@ -44,7 +44,7 @@ def test_a_run_goes_from_layout_to_layout_as_if_nothing_had_happened(ranks: Rank
     ("name", "mode", "optimizer"),
     [
         ("HSDP 2 x 2", "disabled", "AdamW"),
-        ("PP 2 x TP 2", "async", "AdamW"),
+        ("PP 2, 1F1B", "async", "AdamW"),
         ("FSDP 2", "async_with_pinned_mem", "Muon, moments in bfloat16"),
     ],
 )

@@ -400,6 +400,7 @@ print([line for line in open("/proc/self/status") if line.startswith("VmHWM")][0
 """
 
 
+@pytest.mark.all
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 def test_a_conversion_holds_a_shard_and_not_the_model(tmp_path: Path) -> None:

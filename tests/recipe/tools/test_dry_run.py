@@ -90,7 +90,14 @@ def estimate_tiny(world_size: int, rank: int = 0, replay: bool = True, **overrid
     return estimate(config, plan_model(config).with_vocabulary(VOCABULARY), rank, world_size, replay=replay)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+# A small one, one of each decoder and a large one. The others, with 405B's pipeline, take up to half a minute.
+OFTEN = "debug_model", "llama3_8b", "llama3_70b", "qwen3_0.6b"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=() if path.stem in OFTEN else pytest.mark.all) for path in CONFIGS],
+)
 def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path) -> None:
     header = path.read_text().partition("[job]")[0]
     ranks, gigabytes = re.search(r"NGPU=(\d+)", header), re.search(r"GPUs of (\d+) GB", header)
@@ -107,7 +114,7 @@ def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path)
     verdict(estimates, [(int(gigabytes[1]) if gigabytes else 80) * 10**9] * len(estimates))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("FSDP", "TP", "PP", "CP x TP")])
 def test_replaying_one_block_estimates_what_running_all_does(name: str) -> None:
     world_size, overrides = LAYOUTS[name]
     replayed, run = (estimate_tiny(world_size, replay=replay, **overrides) for replay in (True, False))
@@ -140,7 +147,7 @@ def with_skipped_feed_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransformerBlock, "forward", run)
 
 
-@pytest.mark.parametrize("name", ["FSDP", "FSDP, full recompute", "TP", "CP x TP"])
+@pytest.mark.parametrize("name", ["FSDP, full recompute", "CP x TP"])
 @pytest.mark.parametrize("change", [with_unlike_feed_forwards, with_skipped_feed_forwards])
 def test_blocks_of_one_class_that_differ_are_each_run(
     change: Callable, name: str, monkeypatch: pytest.MonkeyPatch
@@ -317,7 +324,7 @@ def test_a_rank_that_does_not_fit_is_refused() -> None:
 SKIPPING = {"model__name": "tests.recipe.own_model.any_models:SKIPPING", "model__flavor": "tiny"}
 
 
-@pytest.mark.parametrize("model", [{"model__flavor": "tiny-deep", "model__n_layers": 5}, SKIPPING])
+@pytest.mark.parametrize("model", [{"model__flavor": "tiny-deep", "model__n_layers": 3}, SKIPPING])
 def test_the_fastest_cut_that_fits_the_ranks_memory_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
 ) -> None:
@@ -361,18 +368,10 @@ def test_a_module_of_ones_own_is_estimated_like_a_family(tmp_path: Path, world_s
 
 
 def test_a_module_of_ones_own_is_cut_to_the_memory_of_its_ranks(tmp_path: Path) -> None:
-    """And a site of a swarm holds more."""
     rich: dict[str, Any] = {"parallelism__pipeline_parallel_memory_gib": [1.0, 1.0], "training__local_batch_size": 8}
     config = tiny_config(tmp_path, 2, **SKIPPING, **PP, **rich)
     counts = fit.fit(config, plan_model(config), 2)
     assert len(counts) == 2 and 0 not in counts
-    place = {"swarm__syncer": "https://meet.example.org:1", "swarm__site": "a", "swarm__keys": "keys"}
-    ranks = []
-    for more in ({}, place):
-        cut = rich | {"parallelism__pipeline_parallel_layer_counts": counts} | more
-        config = tiny_config(tmp_path, 2, **SKIPPING, **PP, **cut)
-        ranks.append(estimate(config, plan_model(config), 0, 2))
-    assert ranks[1].peak["optimizer"] - ranks[0].peak["optimizer"] == 12 * ranks[0].parameters
 
 
 def test_a_weight_that_no_plan_splits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fleet.swarm.served import keys, served
-from tests.tiny_runs import read_records, tiny_config, train_here
-from titan_fleet.swarm.identity import shared
+from tests.tiny_runs import keys_read, read_records, tiny_config, train_here
 from torchtitan import hardware
 from torchtitan.config.load import load_config
-from torchtitan.config.names import key_names, sections
-from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism, Section, Training
+from torchtitan.config.names import key_names
+from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism, Training
 from torchtitan.hardware import Peak, Place
 from torchtitan.models.families import plan_model
 from torchtitan.observe.health import NotFiniteError
@@ -267,39 +265,20 @@ def test_a_trace_takes_no_training_time_and_may_fail(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(profiler: torch.profiler.profile, path: str) -> None:
-        time.sleep(2)
+        time.sleep(1)
         if "step_6" in path:
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write)
     profiling = {"profiling__enable_profiling": True, "profiling__profile_freq": 3, "profiling__profiler_warmup": 1}
     records = train_here(tiny_config(tmp_path, training__steps=8, **profiling))
-    assert len(records) == 8 and max(record["step_seconds"] for record in records[3:]) < 1.5
+    assert len(records) == 8 and max(record["step_seconds"] for record in records[3:]) < 1
     assert "a profiler trace could not be written to " in caplog.text and "No space left on device" in caplog.text
 
 
-def _train_as_the_only_site(folder: Path) -> None:
-    keys(folder, 1)
-    alone: dict[str, Any] = {"swarm__sites": 1, "swarm__quorum": 1, "swarm__every": 2, "swarm__delay": 0}
-    alone |= {"swarm__fragments": 2, "training__steps": 2}
-    config = tiny_config(folder / "site", **alone)
-    with served(folder, config.swarm, shared(config)) as (url, _):
-        place = {"swarm__syncer": url, "swarm__site": "site-0", "swarm__keys": str(folder / "keys/site-0")}
-        train_here(tiny_config(folder / "site", **alone, **place))
-
-
 @pytest.mark.slow
-def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_key_is_read_by_a_run(tmp_path: Path) -> None:
     """Watches a run that has everything switched on, from the moment its configuration is final."""
-    names = {section: name for name, section in sections().items()}
-    read = {"job.config_file"}  # read from the command line, before there is a configuration
-    original = Section.__getattribute__
-
-    def watched(self: Section, key: str) -> Any:
-        if type(self) in names and key in type(self).model_fields:
-            read.add(f"{names[type(self)]}.{key}")
-        return original(self, key)
-
     common: dict[str, Any] = {
         "training__steps": 4,
         "validation__enable": True,
@@ -331,21 +310,21 @@ def test_every_key_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     split = {"parallelism__pipeline_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}
     on_four = tiny_config(tmp_path, 4, **split)
+    with keys_read() as read:
+        for config in runs:
+            train_here(config)
+        dry_run(
+            on_four, plan_model(on_four), Place(0, 0, 4)
+        )  # the only run here that has a pipeline and splits tensors
+    torch.use_deterministic_algorithms(False)
+    read.add("job.config_file")  # read from the command line, before there is a configuration
     # Memory snapshots need a GPU: what is read of them here is that they are off.
     read.add("profiling.save_memory_snapshot_folder")
     read.update({"comm.trace_buf_size", "comm.save_traces_file_prefix"})  # NCCL's, which only a GPU has
     read.add("checkpoint.on_failure")  # none fails here
     read.add("comm.mode")  # read at the head of train.py, before there is a run
-    with monkeypatch.context() as watching:
-        watching.setattr(Section, "__getattribute__", watched)
-        for config in runs:
-            train_here(config)
-        _train_as_the_only_site(tmp_path)
-        dry_run(
-            on_four, plan_model(on_four), Place(0, 0, 4)
-        )  # the only run here that has a pipeline and splits tensors
-    torch.use_deterministic_algorithms(False)
-    assert sorted(set(key_names()) - read) == []
+    unread = set(key_names()) - read
+    assert sorted(key for key in unread if not key.startswith("swarm.")) == []  # those are the fleet's
 
 
 @pytest.mark.parametrize(
