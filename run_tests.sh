@@ -3,7 +3,7 @@
 #
 #     ./run_tests.sh                              every part: what a change has to pass
 #     ./run_tests.sh recipe                       one part: recipe, planner or fleet
-#     ./run_tests.sh tests/recipe/data -k stream  any arguments of pytest
+#     ./run_tests.sh tests/recipe/data -k stream  some tests; arguments are pytest's
 #     ./run_tests.sh --quick                      two minutes: the parts of a step, of the data, of the rules
 #     ./run_tests.sh --all                        also what is too slow for every change; before a release
 #     ./run_tests.sh --lint
@@ -32,5 +32,6 @@ case "${1:-}" in
   planner | fleet) set -- "tests/$1" "${shared[@]}" "${@:2}" ;;
   --quick) set -- "${shared[@]}" -m "not slow and not all" "${@:2}" ;;
   --all) set -- "${shared[@]}" -m "" "${@:2}" ;;
+  -*) set -- "${shared[@]}" "$@" ;;
 esac
 exec "$py" -m pytest "$@"
