@@ -4,7 +4,7 @@
 #     ./run_tests.sh                              every part: what a change has to pass
 #     ./run_tests.sh recipe                       one part: recipe, planner or fleet
 #     ./run_tests.sh tests/recipe/data -k stream  some tests; arguments are pytest's
-#     ./run_tests.sh --quick                      two minutes: the parts of a step, of the data, of the rules
+#     ./run_tests.sh --quick                      two minutes: without the fleet, ranks, set-up and namespaces
 #     ./run_tests.sh --all                        also what is too slow for every change; before a release
 #     ./run_tests.sh --lint
 set -euo pipefail

@@ -9,13 +9,13 @@ import pytest
 from tests.ranks import ranks  # noqa: F401  (a fixture of all folders)
 
 ROOT = Path(__file__).parents[1]
-_SLOW = {"fleet", "distributed"}
+_SLOW = {"fleet", "distributed", "test_netem.py", "test_sites.py", "test_scripts.py"}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a script starts the suite in the background
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _SLOW.intersection(item.path.parts):
+        if _SLOW.intersection(item.path.parts) or "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))  # the longest part begins first
 
