@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 from titan_planner.plan.cluster import Cluster
@@ -110,7 +111,7 @@ def to_svg(title: str, timeline: Timeline, hop: float) -> str:
     height = _TOP + _SVG_ROW * len(timeline.spans) + 40
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_SVG_WIDTH + 10}" height="{height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="5" y="18">{title}</text>'
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/><text x="5" y="18">{escape(title)}</text>'
     ]
     for rank, spans in enumerate(timeline.spans):
         top = _TOP + _SVG_ROW * rank
@@ -123,7 +124,7 @@ def to_svg(title: str, timeline: Timeline, hop: float) -> str:
             said += f": {span.begin:.3f} to {span.end:.3f} s"
             place = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_SVG_ROW - 3}"'
             color = f'fill="{COLORS[span.action.kind]}" fill-opacity="{pale:.2f}"'
-            lines.append(f"<rect {place} {color}><title>{said}</title></rect>")
+            lines.append(f"<rect {place} {color}><title>{escape(said)}</title></rect>")
     for rank, to, leaves in messages(timeline):
         ends = [
             (_LEFT + at * scale, _TOP + _SVG_ROW * row + _SVG_ROW / 2)
