@@ -16,10 +16,14 @@ def require_packages(of: str, names: Sequence[str], installs: bool) -> None:
     if not missing:
         return
     listed = PACKAGE.parent / of / "requirements.txt"
-    if INSIDE.is_dir() or not installs or Path(sys.prefix) != ROOT / ".venv":
+    said = f"this needs packages that are not installed ({', '.join(missing)})"
+    if INSIDE.is_dir():
         extra = of.removeprefix("titan_")
-        fix = f"pip install 'torchtitan-recipe[{extra}]'" if INSIDE.is_dir() else f"pip install -r {listed}"
-        raise Refusal(f"this needs packages that are not installed ({', '.join(missing)}): {sys.executable} -m {fix}")
+        raise Refusal(
+            f"{said}; in the clone that this was installed from: {sys.executable} -m pip install '.[{extra}]'"
+        )
+    if not installs or Path(sys.prefix) != ROOT / ".venv":
+        raise Refusal(f"{said}: {sys.executable} -m pip install -r {listed}")
     print(f"setup: installing {of}/requirements.txt into .venv, only this once", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-r", str(listed)]
     if subprocess.run(command, check=False).returncode:
