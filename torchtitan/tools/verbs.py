@@ -76,35 +76,19 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-TRAIN = """### train
-
-Train: `./run_llama_train.sh`, or `torchtitan-recipe train` where pip installed the recipe.
-
-```text
-usage: CONFIG_FILE=FILE.toml NGPU=8 ./run_llama_train.sh [options of train.py]
-
-Checks the configuration, then starts train.py once for each GPU of this machine, or NGPU times.
-
-    ./run_llama_train.sh --help              the sections of the configuration, and examples
-    ./run_llama_train.sh --help training     the keys of one section
-    PRINT_ONLY=1 ./run_llama_train.sh        prints the command and starts nothing
-```"""
-
-
 def page() -> str:
-    """docs/verbs.md: an index, and what --help says of each verb."""
-    about = "Written by `python -m torchtitan schema` from what `VERB --help` shows."
-    lines = ["# Every verb of `python -m torchtitan`", "", about, "", "| verb | what it does |", "| --- | --- |"]
-    lines += ["| [train](#train) | train a model |"]
-    for verb, module in MODULES.items():
-        lines += [f"| [{verb}](#{verb.replace(' ', '-')}) | {importlib.import_module(module).HELP} |"]
+    """docs/verbs.md: each verb with what it needs."""
+    about = "Written by `python -m torchtitan schema`. `python -m torchtitan VERB --help` explains a verb and its options."
+    lines = ["# Every verb of `python -m torchtitan`", "", about]
     for group, verbs in VERBS.items():
-        lines += ["", f"## {group.capitalize()}"]
-        lines += ["", TRAIN] if "prepare" in verbs else []
-        for verb in verbs:
-            usage, _, rest = load(verb)[1].format_help().replace(" [-h]", "").partition("\n\n")
-            needed = re.sub(r" \[-[^\[\]]*(\[[^\]]*\])?\]", "", " ".join(usage.split()))  # without what may be left out
-            needed += " [options]" if " [-" in usage else ""
-            rest = re.sub(r"^  -h, --help .*\n", "", rest, flags=re.MULTILINE).replace("options:\n\n", "")
-            lines += ["", f"### {verb}", "", "```text", f"{needed}\n\n{rest.removesuffix('options:').strip()}", "```"]
+        lines += ["", f"## {group.capitalize()}", "", "| verb | what it does |", "| --- | --- |"]
+        lines += ["| [`./run_llama_train.sh`](recipe/configuration.md) | train a model |"] if "prepare" in verbs else []
+        lines += [f"| `{_usage(verb)}` | {load(verb)[0].HELP} |" for verb in verbs]
     return "\n".join(lines) + "\n"
+
+
+def _usage(verb: str) -> str:
+    """The verb with what it cannot do without."""
+    usage = " ".join(load(verb)[1].format_usage().removeprefix("usage: python -m torchtitan ").split())
+    needed = re.sub(r" \[-[^\[\]]*(\[[^\]]*\])?\]", "", usage)
+    return needed.replace("|", "\\|")
