@@ -27,6 +27,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByNeed(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if "/gpu/" in file:  # one test each, because most of its time is a GPU's start
+                return nodeid
             return "ranks" if "ranks: Ranks" in (ROOT / file).read_text(encoding="utf-8") else file
 
     return ByNeed(config, log)

@@ -11,7 +11,7 @@
 # ONLY     the peers beside each preset: trainer, lit, titan    default: titan
 # PLANNED  the preset for benchmarks.planner.planned               default: the first of PRESETS
 # WHEELS   a folder with wheels of all packages that python3 lacks: requirements.txt, the peers', and their dependencies;
-#          the tests need pytest, pytest-timeout and transformers as well
+#          the tests need pytest, pytest-timeout, pytest-xdist and transformers as well
 # OUT      the folder for the log and results  default: outputs/on_gpu
 # If a part fails or takes too long, the others still run. Nothing runs longer than ten minutes in all. The last lines
 # show each part's exit code.
@@ -53,7 +53,7 @@ import torch
 print(torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_available() else 0)')"
 presets="${PRESETS:-$( ((gib < 100)) && echo gpu-1b gpu-3b || echo gpu-8b gpu-8b-float8)}"
 if [[ $parts == *" tests "* ]] && ((gib > 0)); then
-  part 200 tests "$PYTHON" -m pytest -q -p no:cacheprovider --durations=5 tests/*/gpu
+  part 200 tests "$PYTHON" -m pytest -q -p no:cacheprovider --durations=5 --numprocesses 8 tests/*/gpu
 fi
 if [[ $parts == *" presets "* ]]; then
   for preset in $presets; do

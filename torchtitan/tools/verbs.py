@@ -78,7 +78,7 @@ def listing() -> str:
 
 def page() -> str:
     """docs/verbs.md: each verb with what it needs."""
-    about = "Written by `python -m torchtitan schema`. `python -m torchtitan VERB --help` explains a verb and its options."
+    about = "Written by `python -m torchtitan schema`. `VERB --help` explains a verb and its options."
     lines = ["# Every verb of `python -m torchtitan`", "", about]
     for group, verbs in VERBS.items():
         lines += ["", f"## {group.capitalize()}", "", "| verb | what it does |", "| --- | --- |"]

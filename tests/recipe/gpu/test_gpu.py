@@ -3,7 +3,7 @@
 import gc
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,17 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    """A run that failed leaves nothing to the next test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.use_deterministic_algorithms(False)
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def test_a_gpu_trains_in_bfloat16_and_the_loss_falls(tmp_path: Path) -> None:
@@ -88,14 +99,16 @@ def test_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
     through = train_here(tiny_config(tmp_path / "through", **saving, training__steps=6))
     train_here(tiny_config(tmp_path / "in two", **saving, training__steps=4))
     in_two = train_here(tiny_config(tmp_path / "in two", **saving, training__steps=6))
-    torch.use_deterministic_algorithms(False)
     exact = [[(record["loss"], record["grad_norm"]) for record in records] for records in (through, in_two)]
     assert exact[0] == exact[1] and len(exact[0]) == 6
 
 
 @pytest.mark.parametrize("model", [{}, keys("GPT2") | {"validation__enable": False}], ids=["Llama", "own model"])
 def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, model: dict[str, Any]) -> None:
-    """Counts torch's warnings of synchronisation: eight more steps, with two more log records, may add only two."""
+    """Counts torch's warnings of synchronisation: eight more steps, with two more log records, may add only two.
+
+    The waits of transformers, which looks at the values of its masks, are its own.
+    """
     counts = []
     for steps in (4, 12):
         with warnings.catch_warnings(record=True) as caught:
@@ -105,7 +118,8 @@ def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, model: 
                 train_here(tiny_config(tmp_path, **model, training__steps=steps, metrics__log_freq=4))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        counts.append(sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught))
+        waits = [warning for warning in caught if "called a synchronizing CUDA operation" in str(warning.message)]
+        counts.append(sum("transformers" not in Path(warning.filename).parts for warning in waits))
     assert counts[1] - counts[0] == 2
 
 

@@ -1,8 +1,12 @@
 """Loss, learning-rate schedule, optimizer and recompute, each against arithmetic done by hand."""
 
+import importlib.util
 import logging
 import math
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,8 @@ from torchtitan.training.optimizer.average import Average
 from torchtitan.training.optimizer.bfloat16 import _update
 from torchtitan.training.optimizer.in_backward import update_in_backward
 from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_loss_is_a_float32_sum_over_the_labels_that_count() -> None:
@@ -249,7 +255,7 @@ def test_moments_in_bfloat16_train_as_those_in_float32_do(compile_: Compile | No
     for config in (Optimizer(beta2=0.999), SHORT.model_copy(update={"beta2": 0.999})):
         weight, generator = nn.Parameter(initial.clone()), torch.Generator().manual_seed(1)
         optimizer = build_optimizer([("weight", weight)], config, compile_)
-        optimizer._elements = None if compile_ else 320  # ten rows at a time
+        optimizer._elements = 320  # ten rows at a time
         for _ in range(200):
             weight.grad = 0.01 + 0.1 * torch.randn(64, 32, generator=generator)
             apply_update(optimizer, 1e-3, torch.tensor(1.0))
@@ -280,12 +286,24 @@ def test_moments_are_rounded_by_a_parameters_place_in_the_whole(columns: tuple[i
     whole = [torch.randn(8, *columns) for _ in range(2)]
     whole += [torch.zeros(8, *columns, dtype=torch.bfloat16) for _ in range(2)]
     shard = [tensor[4:, 2:].clone() for tensor in whole]
-    for tensors, offsets in ((whole, (0, 0, 0)), (shard, (4, 2, 0))):
-        place = tuple(zip(offsets, (8, *columns), strict=False))
-        one = torch.tensor(1.0)
-        _update(*tensors, place, one, one.bool(), one, one * 1e-3, 0.9, 0.999, 1e-8, 0.1)
-    for of_whole, of_shard in zip(whole, shard, strict=True):
-        assert torch.equal(of_whole[4:, 2:], of_shard)
+    flat = [tensor.clone().view(-1) for tensor in whole]
+    one = torch.tensor(1.0)
+    for tensors, place in (
+        (whole, list(zip((0, 0, 0), (8, *columns), strict=False))),
+        (shard, list(zip((4, 2, 0), (8, *columns), strict=False))),
+        (flat, [(0, whole[0].numel())]),
+    ):
+        _update(*tensors, torch.tensor(place).int(), one, one.bool(), one, one * 1e-3, 0.9, 0.999, 1e-8, 0.1)
+    for of_whole, of_shard, of_flat in zip(whole, shard, flat, strict=True):
+        assert torch.equal(of_whole[4:, 2:], of_shard) and torch.equal(of_whole.view(-1), of_flat)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch's builds for GPUs")
+def test_the_update_of_moments_in_bfloat16_compiles_for_an_h100_in_few_graphs() -> None:
+    command = [sys.executable, "-m", "tests.recipe.training.for_sm90"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 1 <= int(done.stdout.split()[-1]) < 8  # torch compiles a function at most eight times
 
 
 @pytest.mark.parametrize("config", [Optimizer(), SHORT])

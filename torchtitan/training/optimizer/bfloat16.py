@@ -10,10 +10,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.schema import Compile
 from torchtitan.training.optimizer.apply import local_part
 
-# Elements updated at a time without a compiler: each operation then makes a new tensor of this size.
-_ELEMENTS = 1 << 24
-# Where a shard lies in the whole tensor: for each dim, the shard's first index and the size of the whole.
-Place = tuple[tuple[int, int], ...]
+# Elements updated at a time. Without a compiler each operation makes a new tensor of this size.
+_ELEMENTS, _ELEMENTS_COMPILED = 1 << 24, 1 << 30
 
 
 class BFloat16AdamW(torch.optim.AdamW):
@@ -27,10 +25,12 @@ class BFloat16AdamW(torch.optim.AdamW):
     def __init__(self, groups: list[dict[str, Any]], compile_: Compile | None, **options: Any) -> None:
         super().__init__(groups, **options)
         self._update: Callable[..., None] = _update
-        self._elements: int | None = _ELEMENTS
+        self._elements = _ELEMENTS
+        # Made once: the copy to a GPU makes the host wait.
+        self._places: dict[tuple[Tensor, int, bool], tuple[list[int], Tensor]] = {}
         if compile_ is not None:  # compiled, the update is one pass over memory and makes no tensors in between
             self._update = torch.compile(_update, backend=compile_.backend, dynamic=True, fullgraph=True)
-            self._elements = None
+            self._elements = _ELEMENTS_COMPILED
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -51,12 +51,11 @@ class BFloat16AdamW(torch.optim.AdamW):
                     state["step"] = torch.zeros((), device=device)
                     state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                     state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-                tensors = [local_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
                 state["step"] += applies
-                for begin, piece in self._pieces(tensors):
+                for place, piece in self._pieces(parameter, state):
                     self._update(
                         *piece,
-                        _place(parameter, begin),
+                        place,
                         state["step"],
                         does_apply,
                         scale,
@@ -66,12 +65,19 @@ class BFloat16AdamW(torch.optim.AdamW):
                         group["weight_decay"],
                     )
 
-    def _pieces(self, tensors: list[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-        """Cut the tensors into pieces of at most `_elements`, and give the first row of each piece."""
+    def _pieces(self, parameter: Tensor, state: dict[str, Any]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Parameter, gradient and moments in pieces of at most `_elements`, and where each piece lies in the whole."""
+        tensors = [local_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        tensors = [t[None] if t.ndim == 0 else t for t in tensors]
         rows, columns = len(tensors[0]), tensors[0][:1].numel()
-        size = rows if self._elements is None else max(1, self._elements // max(1, columns))
-        for begin in range(0, rows if columns else 0, max(1, size)):
-            yield begin, [tensor[begin : begin + size] for tensor in tensors]
+        size = max(1, self._elements // max(1, columns))
+        for begin in range(0, rows if columns else 0, size):
+            piece = [tensor[begin : begin + size] for tensor in tensors]
+            key = parameter, begin, all(tensor.is_contiguous() for tensor in piece)
+            if key not in self._places:
+                self._places[key] = _place(*key, piece[0])
+            lengths, place = self._places[key]
+            yield place, [tensor.view(lengths) for tensor in piece]
 
 
 def _update(
@@ -79,7 +85,7 @@ def _update(
     gradient: Tensor,
     mean: Tensor,
     mean_square: Tensor,
-    place: Place,
+    place: Tensor,
     step: Tensor,
     applies: Tensor,
     scale: Tensor,
@@ -101,20 +107,38 @@ def _update(
     mean_square.copy_(torch.where(applies, _round_at_random(v, (noise >> 16) & 0xFFFF), mean_square))
 
 
-def _place(parameter: Tensor, begin: int) -> Place:
-    """Where this rank's shard of the parameter lies in the whole, from row `begin` of the shard on."""
-    offsets = [0] * parameter.ndim
+def _place(parameter: Tensor, begin: int, merges: bool, piece: Tensor) -> tuple[list[int], Tensor]:
+    """The lengths of a piece's dims, and where it lies in the whole: each dim's first index, and the whole's size.
+
+    With `merges` a dim that the rank holds whole becomes one with the dim before it, so that a kernel does not divide
+    to find an element's row.
+    """
+    sizes = list(parameter.shape) or [1]
+    offsets = [0] * len(sizes)
     if isinstance(parameter, DTensor):
-        offsets = list(parameter.__create_chunk_list__()[0].offsets)
+        offsets = list(parameter.__create_chunk_list__()[0].offsets) or [0]
     offsets[0] += begin
-    return tuple(zip(offsets, parameter.shape, strict=True))
+    lengths: list[int] = []
+    place: list[tuple[int, int]] = []
+    for length, offset, size in zip(piece.shape, offsets, sizes, strict=True):
+        if merges and lengths and length == size:
+            lengths[-1] *= size
+            place[-1] = place[-1][0] * size, place[-1][1] * size
+        else:
+            lengths.append(length)
+            place.append((offset, size))
+    return lengths, torch.tensor(place).int().to(piece.device)  # beyond int32 it wraps around
 
 
-def _numbers(shard: Tensor, place: Place) -> Tensor:
-    """The index of each element in the flattened whole parameter, as int32 that may wrap around."""
+def _numbers(shard: Tensor, place: Tensor) -> Tensor:
+    """The index of each element in the flattened whole parameter, as int32 that may wrap around.
+
+    `place` is a tensor, because torch 2.11 makes int64 of an int32 times a size that a kernel is told when it starts.
+    """
     numbers = torch.zeros((), dtype=torch.int32, device=shard.device)
-    for length, (offset, size) in zip(shard.shape, place, strict=True):
-        numbers = numbers[..., None] * size + (torch.arange(length, dtype=torch.int32, device=shard.device) + offset)
+    for dim, length in enumerate(shard.shape):
+        indices = torch.arange(length, dtype=torch.int32, device=shard.device) + place[dim, 0]
+        numbers = numbers[..., None] * place[dim, 1] + indices
     return numbers
 
 
