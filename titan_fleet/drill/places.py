@@ -3,10 +3,8 @@
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from torchtitan.launch.node import Node, environment_here, torchrun_here
 from torchtitan.refusal import Refusal
 from torchtitan.root import ROOT
 
-_START_SECONDS = 30
 Launcher = tuple[Sequence[str], Sequence[str], Mapping[str, str]]  # words before Python, torchrun, environment
 
 
@@ -36,31 +33,31 @@ class Site:
     def close(self) -> None: ...
 
 
+_MOTO = """
+import threading
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
+
+
 class ObjectStore(Site):
     """moto, a server that speaks S3, in a process of its own."""
 
     def __init__(self) -> None:
         if not all(importlib.util.find_spec(name) for name in ("moto", "flask", "s3fs")):
             raise Refusal("an object store's stand-in needs packages: pip install 'moto[s3]' flask flask-cors s3fs")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.server = subprocess.Popen([sys.executable, "-c", _MOTO], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert self.server.stdout
+        port = int(self.server.stdout.readline())
         os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_MAX_ATTEMPTS": "1"}
         os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
         import s3fs
 
         s3fs.S3FileSystem.clear_instance_cache()  # a client of an earlier stand-in would still ask that one
-        end = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                s3fs.S3FileSystem(skip_instance_cache=True).mkdirs("drill", exist_ok=True)
-                return
-            except Exception:  # its client raises its own types, too, until the server listens
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.2)
+        s3fs.S3FileSystem(skip_instance_cache=True).mkdirs("drill", exist_ok=True)
 
     def checkpoints(self, folder: Path) -> str:
         return f"s3://drill/{folder.parent.name}/{folder.name}"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.config import torchtitan_keys
 from torchtitan.config.load import ConfigError, load_config
 
 SITE = '[swarm]\nsite = "a"\nkeys = "k"\n'
@@ -26,3 +27,13 @@ def test_a_mistake_in_a_swarm_says_value_rule_and_fix(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(["--job.config_file", str(tmp_path / "a.toml")], 1)
         assert f"  {message}" in str(caught.value)
+
+
+def test_torchtitans_semi_synchronous_training_is_read_as_a_swarm() -> None:
+    keys = {"enable": True, "semi_sync_method": "DiLoCo", "sync_steps": 40, "fragment_sync_delay": 5, "replica_id": 1}
+    keys |= {"should_quantize": False, "num_fragments": 2, "fragment_update_alpha": 0.5, "min_replica_size": 3}
+    read = torchtitan_keys.read({"fault_tolerance": keys})
+    meant = {"method": "diloco", "codec": "float32", "every": 40, "fragments": 2, "delay": 5, "mix": 0.5, "quorum": 3}
+    assert read.values == {"swarm": meant} and not read.refusals and "trains alone" in read.warnings[1]
+    read = torchtitan_keys.read({"fault_tolerance": keys | {"module_fqns_per_model_fragment": []}})
+    assert "fault_tolerance.module_fqns_per_model_fragment = []: unknown key" in read.refusals[0]

@@ -15,6 +15,7 @@ from torchtitan.config.load import IN_THE_FILE_ONLY, ConfigError, load_config, t
 from torchtitan.config.names import flat, key_names, sections
 from torchtitan.config.schema import Config, Float8, Model, Parallelism, RopeScaling, Training
 from torchtitan.models.families import load_run, load_run_or_exit
+from torchtitan.root import PACKAGES
 from torchtitan.tools import schema as export
 from torchtitan.tools import verbs
 
@@ -152,10 +153,12 @@ def test_a_shipped_file_is_right_for_the_devices_it_names(path: Path) -> None:
     assert text.startswith("#:schema ./schema.json\n")
 
 
+@pytest.mark.skipif(len(PACKAGES) < 3, reason="the pages have the keys and verbs of all packages")
 def test_the_json_schema_is_current() -> None:
     assert (ROOT / export.SCHEMA_FILE).read_text() == export.to_json_schema(), "run: python -m torchtitan schema"
 
 
+@pytest.mark.skipif(len(PACKAGES) < 3, reason="the pages have the keys and verbs of all packages")
 def test_the_documentation_of_all_keys_is_current() -> None:
     page = (ROOT / export.DOC_FILE).read_text()
     assert page == export.with_keys(page), "run: python -m torchtitan schema"
@@ -358,16 +361,6 @@ def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhe
     assert read.values == {} and len(read.refusals) == 2
     absent = {f"{section}.{key}" for section, keys in torchtitan_keys.KEYS.items() for key in keys}
     assert not absent & set(key_names())
-
-
-def test_torchtitans_semi_synchronous_training_is_read_as_a_swarm() -> None:
-    keys = {"enable": True, "semi_sync_method": "DiLoCo", "sync_steps": 40, "fragment_sync_delay": 5, "replica_id": 1}
-    keys |= {"should_quantize": False, "num_fragments": 2, "fragment_update_alpha": 0.5, "min_replica_size": 3}
-    read = torchtitan_keys.read({"fault_tolerance": keys})
-    meant = {"method": "diloco", "codec": "float32", "every": 40, "fragments": 2, "delay": 5, "mix": 0.5, "quorum": 3}
-    assert read.values == {"swarm": meant} and not read.refusals and "trains alone" in read.warnings[1]
-    read = torchtitan_keys.read({"fault_tolerance": keys | {"module_fqns_per_model_fragment": []}})
-    assert "fault_tolerance.module_fqns_per_model_fragment = []: unknown key" in read.refusals[0]
 
 
 OLD_FILE = """
