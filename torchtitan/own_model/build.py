@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config
 from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import Part
@@ -51,16 +50,14 @@ class OwnParts(ModelParts):
                         yield f"{prefix}.{leaf}".lstrip("."), holder, leaf
 
 
-def build(
-    config: Config, blueprint: OwnBlueprint, mesh: Mesh, batch: BatchPlan, device: torch.device, seed: int
-) -> OwnParts:
+def build(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.device, seed: int) -> OwnParts:
     """With the values that the module gives itself under this seed, which do not depend on the layout."""
     with own_draws(str(seed)):
         torch.manual_seed(seed)  # the numbers that a user's own script would draw
         whole = blueprint.spec.build()
     named = *whole.named_parameters(), *whole.named_buffers(remove_duplicate=False)
     values = {name: value.detach().clone() for name, value in named}
-    model = lay_out(config, blueprint, mesh, batch, device, whole)
+    model = lay_out(config, blueprint, mesh, device, whole)
     for stage in model.stages.values():
         stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         _share(stage, blueprint.known.shared)
@@ -91,9 +88,7 @@ def is_sharded(config: Config, mesh: Mesh) -> bool:
     return not is_alone or training.enable_cpu_offload
 
 
-def lay_out(
-    config: Config, blueprint: OwnBlueprint, mesh: Mesh, batch: BatchPlan, device: torch.device, whole: nn.Module
-) -> OwnParts:
+def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.device, whole: nn.Module) -> OwnParts:
     """This rank's part of the module under its layout, on the meta device."""
     model, known = whole.to("meta"), blueprint.known
     scale = LossScale(device) if config.training.mixed_precision_param == "float16" else None
@@ -114,7 +109,7 @@ def lay_out(
         plan, stages, ties, cuts = _stages(config, known, mesh, model)
         ranks = plan.ranks
     for stage in stages.values():
-        apply_parallelism(stage.train(), blueprint, mesh, batch, config, names, is_sharded(config, mesh))
+        apply_parallelism(stage.train(), blueprint, mesh, config, names, is_sharded(config, mesh))
         if isinstance(stage.forward, Stage):
             stage.forward.listen()
     axis = mesh.devices["pp"]

@@ -91,7 +91,7 @@ class OwnRun(Run):
         return nullcontext()
 
     def build_model(self, seed: int) -> ModelParts:
-        return build(self.config, self.own, self.mesh, self.batch, self.device, seed)
+        return build(self.config, self.own, self.mesh, self.device, seed)
 
     def build_optimizer(self, model: ModelParts) -> torch.optim.Optimizer:
         if self.spec.optimizer is None:
@@ -114,7 +114,7 @@ class OwnRun(Run):
         start_from(section.initial_load_path, model, self.own.known, section.initial_load_missing)
 
     def lay_out_model(self) -> ModelParts:
-        return lay_out(self.config, self.own, self.mesh, self.batch, self.device, self.spec.build())
+        return lay_out(self.config, self.own, self.mesh, self.device, self.spec.build())
 
     def build_forward_backward(self, parts: ModelParts, loss: Any = None) -> Any:
         assert isinstance(parts, OwnParts)

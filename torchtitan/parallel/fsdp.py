@@ -21,15 +21,13 @@ def apply_fsdp(
     training: Training,
     reshard: Literal["default", "always", "never"],
     casts_inputs: bool = False,
-    reduces_once: bool = False,
 ) -> None:
     """Shard each unit, and then the rest of the model as one more unit. Gradients are summed over ranks, not averaged.
 
     `reshard` says which units free their gathered parameters after forward. "default" frees all units but the last,
     because backward needs the last one first and would gather it again at once. On one rank "default" frees none,
     because the parameters would only be cast again. The caller may also free a unit whose backward needs no
-    parameters. With `enable_cpu_offload` the shards stay on the host. `reduces_once`: no gradient is added to another,
-    or used, before backward has ended.
+    parameters. With `enable_cpu_offload` the shards stay on the host.
     """
     is_alone = mesh.size() == 1
     policy = MixedPrecisionPolicy(
@@ -54,6 +52,9 @@ def apply_fsdp(
         from torchtitan.parallel.shared_memory import SharedGather, SharedReduceScatter
 
         gather, reduce_scatter = SharedGather(shards), SharedReduceScatter(shards)
+    of_one = ReduceScatterOfOne()
+    if mesh.device_type == "cuda":
+        model.register_forward_pre_hook(lambda *_: of_one.free())
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -62,34 +63,40 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if shards.size() == 1:
-            is_same = reduces_once and training.mixed_precision_reduce == training.dtype
-            outlives = is_same and not training.enable_cpu_offload
-            module.set_custom_reduce_scatter(ReduceScatterOfOne(outlives))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(of_one)  # type: ignore[arg-type]
         elif shared:
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
 class ReduceScatterOfOne:
-    """Reduce-scatter on one rank: input and output are the same tensor, so FSDP's copy between them does nothing."""
+    """Reduce-scatter on one rank: input and output are one tensor, so FSDP's copy between them does nothing.
 
-    def __init__(self, outlives: bool) -> None:
-        """`outlives`: the tensor is the gradient itself, and lives until the step has waited for FSDP's stream."""
-        self._outlives = outlives
+    On a GPU the computing stream fills the tensor and FSDP's stream reads it, so it is kept until the one has waited
+    for the other. (`record_stream` would free it only once the GPU has got that far, and by then the host has allocated
+    other memory for the next step.)
+    """
+
+    def __init__(self) -> None:
         self._input: Tensor | None = None
+        self._kept: tuple[Tensor, torch.cuda.Stream] | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP calls this twice a reduction. On a GPU the second call runs in FSDP's stream, which keeps the tensor.
-
-        A tensor that outlives that need not be kept: `record_stream` would free it only once the GPU has got that far,
-        and by then the host has allocated other memory for the next step.
-        """
+        """FSDP calls this twice a reduction: in the computing stream for the input, in its own for the output."""
         output, self._input = self._input, None
         if output is None:
+            self.free()
             output = self._input = torch.empty(*size, dtype=dtype, device=device)
-        elif output.is_cuda and not self._outlives:
-            output.record_stream(torch.cuda.current_stream(output.device))
+        elif output.is_cuda:
+            self._kept = output, torch.cuda.current_stream(device)
         return output
+
+    def free(self) -> None:
+        """Free the last tensor; called in the computing stream."""
+        if self._kept is not None:
+            tensor, stream = self._kept
+            torch.cuda.current_stream(tensor.device).wait_stream(stream)
+            self._kept = None
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_args: object, **_options: object) -> None:
         raise AssertionError("FSDP does not reduce over one rank")

@@ -4,7 +4,6 @@ import hashlib
 
 import torch
 
-from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import plan_stages
@@ -16,16 +15,14 @@ from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import apply_parallelism, keep_parts
 
 
-def build_model(
-    config: Config, blueprint: Blueprint, mesh: Mesh, batch: BatchPlan, device: torch.device, seed: int
-) -> ModelParts:
+def build_model(config: Config, blueprint: Blueprint, mesh: Mesh, device: torch.device, seed: int) -> ModelParts:
     """This rank's part of the model, with initial weights that depend on seed and name, not on the layout.
 
     Each rank draws every parameter that it has a part of, whole and one at a time, and keeps its part. Each kind of
     device has its own random generator, so another kind gives other values. Values are drawn on the device even if
     the parameters are kept on the host.
     """
-    model = lay_out_model(config, blueprint, mesh, batch)
+    model = lay_out_model(config, blueprint, mesh)
     give_memory(model, config, device)
     for name, parameter in model.named_parameters():
         name = blueprint.leading_name(name)
@@ -38,7 +35,7 @@ def build_model(
     return model
 
 
-def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh, batch: BatchPlan) -> ModelParts:
+def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelParts:
     """This rank's part of the model under its layout, still on the meta device."""
     parts = blueprint.parts(config.training.seq_len)
     plan = plan_stages(parts, config.parallelism)
@@ -59,7 +56,7 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh, batch: Batch
             apply_float8(stage, config.float8, compiled=config.compile.model)
         names = [name for name, _ in stage.named_modules()]
         keep_parts(stage, parts, plan.stages[number])
-        apply_parallelism(stage, blueprint, mesh, batch, config, names)
+        apply_parallelism(stage, blueprint, mesh, config, names)
         stages[number] = stage.train()
     scale = None
     if config.training.mixed_precision_param == "float16":

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.config.layout import BatchPlan
 from torchtitan.config.schema import Config
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.spec import Blueprint, Part
@@ -33,7 +32,6 @@ def apply_parallelism(
     model: nn.Module,
     blueprint: Blueprint,
     mesh: Mesh,
-    batch: BatchPlan,
     config: Config,
     names: Collection[str],
     shards: bool = True,
@@ -70,19 +68,16 @@ def apply_parallelism(
 
         apply_compiler(model, blueprint.layers, mesh, compile_, layers_differ=not blueprint.reads_text)
     if shards:
-        _shard(model, blueprint, mesh, batch, config)
+        _shard(model, blueprint, mesh, config)
 
 
-def _shard(model: nn.Module, blueprint: Blueprint, mesh: Mesh, batch: BatchPlan, config: Config) -> None:
+def _shard(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config: Config) -> None:
     parallelism = config.parallelism
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
     modules, units = dict(model.named_modules()), sharding_units(model, blueprint)
-    casts_inputs = not blueprint.reads_text
-    may_add = casts_inputs or parallelism.pipeline_parallel_schedule_csv  # what the user brings may reduce twice
-    reduces_once = batch.num_local_batches == 1 and not (may_add or config.optimizer.early_step_in_backward)
-    apply_fsdp(model, units, mesh.fsdp, config.training, reshard, casts_inputs, reduces_once)
+    apply_fsdp(model, units, mesh.fsdp, config.training, reshard, casts_inputs=not blueprint.reads_text)
     for part in blueprint.parts():
         module = modules.get(part.name)
         if part.kind == "lookup" and isinstance(module, FSDPModule):  # backward of a lookup needs no weights

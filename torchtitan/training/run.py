@@ -149,7 +149,7 @@ class Run:
 
     def build_model(self, seed: int) -> ModelParts:
         """This rank's part of the model, with its first weights."""
-        return build_model(self.config, self.blueprint, self.mesh, self.batch, self.device, seed)
+        return build_model(self.config, self.blueprint, self.mesh, self.device, seed)
 
     def build_optimizer(self, model: ModelParts) -> torch.optim.Optimizer:
         config = self.config
@@ -171,7 +171,7 @@ class Run:
 
     def lay_out_model(self) -> ModelParts:
         """This rank's part of the model, on the meta device."""
-        return lay_out_model(self.config, self.blueprint, self.mesh, self.batch)
+        return lay_out_model(self.config, self.blueprint, self.mesh)
 
     def build_forward_backward(self, parts: ModelParts, loss: LossFunction | None = None) -> ForwardBackward:
         loss = loss or build_loss(self.config.compile)

@@ -63,7 +63,7 @@ def test_an_interface_that_is_misspelt_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_on_one_rank_input_and_output_are_one() -> None:
     device = torch.device("cpu")
-    reduce_scatter = ReduceScatterOfOne(outlives=False)
+    reduce_scatter = ReduceScatterOfOne()
     first, second = (reduce_scatter.allocate((4,), dtype=torch.float32, device=device) for _ in range(2))
     assert first is second
     assert reduce_scatter.allocate((4,), dtype=torch.float32, device=device) is not first

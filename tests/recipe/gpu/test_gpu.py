@@ -195,13 +195,15 @@ def test_memory_snapshots_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "memory_snapshot/step_4/rank0.pickle").stat().st_size > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str) -> None:
+def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str, dtype: str) -> None:
     overrides = {
         "model__name": "llama3",
         "model__flavor": "debugmodel",
         "training__seq_len": 2048,
         "activation_checkpoint__mode": recompute,
+        "training__dtype": dtype,
     }
     config = tiny_config("unused", **overrides, training__mixed_precision_param="bfloat16")
     blueprint = plan_model(config).with_vocabulary(VOCAB)

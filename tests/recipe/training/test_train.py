@@ -26,7 +26,6 @@ from torchtitan.config.schema import Checkpoint, Config, Optimizer, Parallelism,
 from torchtitan.hardware import Peak, Place
 from torchtitan.models.families import plan_model
 from torchtitan.observe.health import NotFiniteError
-from torchtitan.parallel import fsdp
 from torchtitan.tools.dry_run.report import dry_run
 from torchtitan.training.machine import check_machine
 
@@ -401,26 +400,6 @@ def test_a_place_for_checkpoints_that_nothing_here_can_reach_is_refused(monkeypa
         config = Config(checkpoint=Checkpoint(enable=True, folder=url))
         with pytest.raises(ValueError, match=f'"{url}" cannot hold checkpoints: .*{reason}.*; give a path, or a URL'):
             check_machine(config, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("keys", "outlives"),
-    [
-        ({}, True),
-        ({"training__global_batch_size": 16}, False),  # a second gradient is added to the first
-        ({"optimizer__early_step_in_backward": True, "training__max_norm": math.inf}, False),
-        ({"training__enable_cpu_offload": True}, False),
-        ({"training__dtype": "bfloat16"}, False),  # it is summed in float32, then cast
-    ],
-)
-def test_on_one_rank_only_a_gradient_that_lives_through_backward_need_not_be_kept_by_a_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], outlives: bool
-) -> None:
-    seen = set()
-    plain = fsdp.ReduceScatterOfOne
-    monkeypatch.setattr(fsdp, "ReduceScatterOfOne", lambda outlives: seen.add(outlives) or plain(outlives))
-    train_here(tiny_config(tmp_path, training__steps=1, **keys))
-    assert seen == {outlives}
 
 
 def test_a_schedule_that_an_older_torch_cannot_run_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
