@@ -222,6 +222,7 @@ def test_what_is_not_searched_cannot_be_fixed(options: list[str], reason: str) -
 
 def test_what_a_plan_does_not_know_is_said(capsys: pytest.CaptureFixture) -> None:
     file, cluster = str(ROOT / "train_configs/llama3_8b.toml"), str(CLUSTERS / "h100_1x8.toml")
-    options = ["--optimizer.moments_dtype", "bfloat16", "--training.global_batch_size", "8"]
+    options = ["--optimizer.name", "Muon", "--training.dtype", "bfloat16", "--training.global_batch_size", "8"]
     main(["plan", file, "--cluster", cluster, "--", *options])
-    assert "not known: optimizer AdamW with moments in bfloat16" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not known: optimizer.name = Muon" in said and "not known: training.dtype = bfloat16" in said

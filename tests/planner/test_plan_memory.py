@@ -1,6 +1,7 @@
 """The planner's closed forms of memory and traffic against the dry run, on layouts drawn at random."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,12 +56,31 @@ def test_a_tied_table_moves_what_the_dry_run_counts(shape: dict[str, int]) -> No
     check(Choice(**shape, **one, regathers=int(shape["pp"] == 1), recompute="full"), "tied", 8, 2048, kinds=False)
 
 
-def check(choice: Choice, name: str, num_layers: int, seq_len: int, kinds: bool = True) -> None:
+@pytest.mark.parametrize("pp", [1, 2])
+def test_moments_in_bfloat16_take_half_as_much(pp: int) -> None:
+    one = {"stages_per_rank": 1, "tp": 1, "cp": 1, "replicas": 1, "dp": 2, "microbatch": 1, "microbatches": 2}
+    choice = Choice(pp=pp, **one, passes=1, regathers=int(pp == 1), recompute="selective op")
+    check(choice, "llama", 8, 2048, options=["--optimizer.moments_dtype", "bfloat16"])
+
+
+def check(
+    choice: Choice, name: str, num_layers: int, seq_len: int, kinds: bool = True, options: Sequence[str] = ()
+) -> None:
     sizes = ["--model.n_layers", str(num_layers), "--training.seq_len", str(seq_len)]
     file = ["--job.config_file", str(ROOT / "train_configs/llama3_8b.toml"), "--validation.no_enable"]
-    config, blueprint = load_run([*file, *MODELS[name], *sizes, "--training.global_batch_size", "64"], None)
+    config, blueprint = load_run([*file, *MODELS[name], *sizes, "--training.global_batch_size", "64", *options], None)
     batch = choice.replicas * choice.dp * choice.microbatch * choice.microbatches * choice.passes
-    job = Job(blueprint, batch, config.training.seq_len, False, False, False, lambda tp, cp: True, {})
+    job = Job(
+        blueprint,
+        batch,
+        config.training.seq_len,
+        False,
+        False,
+        False,
+        lambda tp, cp: True,
+        {},
+        states=4.0 if options else 8.0,
+    )
     columns = {key: np.array([value]) for key, value in asdict(choice).items() if key != "recompute"}
     table = evaluate(job, read_cluster(ROOT / "clusters/h100_1x8.toml"), columns, choice.recompute)
     world = choice.pp * choice.replicas * choice.dp * choice.cp * choice.tp

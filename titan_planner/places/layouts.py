@@ -80,7 +80,7 @@ class Layouts:
         layout = Layout(
             dp=choice.dp, tp=choice.tp, pp=choice.pp, microbatches=choice.microbatches, passes=choice.passes,
             regathers=choice.regathers, recompute=choice.recompute, compiled=job.compiled, float8=job.float8,
-            async_tp=job.async_tp,
+            async_tp=job.async_tp, states=job.states,
         )  # fmt: skip
         return job.blueprint.spec.operations(job.blueprint.shape, share), layout
 
@@ -103,7 +103,7 @@ class Layouts:
             microbatches=choice.microbatches if choice.pp > 1 else 1,
             passes=choice.passes if choice.pp > 1 else choice.microbatches,
             update=max(
-                float(machine.moving(self.rates.optimizer * work.num_parameters / choice.pp / choice.dp))
+                float(machine.updating(work.num_parameters / choice.pp / choice.dp, layout.states))
                 for machine in self.machines().values()
             ),
             beside=choice.pp == 1,

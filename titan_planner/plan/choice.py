@@ -64,8 +64,10 @@ def left_out(config: Config) -> Iterator[str]:
         yield "training.mixed_precision_param = float32: its memory counts activations in 16 bits"
     if training.enable_cpu_offload:
         yield "training.enable_cpu_offload = true: what lies on the host is counted as on the device"
-    if optimizer.name != "AdamW" or optimizer.moments_dtype != "float32":
-        yield f"optimizer {optimizer.name} with moments in {optimizer.moments_dtype}: counted as AdamW's in float32"
+    if training.dtype != "float32":
+        yield f"training.dtype = {training.dtype}: weights, gradients and states are counted in float32"
+    if optimizer.name != "AdamW":
+        yield f"optimizer.name = {optimizer.name}: counted as AdamW"
     if optimizer.average_decay is not None:
         yield f"optimizer.average_decay = {optimizer.average_decay}: the average of the weights is not counted"
     if optimizer.early_step_in_backward:

@@ -40,7 +40,7 @@ class Rates:
     latency: float = 10e-6  # of a collective inside a node
     hop: float = 20e-6  # of a message between nodes
     layer: float = 2e-4  # of a layer and microbatch, whatever it computes
-    optimizer: float = 28.0  # bytes a parameter that an update moves: AdamW's in float32
+    optimizer: float = 28.0  # bytes a parameter that an update moves: AdamW's with moments in float32
     fsdp: float = 1.0  # FSDP's seconds inside a node, of a plain collective's: a CPU's ranks exchange by memory
     # What products lose, of the seconds of an exchange beside them. Four GPUs lose 18.9 % and are still 10.2 % faster
     # than one after the other (means over four kinds, arXiv 2507.03114): 0.189 / (1.189 * 1.102 - 1).
@@ -77,6 +77,7 @@ class Layout:
     stops_early: bool = False  # a recompute stops once backward has all that it needs
     sends_beside: bool | np.ndarray = False  # messages between stages run beside products
     wide: float = 1.0  # bytes of an activation or gathered weight, of those of 16 bits
+    states: float = 8.0  # bytes a parameter that the optimizer keeps: AdamW's moments in float32
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,10 @@ class Machine:
 
     def moving(self, size: Number) -> Number:
         return size / (self.device.memory_bandwidth * self.rates.memory)
+
+    def updating(self, parameters: Number, states: Number) -> Number:
+        """An update reads weight, gradient and states, and writes all but the gradient."""
+        return self.moving(parameters * self.rates.optimizer * (12 + 2 * states) / 28)
 
     def collective(self, size: Number, ranks: Number, stride: Number = 1) -> Number:
         """A gather or scatter of a tensor over `ranks` devices that lie `stride` apart.
@@ -232,6 +237,6 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
             * runs,
             "messages between stages": np.where(piped, messages, 0.0) * runs,
             "weights and gradients, not hidden": once * (runs if layout.shards else 1),
-            "optimizer": machine.moving(held * rates.optimizer),
+            "optimizer": machine.updating(held, layout.states),
         }
     )

@@ -147,6 +147,7 @@ def job_of(config: Config, blueprint: Blueprint, num_devices: int, options: Sequ
         lambda tp, cp: is_possible(config, blueprint, tp, cp),
         fixed_keys(config, options),
         2.0 if config.training.mixed_precision_param == "float32" else 1.0,
+        4.0 if config.optimizer.moments_dtype == "bfloat16" else 8.0,
     )
 
 
@@ -215,7 +216,8 @@ def _explained(job: Job, answer: Answer) -> str:
         kept = table.kept_of_a_layer(index)
         for name, size in kinds.items():
             lines.append(f"  {size / 2**30:9.3f}  {name:<36} {'█' * round(_BAR * size / whole)}")
-            lines += [f"  {part / 2**30:19.3f}  {what}" for what, part in consists_of(name, kinds, kept) if part > 0]
+            of_kind = consists_of(name, kinds, kept, job.states)
+            lines += [f"  {part / 2**30:19.3f}  {what}" for what, part in of_kind if part > 0]
         lines.append(f"{rank} moves in a step, in GiB:")
         lines += [f"  {size / 2**30:9.3f}  {name}" for name, size in traffic.items()]
     return "\n".join(lines)

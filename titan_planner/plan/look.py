@@ -72,9 +72,9 @@ def described(one: Operation) -> str:
     return f"passes over memory, {(one.forward + one.backward) / 2**20:,.1f} MiB"
 
 
-def consists_of(kind: str, kinds: Mapping[str, float], kept: float) -> list[tuple[str, float]]:
-    """The parts of a kind of bytes. The optimizer's two moments say how large a rank's own part of the weights is."""
-    size, own = kinds[kind], kinds["optimizer"] / 2
+def consists_of(kind: str, kinds: Mapping[str, float], kept: float, states: float) -> list[tuple[str, float]]:
+    """The parts of a kind of bytes. The optimizer's states say how large a rank's own part of the weights is."""
+    size, own = kinds[kind], kinds["optimizer"] * 4 / states
     if kind == "parameters":
         return [("own weights, 4 bytes each", min(own, size)), ("gathered or cast for products", size - own)]
     if kind == "gradients":

@@ -29,6 +29,7 @@ def whole(work: Work, layout: Layout) -> Held:
     """A rank with the whole model, which takes one local batch after another."""
     shards, layer, out = layout.dp * layout.cp, work.layer.parameters, work.ends.parameters
     own, more_shards = 4 * work.num_parameters / shards, 4 * out / shards
+    states = layout.states / 4 * own
     # Weights that stay gathered, or cast: of all units that backward has not reached.
     stays, table = (shards == 1) | (layout.regathers == 0), np.where(layout.regathers == 0, 2 * work.lookup, 0)
     every = 2 * (work.num_parameters - work.lookup) + table  # backward of a lookup needs no weights
@@ -48,22 +49,22 @@ def whole(work: Work, layout: Layout) -> Held:
             "the loss": _kinds(
                 own + np.where(stays, every, 2 * (out + layer)),
                 earlier + 2 * out,
-                2 * own,
+                states,
                 waiting + work.ends.kept["none"],
             ),
             "the exchange of the output layer": _kinds(
                 own + np.where(stays, every - 2 * out, 2 * layer),
                 scattered + adds + (2 + reads) * out,
-                2 * own,
+                states,
                 waiting + work.sent,
             ),
             "the last layer's backward": _kinds(
-                of_layers, scattered + sums + reads * out + of_layer, 2 * own, waiting + working
+                of_layers, scattered + sums + reads * out + of_layer, states, waiting + working
             ),
             "the first layer's backward": _kinds(
-                own + table + 2 * layer, almost + (reads + 2) * layer, 2 * own, kept + working
+                own + table + 2 * layer, almost + (reads + 2) * layer, states, kept + working
             ),
-            "the table's backward": _kinds(own + table, own + summed + (reads + 2) * work.lookup, 2 * own, 0.0),
+            "the table's backward": _kinds(own + table, own + summed + (reads + 2) * work.lookup, states, 0.0),
         },
         own,
         shards,
@@ -108,7 +109,7 @@ def staged(
     always = _kinds(
         own,
         np.where(passed, own, 0),
-        2 * own,
+        layout.states / 4 * own,
         work.sent * layout.microbatches * (2 * layout.stages_per_rank - is_first - is_last),
     )
 

@@ -38,6 +38,7 @@ class Job:
     possible: Callable[[int, int], bool]  # tp, cp: whether the model can be split so
     fixed: Mapping[str, Any]  # values that the user gave, by the names of Choice
     wide: float = 1.0  # bytes of an activation, of those of 16 bits; its memory is counted in 16 bits
+    states: float = 8.0  # bytes a parameter that the optimizer keeps
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,7 @@ def evaluate(
         float8=job.float8,
         async_tp=job.async_tp,
         wide=job.wide,
+        states=job.states,
         sends_beside=per_rank > 1,  # torch's 1F1B waits for each message, its other schedules only for those they need
         most_layers=most,
         last_layers=of_last,
