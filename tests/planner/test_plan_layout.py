@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import xml.etree.ElementTree
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -218,6 +219,16 @@ def test_what_is_not_searched_cannot_be_fixed(options: list[str], reason: str) -
     options = ["--training.global_batch_size", "128", *options]
     with pytest.raises(SystemExit, match=reason):
         main(["plan", file, "--cluster", cluster, "--", *options])
+
+
+@pytest.mark.parametrize(("preset", "seconds"), [("gpu-8b", 0.773), ("gpu-1b", 0.434)])
+def test_a_probed_gpus_steps_are_predicted_within_six_per_cent(
+    preset: str, seconds: float, capsys: pytest.CaptureFixture
+) -> None:
+    """The measured ones are in docs/recipe/figures.md."""
+    main(["plan", str(ROOT / f"benchmarks/recipe/presets/{preset}.toml"), "--cluster", str(CLUSTERS / "h200_1x1.toml")])
+    best = re.search(r"^ +1 1 rank, .*none +([\d.]+)", capsys.readouterr().out, re.MULTILINE)
+    assert best and float(best[1]) == pytest.approx(seconds, rel=0.06)
 
 
 def test_what_a_plan_does_not_know_is_said(capsys: pytest.CaptureFixture) -> None:
