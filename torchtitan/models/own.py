@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.config.schema import Config
@@ -15,13 +15,6 @@ _IN_PATH = "reads any weights that initial_load_path names"
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The arguments of forward that the data gives, in the order of forward's signature."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Structure:
     """What is derived from a module and one sample. Rank 0 derives it, and tells the others."""
 
@@ -29,7 +22,6 @@ class Structure:
     rest: tuple[Part, ...]  # modules whose weights have other names elsewhere: FSDP leaves them with the root
     num_parameters: int
     flops: int  # of forward and backward of one sample
-    inputs: Inputs
     example: Any  # the inputs of a batch of one, on the meta device
     target: Any  # likewise
     shared: tuple[tuple[str, ...], ...]  # names of one parameter
@@ -41,9 +33,6 @@ class Structure:
     mixes_types: bool = False  # forward needs torch.autocast
     grows: Any = None  # of each leaf of (example, target), the dimensions that grow with the samples, see rows.py
     target_dims: tuple[int | None, ...] = ()  # for a pipeline, of each leaf of a target the one that counts samples
-
-    def mixing_types(self) -> Structure:
-        return replace(self, mixes_types=True)
 
     def held(self, config: Config) -> Config:
         """The configuration with the type in which weights are kept and gathered."""
@@ -97,9 +86,6 @@ class OwnBlueprint(Blueprint):
     def flops_per_token(self, seq_len: int) -> int:
         """FLOPs of forward and backward of one sample."""
         return self.known.flops
-
-    def with_structure(self, structure: Structure) -> OwnBlueprint:
-        return replace(self, structure=structure)
 
 
 def find_own_model(name: str, spec: ModelSpec) -> OwnBlueprint:

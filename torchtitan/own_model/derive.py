@@ -1,6 +1,5 @@
 """What a user's module does not say of itself: its parts by name and size, their cost, and what has two names."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from torchtitan.models.own import Inputs, Structure
+from torchtitan.models.own import Structure
 from torchtitan.models.spec import Part
 from torchtitan.refusal import Refusal, blaming, place_of
 
@@ -36,12 +35,6 @@ def fix_for(values: Any, otherwise: str) -> str:
             'dataset, by .astype("float32") or .float()'
         )
     return otherwise
-
-
-def in_order(inputs: Any, names: Sequence[str]) -> list[Any]:
-    """The inputs as forward's arguments, all by position."""
-    args, kwargs = as_arguments(inputs)
-    return [*args, *(kwargs[name] for name in names[len(args) :])]
 
 
 def build_module(build: Callable[[], Any]) -> nn.Module:
@@ -82,13 +75,11 @@ def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None
         is_layer = layers is not None and name.rpartition(".")[0] == layers
         kind: Literal["layer", "other"] = "layer" if is_layer or size >= LARGE else "other"
         (rest if name in held else parts).append(Part(name, size, costs.get(name, 0), kind))
-    arguments = tuple(inspect.signature(model.forward).parameters)
-    names = (*arguments[: len(args)], *(name for name in arguments[len(args) :] if name in kwargs))
     inputs, target = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (inputs, target))
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Structure(
-        *(tuple(parts), tuple(rest), total, costs.get("", 0), Inputs(names), inputs, target, shared, shared_buffers),
+        *(tuple(parts), tuple(rest), total, costs.get("", 0), inputs, target, shared, shared_buffers),
         trained=trained,
     )
 

@@ -116,7 +116,7 @@ class OwnRun(Run):
     def lay_out_model(self) -> ModelParts:
         return lay_out(self.config, self.own, self.mesh, self.device, self.spec.build())
 
-    def build_forward_backward(self, parts: ModelParts, loss: Any = None) -> Any:
+    def build_forward_backward(self, parts: ModelParts) -> Any:
         assert isinstance(parts, OwnParts)
         return Blaming(self.spec, parts, self.mesh, self.config, self.device)
 
@@ -178,7 +178,7 @@ class OwnRun(Run):
         """
         if self.own.structure is not None:
             return self
-        return replace(self, blueprint=self.own.with_structure(self._tell(self._look)))
+        return replace(self, blueprint=replace(self.own, structure=self._tell(self._look)))
 
     def _tell(self, find: Callable[[], Any]) -> Any:
         """What rank 0 finds, or the refusal that it ends in, on all ranks."""

@@ -28,7 +28,6 @@ class ShardReader(ABC):
 
 
 class ShardedTexts(ABC):
-    name: str
     num_shards: int
     identity: str  # number, size and digest of the shards; a resumed run compares it
 

@@ -29,8 +29,7 @@ class StreamedJsonLines(ShardedTexts):
     """Each file is one shard."""
 
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
-        self.name, self.num_shards = str(files[0]), len(files)
-        self._files, self._text_key = files, text_key
+        self.num_shards, self._files, self._text_key = len(files), files, text_key
         self.identity = f"{len(files):,} files of {describe_files(files)}"
 
     def open(self, shard: int, state: int | None) -> ShardReader:
@@ -77,7 +76,7 @@ class ParquetFiles(ShardedTexts):
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         import pyarrow.parquet
 
-        self.name, self._text_key = str(files[0]), text_key
+        self._text_key = text_key
         self._groups: list[tuple[Path, int, int]] = []  # file, row group, number of its first row
         num_all_rows = 0
         for path in files:
