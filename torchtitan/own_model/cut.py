@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan.models.balance import balance
 from torchtitan.models.own import Structure
 from torchtitan.models.spec import Part
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.forms import Sizes, sizes_of
 from torchtitan.own_model.record import DRAWS, INPUTS, OUTPUT, Value, Way, as_values, kept, leaves_of, map_leaves
 from torchtitan.refusal import Refusal
@@ -150,8 +150,8 @@ def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[P
     cuts = cut_ways(known, stages)
     away, _ = place_weights(model, known, stages, cuts)
     with kept(model):
-        whole = _run(model.eval(), inputs)
-        _run(model, others)  # so that what modules keep in secret is of another batch
+        whole = call_with(model.eval(), inputs)
+        call_with(model, others)  # so that what modules keep in secret is of another batch
     values = tuple(leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor))
     tensors = (*model.parameters(), *model.buffers())
     for number in range(len(stages)):
@@ -172,11 +172,6 @@ def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[P
                 f"to {(pair[0] - pair[1]).abs().max():.2g}), because a module reads what another one leaves beside "
                 "what it returns; return it, or use parallelism.pipeline_parallel_degree = 1"
             )
-
-
-def _run(model: nn.Module, inputs: Any) -> Any:
-    args, kwargs = as_arguments(inputs)
-    return model(*args, **kwargs)
 
 
 class _Reached(BaseException):
@@ -257,9 +252,8 @@ class Stage:
         for holder, leaf, was in self.lacking:
             holder.__dict__[leaf] = torch.zeros(was.shape, dtype=was.dtype, device=device)
         self.device, self.have = device, dict(zip(cut.arriving(self.number), values, strict=True))
-        args, kwargs = as_arguments(map_leaves(self._tensor_of, self.inputs))
         try:
-            output = self.forward(*args, **kwargs)
+            output = call_with(self.forward, map_leaves(self._tensor_of, self.inputs))
         except _Reached:
             leaving = cut.arriving(self.number + 1)
             if missing := [value.of for value in leaving if value not in self.have]:

@@ -27,6 +27,11 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
+def call_with(model: Callable[..., Any], inputs: Any) -> Any:
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)
+
+
 def fix_for(values: Any, otherwise: str) -> str:
     """What to do about code that fails on these values of a sample."""
     if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(values)):
@@ -59,13 +64,12 @@ def build_module(build: Callable[[], Any]) -> nn.Module:
 
 def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None) -> Structure:
     """`inputs` and `target` are those of one sample, as a batch of one."""
-    args, kwargs = as_arguments(inputs)
     candidates = dict(candidates_of(model, layers))
     shared = tuple(several_names(model.named_parameters(remove_duplicate=False)))
     shared_buffers = tuple(several_names(model.named_buffers(remove_duplicate=False)))
     spread = [name for names in shared if len({part_of(name, candidates) for name in names}) > 1 for name in names]
     held = {part_of(name, candidates) for name in spread}
-    costs, called = _flops_of_modules(model, args, kwargs, candidates)
+    costs, called = _flops_of_modules(model, inputs, candidates)
     parts: list[Part] = []
     rest: list[Part] = []
     for name in sorted(candidates, key=lambda name: called.index(name) if name in called else len(called)):
@@ -117,7 +121,7 @@ def candidates_of(model: nn.Module, layers: str | None, prefix: str = "") -> Ite
 
 
 def _flops_of_modules(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Mapping[str, nn.Module]
+    model: nn.Module, inputs: Any, watched: Mapping[str, nn.Module]
 ) -> tuple[dict[str, int], list[str]]:
     """FLOPs of one sample by module, the whole model's under ""; and the watched modules in the order of calls.
 
@@ -129,11 +133,11 @@ def _flops_of_modules(
     forget = torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda nothing: nothing)
     try:
         with torch.enable_grad(), forget, counter:
-            model.eval()(*args, **kwargs)
+            call_with(model.eval(), inputs)
     except Exception as error:
         raise Refusal(
             f"the model's forward fails on the first sample{place_of(error)}: {type(error).__name__}: "
-            f"{error}; {fix_for((args, kwargs), _ABOUT_INPUTS)}"
+            f"{error}; {fix_for(inputs, _ABOUT_INPUTS)}"
         ) from None
     finally:
         model.train(was_training)

@@ -14,7 +14,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.build import cast_parameters
 from torchtitan.own_model.cut import kept
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.samples import own_draws
 from torchtitan.own_model.step import to_type
 from torchtitan.refusal import Refusal, place_of
@@ -49,10 +49,9 @@ def in_its_type(
         held = tried.held(config).training.mixed_precision_param
         cast_parameters(model, held)
         inputs, target = to_type(batch[0], getattr(torch, held)), batch[1]
-        args, kwargs = as_arguments(inputs)
         try:
             with kept(model), own_draws("a type"), torch.no_grad(), computing(model, tried, config, is_sharded):
-                model.train()(*args, **kwargs) if spec.step is None else spec.step(model.train(), inputs, target)
+                call_with(model.train(), inputs) if spec.step is None else spec.step(model.train(), inputs, target)
         except RuntimeError as error:
             failed = failed or error
             continue

@@ -16,7 +16,7 @@ from torchtitan.config.schema import Config
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.build import OwnParts
 from torchtitan.own_model.cut import Cut, Stage
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.forms import Form, Sizes, sizes_of
 from torchtitan.own_model.record import leaves_of
 from torchtitan.own_model.rows import check_constants, check_rows, cut, output_dims
@@ -87,7 +87,7 @@ class OwnForwardBackward:
                 continue
             # Where nothing counts, too: all ranks gather the weights together.
             loss = None if self.spec.step is None else self._loss(inputs, targets, valid)
-            output = self._forward(inputs)
+            output = call_with(self.model.stages[0], inputs)
             totals += self.measure(output, targets, valid, loss) if valid else 0
         for stage in self.model.stages.values():
             stage.train()
@@ -100,14 +100,10 @@ class OwnForwardBackward:
     def zeros(self, count: int) -> Tensor:
         return torch.zeros(count, device=self.device)
 
-    def _forward(self, inputs: Any) -> Any:
-        args, kwargs = as_arguments(inputs)
-        return self.model.stages[0](*args, **kwargs)
-
     def _loss(self, inputs: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
         if self.spec.step is not None:
             return as_counted(self._step(inputs, targets), valid)
-        return self.loss_of(self._forward(inputs), targets, valid)
+        return self.loss_of(call_with(self.model.stages[0], inputs), targets, valid)
 
     def _step(self, inputs: Any, targets: Any) -> Any:
         """The step takes the place of the model's forward, so FSDP has gathered what parts of the model need."""

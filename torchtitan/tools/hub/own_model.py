@@ -15,7 +15,7 @@ from torchtitan.checkpoint.storage import Manifest, find_checkpoints
 from torchtitan.models.families import find_spec
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.cut import cut_ways, divide
-from torchtitan.own_model.derive import as_arguments, candidates_of, derive, several_names
+from torchtitan.own_model.derive import as_arguments, call_with, candidates_of, derive, several_names
 from torchtitan.own_model.forms import sizes_of
 from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import collate_of, open_dataset
@@ -97,10 +97,9 @@ def _tried(model: nn.Module, program: nn.Module, batches: Sequence[Any]) -> str:
     """For which of these batches the program gives what the model does."""
     right, wrong = dict[str, None](), dict[str, str]()
     for batch in batches:
-        args, kwargs = as_arguments(batch)
         said = " with ".join(dict.fromkeys(str(list(size)) for size in sizes_of(batch)))
         try:
-            pairs = zip(tree_leaves(program(*args, **kwargs)), tree_leaves(model(*args, **kwargs)), strict=True)
+            pairs = zip(*(tree_leaves(call_with(each, batch)) for each in (program, model)), strict=True)
             fault = "" if all(map(_agree, *zip(*pairs, strict=True))) else "its outputs are not the model's"
         except Exception as error:
             fault = str(error).strip().partition("\n")[0]
