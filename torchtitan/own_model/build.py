@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan.config.schema import Config
 from torchtitan.models.own import OwnBlueprint, Structure
-from torchtitan.models.spec import Part
-from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS, V_SHAPED, StagePlan, plan_microbatches
+from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS, StagePlan, place_stages, plan_microbatches, stages_a_rank
 from torchtitan.observe.log import logger
 from torchtitan.own_model.cut import Cut, Stage, cut_ways, divide, place_weights
 from torchtitan.own_model.samples import own_draws
@@ -157,15 +155,6 @@ def _check_backward(schedule: str, cut: Cut) -> None:
 
 def plan_stages(config: Config, known: Structure, degree: int) -> StagePlan:
     schedule, counts = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_layer_counts
-    stages = divide([*known.parts, *known.rest], known.ways[True], num_stages(schedule, degree), counts)
-    return plan_ranks(stages, schedule, degree)
-
-
-def num_stages(schedule: str, degree: int) -> int:
-    return degree if issubclass(get_schedule_class(schedule), PipelineScheduleSingle) else 2 * degree
-
-
-def plan_ranks(stages: list[list[Part]], schedule: str, degree: int) -> StagePlan:
-    numbers = range(len(stages))
-    ranks = [min(s, 2 * degree - 1 - s) if schedule in V_SHAPED else s % degree for s in numbers]
-    return StagePlan(tuple(map(tuple, stages)), tuple(ranks))
+    count = degree * stages_a_rank(schedule)
+    stages = divide([*known.parts, *known.rest], known.ways[True], count, counts)
+    return StagePlan(tuple(map(tuple, stages)), tuple(place_stages(count, schedule, degree)))
