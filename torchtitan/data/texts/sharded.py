@@ -1,6 +1,7 @@
 """Texts that can only be read forwards, shard by shard."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 BLOCK_CHARS = 64 << 20  # as much text as a stream holds at once
@@ -16,6 +17,9 @@ class ShardReader(ABC):
     @abstractmethod
     def state(self) -> Any:
         """The place it has reached, as small plain data."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.next, None)
 
     def read(self, count: int) -> list[str]:
         """The next `count` texts; fewer where they are very long; none at the end."""
