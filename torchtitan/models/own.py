@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.config.schema import Config
+from torchtitan.models.pipeline_rules import find_validation_refusals
 from torchtitan.models.spec import Blueprint, ModelSpec, Part
 from torchtitan.refusal import Refusal
 
@@ -120,13 +121,8 @@ def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
             f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}": a model of '
             "your own runs the schedules that have a name; use pipeline_parallel_schedule"
         )
-    if config.validation.enable and parallelism.pipeline_parallel_degree > 1:
-        sizes = config.validation.local_batch_size, config.training.local_batch_size
-        if sizes[0] not in (None, sizes[1]):
-            yield (
-                f"validation.local_batch_size = {sizes[0]} goes through the training's pipeline schedule, made for "
-                f"training.local_batch_size; use {sizes[1]}"
-            )
+    if parallelism.pipeline_parallel_degree > 1:
+        yield from find_validation_refusals(config)
     if spec.optimizer is not None and config.checkpoint.create_seed_checkpoint:
         yield (
             f"checkpoint.create_seed_checkpoint = true: {blueprint.name} has an optimizer of its own, whose states "

@@ -74,21 +74,18 @@ class OwnForwardBackward:
     @torch.no_grad()
     def evaluate(self, batch: SampleBatch, _: int) -> Tensor:
         """Sum and count of the loss, then of each metric, in float64."""
-        with self.choosing_types():
-            return self._evaluate(batch)
-
-    def _evaluate(self, batch: SampleBatch) -> Tensor:
         totals = self.zeros(2 + 2 * len(self.metric_names)).double()
         for stage in self.model.stages.values():
             stage.eval()
         for inputs, targets, valid in self._parts(batch):
-            if self._pipeline is not None:
-                totals += self._pipeline(inputs, targets, valid, is_training=False)
-                continue
-            # Where nothing counts, too: all ranks gather the weights together.
-            loss = None if self.spec.step is None else self._loss(inputs, targets, valid)
-            output = call_with(self.model.stages[0], inputs)
-            totals += self.measure(output, targets, valid, loss) if valid else 0
+            with self.choosing_types():
+                if self._pipeline is not None:
+                    totals += self._pipeline(inputs, targets, valid, is_training=False)
+                    continue
+                # Where nothing counts, too: all ranks gather the weights together.
+                loss = None if self.spec.step is None else self._loss(inputs, targets, valid)
+                output = call_with(self.model.stages[0], inputs)
+                totals += self.measure(output, targets, valid, loss) if valid else 0
         for stage in self.model.stages.values():
             stage.train()
         return totals
