@@ -24,7 +24,6 @@ class Structure:
     num_parameters: int
     flops: int  # of forward and backward of one sample
     example: Any  # the inputs of a batch of one, on the meta device
-    target: Any  # likewise
     shared: tuple[tuple[str, ...], ...]  # names of one parameter
     shared_buffers: tuple[tuple[str, ...], ...]
     trained: Mapping[str, Any] = field(default_factory=dict)  # by saved name, the size of each weight with a gradient
@@ -32,7 +31,6 @@ class Structure:
     ways: Mapping[bool, Any] = field(default_factory=dict)  # for a pipeline, how forward goes in training, and not
     tensor_words: Mapping[str, str] = field(default_factory=dict)  # a plan that came with the model, see tensor_plan.py
     mixes_types: bool = False  # forward needs torch.autocast
-    grows: Any = None  # of each leaf of (example, target), the dimensions that grow with the samples, see rows.py
     target_dims: tuple[int | None, ...] = ()  # for a pipeline, of each leaf of a target the one that counts samples
 
     def held(self, config: Config) -> Config:

@@ -62,8 +62,8 @@ def build_module(build: Callable[[], Any]) -> nn.Module:
     return model
 
 
-def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None) -> Structure:
-    """`inputs` and `target` are those of one sample, as a batch of one."""
+def derive(model: nn.Module, layers: str | None, inputs: Any) -> Structure:
+    """`inputs` are those of one sample, as a batch of one."""
     candidates = dict(candidates_of(model, layers))
     shared = tuple(several_names(model.named_parameters(remove_duplicate=False)))
     shared_buffers = tuple(several_names(model.named_buffers(remove_duplicate=False)))
@@ -79,11 +79,11 @@ def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None
         is_layer = layers is not None and name.rpartition(".")[0] == layers
         kind: Literal["layer", "other"] = "layer" if is_layer or size >= LARGE else "other"
         (rest if name in held else parts).append(Part(name, size, costs.get(name, 0), kind))
-    inputs, target = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (inputs, target))
+    inputs = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, inputs)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Structure(
-        *(tuple(parts), tuple(rest), total, costs.get("", 0), inputs, target, shared, shared_buffers),
+        *(tuple(parts), tuple(rest), total, costs.get("", 0), inputs, shared, shared_buffers),
         trained=trained,
     )
 
