@@ -18,6 +18,7 @@ from torchtitan.root import ROOT
 if TYPE_CHECKING:
     from torchtitan.data.texts.sharded import ShardedTexts
 
+NamesText = Training | Validation | DataSource
 SHIPPED_TEXT = ROOT / "tests" / "assets" / "pydocs"
 SHIPPED = {"pydocs": "train.jsonl", "pydocs_validation": "validation.jsonl", "c4_test": "train.jsonl"}
 HUB: dict[str, tuple[str, str | None, str]] = {
@@ -26,14 +27,16 @@ HUB: dict[str, tuple[str, str | None, str]] = {
 }
 
 
-def named_texts(config: Config) -> list[tuple[str, Training | Validation | DataSource]]:
+def named_texts(config: Config) -> list[tuple[str, NamesText]]:
     """The sections that name a text which a run reads, by their names."""
     training, validation = config.training, config.validation
-    named = [(f"training.sources[{i}]", source) for i, source in enumerate(training.sources)]
-    return [*(named or [("training", training)]), *([("validation", validation)] if validation.enable else [])]
+    named: list[tuple[str, NamesText]] = [("training", training)]
+    if training.sources:
+        named = [(f"training.sources[{i}]", source) for i, source in enumerate(training.sources)]
+    return [*named, ("validation", validation)] if validation.enable else named
 
 
-def require_text(name: str, section: Training | Validation | DataSource) -> None:
+def require_text(name: str, section: NamesText) -> None:
     """Refuse a section whose text does not exist. Its content is checked when a loader is built."""
     try:
         locate_text(section.dataset, section.dataset_path)
