@@ -1,7 +1,7 @@
 """Builds this rank's part of a user's module: whole on the host, cut into stages, sharded, filled with its values."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,19 +99,12 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
     _share(model, (*known.shared, *known.shared_buffers))
     cast_parameters(model, config.training.dtype)
     names = [name for name, _ in model.named_modules()]
-    stages: Mapping[int, nn.Module] = {0: model}
-    ranks: tuple[int, ...] = (0,)
-    ties: Sequence[TiedWeight] = ()
-    cuts: Mapping[bool, Cut] = {}
-    if mesh.dims.pp > 1:
-        plan, stages, ties, cuts = _stages(config, known, mesh, model)
-        ranks = plan.ranks
+    plan, stages, ties, cuts = _stages(config, known, mesh, model)
     for stage in stages.values():
         apply_parallelism(stage.train(), blueprint, mesh, config, names, is_sharded(config, mesh))
         if isinstance(stage.forward, Stage):
             stage.forward.listen()
-    axis = mesh.devices["pp"]
-    return OwnParts(stages, ranks, axis, 0, 0, ties, scale, known, cuts)
+    return OwnParts(stages, plan.ranks, mesh.devices["pp"], 0, 0, ties, scale, known, cuts)
 
 
 def cast_parameters(model: nn.Module, dtype: str) -> None:
@@ -124,6 +117,9 @@ def cast_parameters(model: nn.Module, dtype: str) -> None:
 def _stages(
     config: Config, known: Structure, mesh: Mesh, model: nn.Module
 ) -> tuple[StagePlan, dict[int, nn.Module], list[TiedWeight], dict[bool, Cut]]:
+    """This rank's stages, the weights that several share, and the cuts; without a pipeline the model is one stage."""
+    if mesh.dims.pp == 1:
+        return StagePlan((known.parts,), (0,)), {0: model}, [], {}
     plan = plan_stages(config, known, mesh.dims.pp)
     plan_microbatches(config.parallelism, plan, config.training.local_batch_size)
     cuts = cut_ways(known, plan.stages)

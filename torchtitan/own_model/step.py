@@ -162,12 +162,6 @@ class OwnPipeline:
         ends = self.model.ranks[0], self.model.ranks[-1]
         self._tells = owner.spec.collate is not None and any(rank not in ends for rank in self.model.ranks)
 
-    @property
-    def _last(self) -> Stage:
-        stage = self.model.stages[len(self.model.ranks) - 1].forward
-        assert isinstance(stage, Stage)
-        return stage
-
     def __call__(self, inputs: Any, targets: Any, valid: int, is_training: bool) -> Tensor:
         """The batch's sums, zero on a rank without the last stage; in training, gradients of the loss as well."""
         if inputs is not None:
@@ -244,7 +238,9 @@ class OwnPipeline:
         leaves = leaves if isinstance(leaves, tuple | list) else [leaves]
         if not self._is_training:
             leaves = cut(leaves, self._output_dims, 0, valid)
-        output = self._last.assembled(leaves)
+        last = self.model.stages[len(self.model.ranks) - 1].forward
+        assert isinstance(last, Stage)
+        output = last.assembled(leaves)
         targets = cut(self._targets, self._known.target_dims, begin, valid)
         if not self._is_training:
             self._totals += self.owner.measure(output, targets, valid) if valid else 0
