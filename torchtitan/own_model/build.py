@@ -140,7 +140,7 @@ def _stages(
 def _check_backward(schedule: str, cut: Cut) -> None:
     """torch 2.13's backward in two parts loses the gradients of a stage whose inputs have none."""
     for number in range(1, cut.last + 1) if schedule in BACKWARD_IN_TWO_PARTS else ():
-        arriving = [cut.way.forms[value].requires_grad for value in cut.arriving(number)]
+        arriving = [cut.way.forms[value].requires_grad for value in cut.arriving[number]]
         if True not in arriving:
             raise Refusal(
                 f'parallelism.pipeline_parallel_schedule = "{schedule}" computes the gradients of inputs before those '

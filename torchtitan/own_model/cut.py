@@ -68,14 +68,11 @@ class Cut:
                         f"{way.calls[value.number].name}, and uses them again after a cut, at {call.name}, where "
                         "others would be drawn; draw them in a module, such as nn.Dropout"
                     )
-
-        self._arriving = [self._find_arriving(stage) for stage in range(self.last + 2)]
-
-    def arriving(self, stage: int) -> list[Value]:
-        """The values that come in from the stage before; for the first all inputs, after the last what is returned."""
-        return self._arriving[stage]
+        # For each stage, and what follows the last.
+        self.arriving = [self._find_arriving(stage) for stage in range(self.last + 2)]
 
     def _find_arriving(self, stage: int) -> list[Value]:
+        """The values that come in from the stage before; for the first all inputs, after the last what is returned."""
         if stage > self.last:
             return [value for value in self.way.forms if value.of == OUTPUT]
         needs = {value for call in self.way.calls if self.stage[call.name] >= stage for value in call.needs}
@@ -229,7 +226,7 @@ class Stage:
 
     def listen(self) -> None:
         """Keep what this stage's modules give, for those of later stages that need it; after they are compiled."""
-        leaving = {value.of for cut in self.cuts.values() for value in cut.arriving(self.number + 1)}
+        leaving = {value.of for cut in self.cuts.values() for value in cut.arriving[self.number + 1]}
         for name, module in self.own.items():
             if name not in leaving:
                 continue
@@ -251,11 +248,11 @@ class Stage:
         cut, device = self.cuts[self.model.training], values[0].device
         for holder, leaf, was in self.lacking:
             holder.__dict__[leaf] = torch.zeros(was.shape, dtype=was.dtype, device=device)
-        self.device, self.have = device, dict(zip(cut.arriving(self.number), values, strict=True))
+        self.device, self.have = device, dict(zip(cut.arriving[self.number], values, strict=True))
         try:
             output = call_with(self.forward, map_leaves(self._tensor_of, self.inputs))
         except _Reached:
-            leaving = cut.arriving(self.number + 1)
+            leaving = cut.arriving[self.number + 1]
             if missing := [value.of for value in leaving if value not in self.have]:
                 raise self._went_astray(f"it did not call {missing[0]}") from None
             for value in leaving:
@@ -279,7 +276,7 @@ class Stage:
         def note(output: Any) -> None:
             cut = self.cuts[self.model.training]
             for number, leaf in enumerate(leaves_of(output)[0]):
-                if (value := Value(name, number)) in cut.arriving(self.number + 1):
+                if (value := Value(name, number)) in cut.arriving[self.number + 1]:
                     self.have[value] = leaf.clone() if value in cut.way.written else leaf
 
         return note

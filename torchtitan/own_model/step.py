@@ -185,7 +185,7 @@ class OwnPipeline:
 
     def _sizes(self, args: Sequence[Tensor], cut: Cut) -> Sizes:
         """The sizes of a microbatch's inputs. Where collate makes them vary, rank 0 sends them."""
-        forms, rows = [cut.way.forms[value] for value in cut.arriving(0)], self.local_batch_size
+        forms, rows = [cut.way.forms[value] for value in cut.arriving[0]], self.local_batch_size
         sizes = sizes_of(args) or tuple(form.shape(((rows,),)) for form in forms if not self._tells)
         if args:
             _check_sizes(sizes, forms)
@@ -213,7 +213,7 @@ class OwnPipeline:
         cut = self.model.cuts[is_training]
 
         def forms(stage: int) -> tuple[Tensor, ...]:
-            known = [cut.way.forms[value] for value in cut.arriving(stage)]
+            known = [cut.way.forms[value] for value in cut.arriving[stage]]
             return tuple(form.zeros(sizes, "meta").requires_grad_(form.requires_grad) for form in known)
 
         stages = [
