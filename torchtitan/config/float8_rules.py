@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from torchtitan.config.layout_rules import Finding
 from torchtitan.config.schema import Config, Float8
+from torchtitan.config.section import Finding
 
 
 def find_float8_conflicts(config: Config, float8: Float8) -> Iterator[Finding]:

@@ -14,22 +14,22 @@ def describe(problem: Any) -> str:
         table = isinstance(problem["input"], dict)
         if name in OTHERS:
             return f"[{name}]: {OTHERS[name].partition('.')[0]} reads it and is not here; add it, or remove the section"
-        shown = f"[{name}]" if table else f"{name} = {_shown(problem['input'])}"
+        shown = f"[{name}]" if table else f"{name} = {as_json(problem['input'])}"
         return f"{shown}: unknown {'section' if table else 'key'}{_nearest(name, table)}"
     if problem["type"] in ("model_type", "model_attributes_type"):
-        return f"{name} = {_shown(problem['input'])}: this is a section; write [{name}] and its keys below"
+        return f"{name} = {as_json(problem['input'])}: this is a section; write [{name}] and its keys below"
     message = problem["msg"]
     if name.startswith("model.converters[") and problem["input"] == "float8":
         message = "torchtitan v0.2.2's own 405B file says so, but v0.2.2 does not know this name either; write "
         message += '"quantize.linear.float8"'
-    return f"{name} = {_shown(problem['input'])}: {message[0].lower()}{message[1:]}"
+    return f"{name} = {as_json(problem['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
 
 
-def _shown(value: Any) -> str:
+def as_json(value: Any) -> str:
     return json.dumps(value, default=str)
 
 

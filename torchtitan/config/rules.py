@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from torchtitan.config.layout_rules import find_layout_conflicts
-from torchtitan.config.schema import Checkpoint, Config, other_sections
+from torchtitan.config.layout import plan_batch, plan_layout
+from torchtitan.config.schema import Checkpoint, Config, Parallelism, other_sections
 from torchtitan.config.section import Finding
+from torchtitan.refusal import Refusal
 
 RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
 # What a run writes by itself.
@@ -23,7 +24,8 @@ def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
 
         findings += find_float8_conflicts(config, config.float8)
     findings += [finding for section in other_sections(config) for finding in section.conflicts()]
-    return [*findings, *_optimizer(config), *find_layout_conflicts(config, world_size)]
+    findings += [*_optimizer(config), *_async_tensor_parallel(config)]
+    return findings if world_size is None else [*findings, *_ranks(config, world_size)]
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:
@@ -218,4 +220,43 @@ def _data(config: Config) -> Iterator[Finding]:
             ("profiling.profile_freq", "profiling.profiler_warmup", "profiling.profiler_active"),
             f"profiling.profile_freq = {config.profiling.profile_freq} is shorter than profiler_warmup + "
             f"profiler_active = {cycle} steps; use {cycle} or more",
+        )
+
+
+def _async_tensor_parallel(config: Config) -> Iterator[Finding]:
+    name, degree = "parallelism.enable_async_tensor_parallel", config.parallelism.tensor_parallel_degree
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    if degree == 1:
+        yield (
+            (name, "parallelism.tensor_parallel_degree"),
+            f"{name} = true with tensor_parallel_degree = 1 has nothing to overlap; set it to false, or split tensors",
+        )
+    elif not (config.compile.model and config.compile.backend == "inductor"):
+        yield (
+            (name, "compile.enable", "compile.components", "compile.backend"),
+            f"{name} = true needs the compiler; set compile.enable = true with "
+            f'"model" among compile.components and compile.backend = "inductor", or set it to false',
+        )
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
+    degrees = tuple(f"parallelism.{key}" for key in Parallelism.model_fields if key.endswith("_degree"))
+    try:
+        dims = plan_layout(config.parallelism, world_size)
+    except Refusal as error:
+        yield degrees, str(error)
+        return
+    batch = ("training.global_batch_size", "training.local_batch_size", "training.num_streams")
+    try:
+        plan = plan_batch(config.training, dims.dp)
+    except Refusal as error:
+        yield (*degrees, *batch), str(error)
+        return
+    early = "optimizer.early_step_in_backward"
+    if config.optimizer.early_step_in_backward and plan.num_local_batches > 1:
+        yield (
+            (early, *degrees, *batch),
+            f"{early} = true with {plan.num_local_batches} local batches a step: their gradients are added up; set "
+            f"training.global_batch_size = {plan.global_batch_size // plan.num_local_batches}, or {early} = false",
         )

@@ -10,47 +10,14 @@ from typing import Any
 from pydantic import create_model
 
 from torchtitan.config.keys.checkpoint import Checkpoint
-from torchtitan.config.keys.model import (
-    ActivationCheckpoint,
-    Compile,
-    Float8,
-    Model,
-    Quantize,
-    QuantizeLinear,
-    RopeScaling,
-)
+from torchtitan.config.keys.model import ActivationCheckpoint, Compile, Float8, Model, Quantize
+from torchtitan.config.keys.model import RopeScaling as RopeScaling
 from torchtitan.config.keys.parallelism import Parallelism
 from torchtitan.config.keys.run import Comm, Debug, Job, Metrics, Profiling
-from torchtitan.config.keys.training import DataSource, LRScheduler, Optimizer, Training, Validation
+from torchtitan.config.keys.training import DataSource as DataSource
+from torchtitan.config.keys.training import LRScheduler, Optimizer, Training, Validation
 from torchtitan.config.section import OtherSection, Section
 from torchtitan.root import PACKAGES
-
-__all__ = [
-    "OTHERS",
-    "ActivationCheckpoint",
-    "Checkpoint",
-    "Comm",
-    "Compile",
-    "Config",
-    "DataSource",
-    "Debug",
-    "Float8",
-    "Job",
-    "LRScheduler",
-    "Metrics",
-    "Model",
-    "Optimizer",
-    "Parallelism",
-    "Profiling",
-    "Quantize",
-    "QuantizeLinear",
-    "RopeScaling",
-    "Section",
-    "Training",
-    "Validation",
-    "Whole",
-    "other_sections",
-]
 
 
 class Config(Section):

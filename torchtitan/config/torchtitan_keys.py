@@ -8,13 +8,13 @@ torchtitan/config_manager.py and torchtitan/config/job_config.py in https://gith
 
 import copy
 import difflib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import tomli
 
+from torchtitan.config.mistakes import as_json
 from torchtitan.config.names import flat, key_names, sections
 from torchtitan.config.schema import Parallelism
 
@@ -68,6 +68,8 @@ KEYS: dict[str, dict[str, Any]] = {
     "validation.dataloader": _DATALOADER,
     "debug": {"moe_force_load_balance": False},
 }
+
+_IDLE = {f"{section}.{key}": value for section, keys in KEYS.items() for key, value in keys.items()}
 
 # An older name -> today's. Keys of [parallelism] were in [training] and [experimental]; `_today` knows them.
 _RENAMED = {
@@ -193,17 +195,18 @@ def read(data: dict[str, Any]) -> Reading:
             _put_meaning(reading, name, value)
         elif today != name:
             _pop(reading.values, name)
-            if _idle(today) is None:
+            if today not in _IDLE:
                 _put(reading, name, value, {today: value})
-        if (idle := _idle(today)) is not None:
+        if today in _IDLE:
             _pop(reading.values, name)
-            if idle[0] is not _OFF_WITH_SECTION and not (value == idle[0] and type(value) is type(idle[0])):
-                reading.refusals.append(_refusal(today, name, value, idle[0]))
+            idle = _IDLE[today]
+            if idle is not _OFF_WITH_SECTION and not (value == idle and type(value) is type(idle)):
+                reading.refusals.append(_refusal(today, name, value, idle))
         elif (section := name.rpartition(".")[0]) in KEYS and section not in sections() and today == name:
             _pop(reading.values, name)  # the schema never sees such a section
             near = difflib.get_close_matches(name.rpartition(".")[2], KEYS[section], n=1)
             known = f"; did you mean {section}.{near[0]}?" if near else ""
-            reading.refusals.append(f"{name} = {_shown(value)}: unknown key{known}")
+            reading.refusals.append(f"{name} = {as_json(value)}: unknown key{known}")
     _read_converters(reading, data)
     for section in [*KEYS, *_SECTIONS]:
         _drop_if_empty(reading.values, section.split("."))
@@ -220,7 +223,7 @@ def take_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         option, equals, value = word.partition("=")
         name = option.removeprefix("--").replace("-", "_")
         today = _today(name)
-        if not word.startswith("--") or (name not in _MEANT and today == name and _idle(name) is None):
+        if not word.startswith("--") or (name not in _MEANT and today == name and name not in _IDLE):
             rest.append(word)
             continue
         if not equals:
@@ -246,20 +249,14 @@ def _today(name: str) -> str:
     return _RENAMED.get(name) or (f"{_SECTIONS[section]}.{key}" if section in _SECTIONS else name)
 
 
-def _idle(name: str) -> tuple[Any] | None:
-    """The value with which an unsupported key switches nothing on; None for any other key."""
-    section, _, key = name.rpartition(".")
-    return (KEYS[section][key],) if key in KEYS.get(section, ()) else None
-
-
 def _put_meaning(reading: Reading, name: str, value: Any) -> None:
     meanings = _MEANT[name]
-    if (meant := meanings.get(_shown(value))) is not None:
+    if (meant := meanings.get(as_json(value))) is not None:
         _put(reading, name, value, meant)
         return
     accepted = f" ({' or '.join(meanings)} is accepted)" if meanings else ""
     reason = _INSTEAD.get(name, "torchtitan has dropped this key")
-    reading.refusals.append(f"{name} = {_shown(value)}: {reason}{accepted}")
+    reading.refusals.append(f"{name} = {as_json(value)}: {reason}{accepted}")
 
 
 def _put(reading: Reading, name: str, value: Any, meant: dict[str, Any]) -> None:
@@ -267,12 +264,14 @@ def _put(reading: Reading, name: str, value: Any, meant: dict[str, Any]) -> None
     for today, new in meant.items():
         if today in present and present[today] != new and today != "model.converters":
             reading.refusals.append(
-                f"{name} = {_shown(value)}: {today} says the same today, and is set too; remove one"
+                f"{name} = {as_json(value)}: {today} says the same today, and is set too; remove one"
             )
             return
         _set(reading.values, today, new)
-    said = ", ".join(f"{today} = {_shown(new)}" for today, new in meant.items())
-    reading.warnings.append(f"{name} = {_shown(value)} is torchtitan's older name: " + (said or "nothing to set today"))
+    said = ", ".join(f"{today} = {as_json(new)}" for today, new in meant.items())
+    reading.warnings.append(
+        f"{name} = {as_json(value)} is torchtitan's older name: " + (said or "nothing to set today")
+    )
 
 
 def _read_converters(reading: Reading, data: dict[str, Any]) -> None:
@@ -303,13 +302,9 @@ def _read_semi_sync(reading: Reading) -> None:
 
 
 def _refusal(today: str, name: str, value: Any, idle: Any) -> str:
-    fix = "remove it" if idle is None else f"remove it, or set it to {_shown(idle)}, which changes nothing"
+    fix = "remove it" if idle is None else f"remove it, or set it to {as_json(idle)}, which changes nothing"
     reason = _INSTEAD.get(today) or f"torchtitan v0.2.2 has this key, but this recipe does not support it yet; {fix}"
-    return f"{name} = {_shown(value)}: {reason}"
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)
+    return f"{name} = {as_json(value)}: {reason}"
 
 
 def _set(table: dict[str, Any], name: str, value: Any) -> None:

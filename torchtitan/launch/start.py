@@ -1,7 +1,5 @@
 """Starts this node's part of a run: reads what the launcher set, prints the command, and becomes that command.
 
-    python -m torchtitan.launch.start [options of train.py]
-
 Nothing else here starts a run of several nodes. run_llama_train.sh comes here through tools/start.py, or
 launch/preflight/verb.py.
 """
@@ -158,15 +156,10 @@ def count_gpus(visible: str | None) -> int:
     return gpus
 
 
-def main(options: list[str], check: Callable[[NodeStart, int], bool] = lambda start, gpus: True) -> None:
-    """Print the command and become it, if `check` (a preflight, given the start and the number of GPUs) passes."""
-    become(lambda gpus: plan_start(os.environ, options, gpus, sys.stderr.isatty()), check)
-
-
 def become(
     plan: Callable[[int], NodeStart], check: Callable[[NodeStart, int], bool] = lambda start, gpus: True
 ) -> None:
-    """Print the command that is planned for so many GPUs, and become it."""
+    """Print the command that is planned for so many GPUs, and become it if `check`, such as a preflight, passes."""
     try:
         gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         start = plan(gpus)
@@ -184,7 +177,3 @@ def become(
         print(f"run_llama_train.sh: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     os.execve(python, [python, *start.arguments], {**os.environ, **start.settings})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

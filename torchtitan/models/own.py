@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.config.schema import Config
+from torchtitan.models.pipeline_rules import find_validation_refusals
 from torchtitan.models.spec import Blueprint, ModelSpec, Part
 from torchtitan.refusal import Refusal
 
 _PP, _BY_COUNTS = "parallelism.pipeline_parallel", "is cut by pipeline_parallel_layer_counts"
 _IN_PATH = "reads any weights that initial_load_path names"
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of forward that the data gives, in the order of forward's signature."""
-
-    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -29,9 +23,7 @@ class Structure:
     rest: tuple[Part, ...]  # modules whose weights have other names elsewhere: FSDP leaves them with the root
     num_parameters: int
     flops: int  # of forward and backward of one sample
-    inputs: Inputs
     example: Any  # the inputs of a batch of one, on the meta device
-    target: Any  # likewise
     shared: tuple[tuple[str, ...], ...]  # names of one parameter
     shared_buffers: tuple[tuple[str, ...], ...]
     trained: Mapping[str, Any] = field(default_factory=dict)  # by saved name, the size of each weight with a gradient
@@ -39,11 +31,7 @@ class Structure:
     ways: Mapping[bool, Any] = field(default_factory=dict)  # for a pipeline, how forward goes in training, and not
     tensor_words: Mapping[str, str] = field(default_factory=dict)  # a plan that came with the model, see tensor_plan.py
     mixes_types: bool = False  # forward needs torch.autocast
-    grows: Any = None  # of each leaf of (example, target), the dimensions that grow with the samples, see rows.py
     target_dims: tuple[int | None, ...] = ()  # for a pipeline, of each leaf of a target the one that counts samples
-
-    def mixing_types(self) -> Structure:
-        return replace(self, mixes_types=True)
 
     def held(self, config: Config) -> Config:
         """The configuration with the type in which weights are kept and gathered."""
@@ -98,9 +86,6 @@ class OwnBlueprint(Blueprint):
         """FLOPs of forward and backward of one sample."""
         return self.known.flops
 
-    def with_structure(self, structure: Structure) -> OwnBlueprint:
-        return replace(self, structure=structure)
-
 
 def find_own_model(name: str, spec: ModelSpec) -> OwnBlueprint:
     if spec.loss is None and spec.step is None:
@@ -134,13 +119,8 @@ def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
             f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}": a model of '
             "your own runs the schedules that have a name; use pipeline_parallel_schedule"
         )
-    if config.validation.enable and parallelism.pipeline_parallel_degree > 1:
-        sizes = config.validation.local_batch_size, config.training.local_batch_size
-        if sizes[0] not in (None, sizes[1]):
-            yield (
-                f"validation.local_batch_size = {sizes[0]} goes through the training's pipeline schedule, made for "
-                f"training.local_batch_size; use {sizes[1]}"
-            )
+    if parallelism.pipeline_parallel_degree > 1:
+        yield from find_validation_refusals(config)
     if spec.optimizer is not None and config.checkpoint.create_seed_checkpoint:
         yield (
             f"checkpoint.create_seed_checkpoint = true: {blueprint.name} has an optimizer of its own, whose states "

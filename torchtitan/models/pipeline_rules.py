@@ -18,10 +18,16 @@ def find_pipeline_refusals(blueprint: Blueprint, config: Config) -> Iterator[str
         plan_microbatches(parallelism, plan, training.local_batch_size)
     except Refusal as error:
         yield str(error)
-    if config.validation.enable and config.validation.local_batch_size not in (None, training.local_batch_size):
+    yield from find_validation_refusals(config)
+
+
+def find_validation_refusals(config: Config) -> Iterator[str]:
+    """Whether validation fits the training's pipeline, whatever the model."""
+    own, others = config.validation.local_batch_size, config.training.local_batch_size
+    if config.validation.enable and own not in (None, others):
         yield (
-            f"validation.local_batch_size = {config.validation.local_batch_size} goes through the training's pipeline "
-            f"schedule, made for training.local_batch_size; use {training.local_batch_size}"
+            f"validation.local_batch_size = {own} goes through the training's pipeline schedule, made for "
+            f"training.local_batch_size; use {others}"
         )
 
 

@@ -46,17 +46,26 @@ def plan_stages(parts: Sequence[Part], parallelism: Parallelism) -> StagePlan:
         from torchtitan.models.schedule_file import read_csv
 
         ranks, csv_microbatches, in_two_parts = read_csv(parallelism.pipeline_parallel_schedule_csv, degree)
-    stages = cut(parts, parallelism, len(ranks) if ranks else None, 1 if schedule in _ONE_STAGE_A_RANK else 2)
+    stages = cut(parts, parallelism, len(ranks) if ranks else None, stages_a_rank(schedule))
     if ranks is None:
         _check_stages_a_rank(len(stages), degree, schedule)
-        numbers = range(len(stages))
-        ranks = [min(s, 2 * degree - 1 - s) if schedule in V_SHAPED else s % degree for s in numbers]
+        ranks = place_stages(len(stages), schedule, degree)
     elif len(ranks) != len(stages):
         raise Refusal(
             f"parallelism.pipeline_parallel_schedule_csv schedules {len(ranks)} stages, but the model is cut into "
             f"{len(stages)}; cut it into {len(ranks)}"
         )
     return StagePlan(stages, tuple(ranks), in_two_parts, csv_microbatches)
+
+
+def stages_a_rank(schedule: str) -> int:
+    """How many stages a rank has by default."""
+    return 1 if schedule in _ONE_STAGE_A_RANK else 2
+
+
+def place_stages(count: int, schedule: str, degree: int) -> list[int]:
+    """The rank that holds each stage."""
+    return [min(s, 2 * degree - 1 - s) if schedule in V_SHAPED else s % degree for s in range(count)]
 
 
 def holds_an_end(parallelism: Parallelism, rank: int) -> bool:

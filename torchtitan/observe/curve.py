@@ -31,7 +31,10 @@ def draw(folder: Path) -> None:
         write_png(folder / "loss.png", training, read_losses(folder / "validation.jsonl", "validation_loss"))
 
 
-def write_png(path: Path, training: Points, validation: Points) -> None:
+def write_png(
+    path: Path, training: Points, validation: Points, names: tuple[str, str] = ("loss", "validation")
+) -> None:
+    """The first points as a line, the others as dots."""
     from PIL import Image, ImageDraw  # TensorBoard needs it too
 
     left, top, right, bottom = _MARGINS
@@ -55,13 +58,13 @@ def write_png(path: Path, training: Points, validation: Points) -> None:
         pen.line([(x, top), (x, y)], fill=_GRID)
         pen.text((x - 10, y + 10), f"{tick:,.6g}", fill="black")
     pen.text((left + width - 30, _SIZE[1] - 18), "step", fill="black")
-    pen.text((left + 8, 8), "loss", fill=_TRAINING)
+    pen.text((left + 8, 8), names[0], fill=_TRAINING)
     pen.line([at(*point) for point in training], fill=_TRAINING, width=2)
     for point in validation:
         x, y = at(*point)
         pen.ellipse([(x - 4, y - 4), (x + 4, y + 4)], fill=_VALIDATION)
     if validation:
-        pen.text((left + 50, 8), "validation", fill=_VALIDATION)
+        pen.text((left + 26 + pen.textlength(names[0]), 8), names[1], fill=_VALIDATION)
     image.save(path)
 
 

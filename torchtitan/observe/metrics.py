@@ -239,12 +239,8 @@ class MetricsWriter:
             draw(self._folder)
         except OSError as error:
             logger.warning(f"{self._folder / 'loss.png'} could not be written: {error.strerror or error}")
-            return
         if self.live is not None:
-            from torchtitan.observe.text_curve import draw_text
-
             self.live.close()
-            print(draw_text(self._folder), file=sys.stderr)
 
     def _line(self, r: StepRecord) -> str:
         width = len(str(self._total_steps))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from torchtitan.models.spec import ModelSpec
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.samples import LocalBatch, SampleBatch, SampleOrigin, collate_of, open_dataset, own_draws
 from torchtitan.own_model.step import OwnForwardBackward, to_type
 from torchtitan.refusal import Refusal, place_of
@@ -96,8 +96,7 @@ def _fault_of(spec: ModelSpec, model: nn.Module, sample: Any) -> str | None:
         if spec.step is not None:
             spec.step(model, inputs, targets)
         what = "the model's forward"
-        args, kwargs = as_arguments(inputs)
-        output = to_type(model(*args, **kwargs), torch.float32)
+        output = to_type(call_with(model, inputs), torch.float32)
         functions = {f"the metric {name}": metric for name, metric in spec.metrics.items()}
         if spec.loss is not None and spec.step is None:
             functions = {"the loss of the ModelSpec": spec.loss} | functions

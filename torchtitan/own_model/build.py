@@ -1,18 +1,16 @@
 """Builds this rank's part of a user's module: whole on the host, cut into stages, sharded, filled with its values."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from torchtitan.config.schema import Config
 from torchtitan.models.own import OwnBlueprint, Structure
-from torchtitan.models.spec import Part
-from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS, V_SHAPED, StagePlan, plan_microbatches
+from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS, StagePlan, place_stages, plan_microbatches, stages_a_rank
 from torchtitan.observe.log import logger
 from torchtitan.own_model.cut import Cut, Stage, cut_ways, divide, place_weights
 from torchtitan.own_model.samples import own_draws
@@ -101,19 +99,12 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
     _share(model, (*known.shared, *known.shared_buffers))
     cast_parameters(model, config.training.dtype)
     names = [name for name, _ in model.named_modules()]
-    stages: Mapping[int, nn.Module] = {0: model}
-    ranks: tuple[int, ...] = (0,)
-    ties: Sequence[TiedWeight] = ()
-    cuts: Mapping[bool, Cut] = {}
-    if mesh.dims.pp > 1:
-        plan, stages, ties, cuts = _stages(config, known, mesh, model)
-        ranks = plan.ranks
+    plan, stages, ties, cuts = _stages(config, known, mesh, model)
     for stage in stages.values():
         apply_parallelism(stage.train(), blueprint, mesh, config, names, is_sharded(config, mesh))
         if isinstance(stage.forward, Stage):
             stage.forward.listen()
-    axis = mesh.devices["pp"]
-    return OwnParts(stages, ranks, axis, 0, 0, ties, scale, known, cuts)
+    return OwnParts(stages, plan.ranks, mesh.devices["pp"], 0, 0, ties, scale, known, cuts)
 
 
 def cast_parameters(model: nn.Module, dtype: str) -> None:
@@ -126,6 +117,9 @@ def cast_parameters(model: nn.Module, dtype: str) -> None:
 def _stages(
     config: Config, known: Structure, mesh: Mesh, model: nn.Module
 ) -> tuple[StagePlan, dict[int, nn.Module], list[TiedWeight], dict[bool, Cut]]:
+    """This rank's stages, the weights that several share, and the cuts; without a pipeline the model is one stage."""
+    if mesh.dims.pp == 1:
+        return StagePlan((known.parts,), (0,)), {0: model}, [], {}
     plan = plan_stages(config, known, mesh.dims.pp)
     plan_microbatches(config.parallelism, plan, config.training.local_batch_size)
     cuts = cut_ways(known, plan.stages)
@@ -146,7 +140,7 @@ def _stages(
 def _check_backward(schedule: str, cut: Cut) -> None:
     """torch 2.13's backward in two parts loses the gradients of a stage whose inputs have none."""
     for number in range(1, cut.last + 1) if schedule in BACKWARD_IN_TWO_PARTS else ():
-        arriving = [cut.way.forms[value].requires_grad for value in cut.arriving(number)]
+        arriving = [cut.way.forms[value].requires_grad for value in cut.arriving[number]]
         if True not in arriving:
             raise Refusal(
                 f'parallelism.pipeline_parallel_schedule = "{schedule}" computes the gradients of inputs before those '
@@ -157,15 +151,6 @@ def _check_backward(schedule: str, cut: Cut) -> None:
 
 def plan_stages(config: Config, known: Structure, degree: int) -> StagePlan:
     schedule, counts = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_layer_counts
-    stages = divide([*known.parts, *known.rest], known.ways[True], num_stages(schedule, degree), counts)
-    return plan_ranks(stages, schedule, degree)
-
-
-def num_stages(schedule: str, degree: int) -> int:
-    return degree if issubclass(get_schedule_class(schedule), PipelineScheduleSingle) else 2 * degree
-
-
-def plan_ranks(stages: list[list[Part]], schedule: str, degree: int) -> StagePlan:
-    numbers = range(len(stages))
-    ranks = [min(s, 2 * degree - 1 - s) if schedule in V_SHAPED else s % degree for s in numbers]
-    return StagePlan(tuple(map(tuple, stages)), tuple(ranks))
+    count = degree * stages_a_rank(schedule)
+    stages = divide([*known.parts, *known.rest], known.ways[True], count, counts)
+    return StagePlan(tuple(map(tuple, stages)), tuple(place_stages(count, schedule, degree)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchtitan.models.balance import balance
 from torchtitan.models.own import Structure
 from torchtitan.models.spec import Part
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.forms import Sizes, sizes_of
 from torchtitan.own_model.record import DRAWS, INPUTS, OUTPUT, Value, Way, as_values, kept, leaves_of, map_leaves
 from torchtitan.refusal import Refusal
@@ -68,14 +68,11 @@ class Cut:
                         f"{way.calls[value.number].name}, and uses them again after a cut, at {call.name}, where "
                         "others would be drawn; draw them in a module, such as nn.Dropout"
                     )
-
-        self._arriving = [self._find_arriving(stage) for stage in range(self.last + 2)]
-
-    def arriving(self, stage: int) -> list[Value]:
-        """The values that come in from the stage before; for the first all inputs, after the last what is returned."""
-        return self._arriving[stage]
+        # For each stage, and what follows the last.
+        self.arriving = [self._find_arriving(stage) for stage in range(self.last + 2)]
 
     def _find_arriving(self, stage: int) -> list[Value]:
+        """The values that come in from the stage before; for the first all inputs, after the last what is returned."""
         if stage > self.last:
             return [value for value in self.way.forms if value.of == OUTPUT]
         needs = {value for call in self.way.calls if self.stage[call.name] >= stage for value in call.needs}
@@ -150,8 +147,8 @@ def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[P
     cuts = cut_ways(known, stages)
     away, _ = place_weights(model, known, stages, cuts)
     with kept(model):
-        whole = _run(model.eval(), inputs)
-        _run(model, others)  # so that what modules keep in secret is of another batch
+        whole = call_with(model.eval(), inputs)
+        call_with(model, others)  # so that what modules keep in secret is of another batch
     values = tuple(leaf for leaf in leaves_of(inputs)[0] if isinstance(leaf, Tensor))
     tensors = (*model.parameters(), *model.buffers())
     for number in range(len(stages)):
@@ -172,11 +169,6 @@ def check_stages(model: nn.Module, known: Structure, stages: Sequence[Sequence[P
                 f"to {(pair[0] - pair[1]).abs().max():.2g}), because a module reads what another one leaves beside "
                 "what it returns; return it, or use parallelism.pipeline_parallel_degree = 1"
             )
-
-
-def _run(model: nn.Module, inputs: Any) -> Any:
-    args, kwargs = as_arguments(inputs)
-    return model(*args, **kwargs)
 
 
 class _Reached(BaseException):
@@ -234,7 +226,7 @@ class Stage:
 
     def listen(self) -> None:
         """Keep what this stage's modules give, for those of later stages that need it; after they are compiled."""
-        leaving = {value.of for cut in self.cuts.values() for value in cut.arriving(self.number + 1)}
+        leaving = {value.of for cut in self.cuts.values() for value in cut.arriving[self.number + 1]}
         for name, module in self.own.items():
             if name not in leaving:
                 continue
@@ -256,12 +248,11 @@ class Stage:
         cut, device = self.cuts[self.model.training], values[0].device
         for holder, leaf, was in self.lacking:
             holder.__dict__[leaf] = torch.zeros(was.shape, dtype=was.dtype, device=device)
-        self.device, self.have = device, dict(zip(cut.arriving(self.number), values, strict=True))
-        args, kwargs = as_arguments(map_leaves(self._tensor_of, self.inputs))
+        self.device, self.have = device, dict(zip(cut.arriving[self.number], values, strict=True))
         try:
-            output = self.forward(*args, **kwargs)
+            output = call_with(self.forward, map_leaves(self._tensor_of, self.inputs))
         except _Reached:
-            leaving = cut.arriving(self.number + 1)
+            leaving = cut.arriving[self.number + 1]
             if missing := [value.of for value in leaving if value not in self.have]:
                 raise self._went_astray(f"it did not call {missing[0]}") from None
             for value in leaving:
@@ -285,7 +276,7 @@ class Stage:
         def note(output: Any) -> None:
             cut = self.cuts[self.model.training]
             for number, leaf in enumerate(leaves_of(output)[0]):
-                if (value := Value(name, number)) in cut.arriving(self.number + 1):
+                if (value := Value(name, number)) in cut.arriving[self.number + 1]:
                     self.have[value] = leaf.clone() if value in cut.way.written else leaf
 
         return note

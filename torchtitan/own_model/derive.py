@@ -1,6 +1,5 @@
 """What a user's module does not say of itself: its parts by name and size, their cost, and what has two names."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from torchtitan.models.own import Inputs, Structure
+from torchtitan.models.own import Structure
 from torchtitan.models.spec import Part
 from torchtitan.refusal import Refusal, blaming, place_of
 
@@ -28,6 +27,11 @@ def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
+def call_with(model: Callable[..., Any], inputs: Any) -> Any:
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)
+
+
 def fix_for(values: Any, otherwise: str) -> str:
     """What to do about code that fails on these values of a sample."""
     if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(values)):
@@ -36,12 +40,6 @@ def fix_for(values: Any, otherwise: str) -> str:
             'dataset, by .astype("float32") or .float()'
         )
     return otherwise
-
-
-def in_order(inputs: Any, names: Sequence[str]) -> list[Any]:
-    """The inputs as forward's arguments, all by position."""
-    args, kwargs = as_arguments(inputs)
-    return [*args, *(kwargs[name] for name in names[len(args) :])]
 
 
 def build_module(build: Callable[[], Any]) -> nn.Module:
@@ -64,15 +62,14 @@ def build_module(build: Callable[[], Any]) -> nn.Module:
     return model
 
 
-def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None) -> Structure:
-    """`inputs` and `target` are those of one sample, as a batch of one."""
-    args, kwargs = as_arguments(inputs)
+def derive(model: nn.Module, layers: str | None, inputs: Any) -> Structure:
+    """`inputs` are those of one sample, as a batch of one."""
     candidates = dict(candidates_of(model, layers))
     shared = tuple(several_names(model.named_parameters(remove_duplicate=False)))
     shared_buffers = tuple(several_names(model.named_buffers(remove_duplicate=False)))
     spread = [name for names in shared if len({part_of(name, candidates) for name in names}) > 1 for name in names]
     held = {part_of(name, candidates) for name in spread}
-    costs, called = _flops_of_modules(model, args, kwargs, candidates)
+    costs, called = _flops_of_modules(model, inputs, candidates)
     parts: list[Part] = []
     rest: list[Part] = []
     for name in sorted(candidates, key=lambda name: called.index(name) if name in called else len(called)):
@@ -82,13 +79,11 @@ def derive(model: nn.Module, layers: str | None, inputs: Any, target: Any = None
         is_layer = layers is not None and name.rpartition(".")[0] == layers
         kind: Literal["layer", "other"] = "layer" if is_layer or size >= LARGE else "other"
         (rest if name in held else parts).append(Part(name, size, costs.get(name, 0), kind))
-    arguments = tuple(inspect.signature(model.forward).parameters)
-    names = (*arguments[: len(args)], *(name for name in arguments[len(args) :] if name in kwargs))
-    inputs, target = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (inputs, target))
+    inputs = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, inputs)
     total = sum(parameter.numel() for parameter in model.parameters())
     trained = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
     return Structure(
-        *(tuple(parts), tuple(rest), total, costs.get("", 0), Inputs(names), inputs, target, shared, shared_buffers),
+        *(tuple(parts), tuple(rest), total, costs.get("", 0), inputs, shared, shared_buffers),
         trained=trained,
     )
 
@@ -126,7 +121,7 @@ def candidates_of(model: nn.Module, layers: str | None, prefix: str = "") -> Ite
 
 
 def _flops_of_modules(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Mapping[str, nn.Module]
+    model: nn.Module, inputs: Any, watched: Mapping[str, nn.Module]
 ) -> tuple[dict[str, int], list[str]]:
     """FLOPs of one sample by module, the whole model's under ""; and the watched modules in the order of calls.
 
@@ -138,11 +133,11 @@ def _flops_of_modules(
     forget = torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda nothing: nothing)
     try:
         with torch.enable_grad(), forget, counter:
-            model.eval()(*args, **kwargs)
+            call_with(model.eval(), inputs)
     except Exception as error:
         raise Refusal(
             f"the model's forward fails on the first sample{place_of(error)}: {type(error).__name__}: "
-            f"{error}; {fix_for((args, kwargs), _ABOUT_INPUTS)}"
+            f"{error}; {fix_for(inputs, _ABOUT_INPUTS)}"
         ) from None
     finally:
         model.train(was_training)

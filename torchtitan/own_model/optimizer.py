@@ -73,7 +73,8 @@ def build_own(spec: ModelSpec, known: Structure, model: ModelParts, section: Sec
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             held.setdefault(known.saved_name(name), []).append(parameter)
-    given = {name: held[name][0] if name in held else _stand_in(size) for name, size in known.trained.items()}
+    given = {name: nn.Parameter(torch.empty(size, device="meta")) for name, size in known.trained.items()}
+    given |= {name: parameters[0] for name, parameters in held.items()}
     assert spec.optimizer is not None
     with blaming("optimizer of the ModelSpec"):
         made = spec.optimizer(list(given.items()), section)
@@ -94,10 +95,6 @@ def build_own(spec: ModelSpec, known: Structure, model: ModelParts, section: Sec
     )
     logger.info(f"optimizer: {', '.join(type(each).__name__ for each in optimizers)}, at rates of {rates}")
     return OwnOptimizer(optimizers)
-
-
-def _stand_in(size: torch.Size) -> nn.Parameter:
-    return nn.Parameter(torch.empty(size, device="meta"))
 
 
 def _check_made(optimizers: Sequence[Any], given: Mapping[str, nn.Parameter]) -> None:

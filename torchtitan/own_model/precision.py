@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.build import cast_parameters
 from torchtitan.own_model.cut import kept
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.samples import own_draws
 from torchtitan.own_model.step import to_type
 from torchtitan.refusal import Refusal, place_of
@@ -24,7 +25,11 @@ def computing(model: nn.Module, known: Structure, config: Config, is_sharded: bo
     """Inside, the whole module computes on a CPU as it will once FSDP holds its layers and converts their inputs."""
     held = getattr(torch, known.held(config).training.mixed_precision_param)
     layers = [model.get_submodule(part.name) for part in known.parts if part.kind == "layer"] if is_sharded else []
-    handles = [layer.register_forward_pre_hook(_converting(held), with_kwargs=True) for layer in layers]
+
+    def convert(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return to_type((args, kwargs), held)
+
+    handles = [layer.register_forward_pre_hook(convert, with_kwargs=True) for layer in layers]
     used = getattr(torch, config.training.mixed_precision_param)
     try:
         with torch.autocast("cpu", used) if known.mixes_types else nullcontext():
@@ -34,24 +39,19 @@ def computing(model: nn.Module, known: Structure, config: Config, is_sharded: bo
             handle.remove()
 
 
-def _converting(dtype: torch.dtype) -> Any:
-    return lambda module, args, kwargs: to_type((args, kwargs), dtype)
-
-
 def in_its_type(
     spec: ModelSpec, model: nn.Module, known: Structure, batch: Any, config: Config, is_sharded: bool, on_cpu: bool
 ) -> Structure:
     """With the weights in the type of the run, unless forward mixes it with others, such as a buffer's."""
     failed: RuntimeError | None = None
     used = config.training.mixed_precision_param
-    for tried in (known, known.mixing_types()):
+    for tried in (known, replace(known, mixes_types=True)):
         held = tried.held(config).training.mixed_precision_param
         cast_parameters(model, held)
         inputs, target = to_type(batch[0], getattr(torch, held)), batch[1]
-        args, kwargs = as_arguments(inputs)
         try:
             with kept(model), own_draws("a type"), torch.no_grad(), computing(model, tried, config, is_sharded):
-                model.train()(*args, **kwargs) if spec.step is None else spec.step(model.train(), inputs, target)
+                call_with(model.train(), inputs) if spec.step is None else spec.step(model.train(), inputs, target)
         except RuntimeError as error:
             failed = failed or error
             continue

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.forms import Form, Kind, form_of, sizes_of
 from torchtitan.refusal import Refusal
 
@@ -227,10 +227,9 @@ class _Watched:
         self._name(INPUTS, inputs)
         hooks = [unit.register_forward_pre_hook(self._enter(name)) for name, unit in self.units.items()]
         hooks += [unit.register_forward_hook(self._leave(name)) for name, unit in self.units.items()]
-        args, kwargs = as_arguments(inputs)
         try:
             with kept(self.model), torch.set_grad_enabled(self.model.training), self.taints:
-                output = self.model(*args, **kwargs)
+                output = call_with(self.model, inputs)
         finally:
             for handle in hooks:
                 handle.remove()

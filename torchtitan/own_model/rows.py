@@ -111,16 +111,3 @@ def cut(tree: Any, dims: Dims, begin: int, size: int) -> Any:
     leaves, spec = leaves_of(tree)
     pairs = zip(leaves, dims, strict=True)
     return pytree.tree_unflatten([leaf if dim is None else leaf.narrow(dim, begin, size) for leaf, dim in pairs], spec)
-
-
-def growing_dims(one: Any, two: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Of each leaf, the dimensions that double in a batch of the same sample twice; None if the structure changes."""
-    (first, spec), (second, other) = leaves_of(one), leaves_of(two)
-    if spec != other:
-        return None
-    return tuple(
-        tuple(dim for dim, pair in enumerate(zip(a.shape, b.shape, strict=False)) if pair[1] == 2 * pair[0])
-        if isinstance(a, Tensor)
-        else ()
-        for a, b in zip(first, second, strict=True)
-    )

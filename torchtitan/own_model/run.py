@@ -21,7 +21,7 @@ from torchtitan.own_model.derive import build_module, candidates_of, derive
 from torchtitan.own_model.grouping import Grouping, read_lengths
 from torchtitan.own_model.precision import computing, in_its_type
 from torchtitan.own_model.record import record
-from torchtitan.own_model.rows import dims_of_pairs, growing_dims, output_dims
+from torchtitan.own_model.rows import dims_of_pairs, output_dims
 from torchtitan.own_model.samples import (
     LocalBatch,
     SampleBatch,
@@ -116,7 +116,7 @@ class OwnRun(Run):
     def lay_out_model(self) -> ModelParts:
         return lay_out(self.config, self.own, self.mesh, self.device, self.spec.build())
 
-    def build_forward_backward(self, parts: ModelParts, loss: Any = None) -> Any:
+    def build_forward_backward(self, parts: ModelParts) -> Any:
         assert isinstance(parts, OwnParts)
         return Blaming(self.spec, parts, self.mesh, self.config, self.device)
 
@@ -178,7 +178,7 @@ class OwnRun(Run):
         """
         if self.own.structure is not None:
             return self
-        return replace(self, blueprint=self.own.with_structure(self._tell(self._look)))
+        return replace(self, blueprint=replace(self.own, structure=self._tell(self._look)))
 
     def _tell(self, find: Callable[[], Any]) -> Any:
         """What rank 0 finds, or the refusal that it ends in, on all ranks."""
@@ -202,11 +202,10 @@ class OwnRun(Run):
             batches = [collate([samples[0], samples[-1]])]
             if self.dims.pp > 1:
                 batches = batches_of_many_sizes(dataset, samples, self.spec)
-            grows = growing_dims(collate(samples[:1]), collate([samples[0]] * 2))
         with own_draws("a trial"):
             model = build_module(self.spec.build)
         check_norms(model, self)
-        known = replace(derive(model, self.spec.layers, *collate(samples[:1])), grows=grows)
+        known = derive(model, self.spec.layers, collate(samples[:1])[0])
         if self.dims.tp > 1:
             from torchtitan.own_model.tensor_plan import check_plan, words_of
 

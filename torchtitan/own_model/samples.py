@@ -61,19 +61,13 @@ class SampleBatch:
 
 
 class Numbered:
-    """A map-style dataset as a source of a cursor: a document is the number of a sample."""
+    """A map-style dataset as documents that `Part` divides: a document is the number of a sample."""
 
     def __init__(self, dataset: Any, identity: str) -> None:
         self.dataset, self.identity = dataset, identity
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    def tokens(self, index: int) -> Any:
-        return index
-
-    def describe(self, index: int) -> str:
-        return f"sample {index}"
 
 
 def open_dataset(data: Any, split: str) -> tuple[Any, bool]:
@@ -286,12 +280,10 @@ class SampleLoader:
             while len(items := list(islice(samples, size))) == size or (self._pads and len(items) > own[0]):
                 kept = [items[slot] for slot in own if slot < len(items)]
                 read += len(items)
-                self._planned.append(([read - len(items) + slot for slot in own], self._all_at(epoch, read)))
+                place = dict.fromkeys(self._layout.own_streams, [epoch, read])
+                self._planned.append(([read - len(items) + slot for slot in own], place))
                 yield self._collate(kept)
             epoch, read = epoch + 1, 0
-
-    def _all_at(self, epoch: int, read: int) -> dict[int, list[int]]:
-        return dict.fromkeys(self._layout.own_streams, [epoch, read])
 
 
 def _in_parts(

@@ -16,7 +16,7 @@ from torchtitan.config.schema import Config
 from torchtitan.models.spec import ModelSpec
 from torchtitan.own_model.build import OwnParts
 from torchtitan.own_model.cut import Cut, Stage
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.forms import Form, Sizes, sizes_of
 from torchtitan.own_model.record import leaves_of
 from torchtitan.own_model.rows import check_constants, check_rows, cut, output_dims
@@ -74,21 +74,18 @@ class OwnForwardBackward:
     @torch.no_grad()
     def evaluate(self, batch: SampleBatch, _: int) -> Tensor:
         """Sum and count of the loss, then of each metric, in float64."""
-        with self.choosing_types():
-            return self._evaluate(batch)
-
-    def _evaluate(self, batch: SampleBatch) -> Tensor:
         totals = self.zeros(2 + 2 * len(self.metric_names)).double()
         for stage in self.model.stages.values():
             stage.eval()
         for inputs, targets, valid in self._parts(batch):
-            if self._pipeline is not None:
-                totals += self._pipeline(inputs, targets, valid, is_training=False)
-                continue
-            # Where nothing counts, too: all ranks gather the weights together.
-            loss = None if self.spec.step is None else self._loss(inputs, targets, valid)
-            output = self._forward(inputs)
-            totals += self.measure(output, targets, valid, loss) if valid else 0
+            with self.choosing_types():
+                if self._pipeline is not None:
+                    totals += self._pipeline(inputs, targets, valid, is_training=False)
+                    continue
+                # Where nothing counts, too: all ranks gather the weights together.
+                loss = None if self.spec.step is None else self._loss(inputs, targets, valid)
+                output = call_with(self.model.stages[0], inputs)
+                totals += self.measure(output, targets, valid, loss) if valid else 0
         for stage in self.model.stages.values():
             stage.train()
         return totals
@@ -100,14 +97,10 @@ class OwnForwardBackward:
     def zeros(self, count: int) -> Tensor:
         return torch.zeros(count, device=self.device)
 
-    def _forward(self, inputs: Any) -> Any:
-        args, kwargs = as_arguments(inputs)
-        return self.model.stages[0](*args, **kwargs)
-
     def _loss(self, inputs: Any, targets: Any, valid: int) -> tuple[Tensor, Tensor]:
         if self.spec.step is not None:
             return as_counted(self._step(inputs, targets), valid)
-        return self.loss_of(self._forward(inputs), targets, valid)
+        return self.loss_of(call_with(self.model.stages[0], inputs), targets, valid)
 
     def _step(self, inputs: Any, targets: Any) -> Any:
         """The step takes the place of the model's forward, so FSDP has gathered what parts of the model need."""
@@ -169,12 +162,6 @@ class OwnPipeline:
         ends = self.model.ranks[0], self.model.ranks[-1]
         self._tells = owner.spec.collate is not None and any(rank not in ends for rank in self.model.ranks)
 
-    @property
-    def _last(self) -> Stage:
-        stage = self.model.stages[len(self.model.ranks) - 1].forward
-        assert isinstance(stage, Stage)
-        return stage
-
     def __call__(self, inputs: Any, targets: Any, valid: int, is_training: bool) -> Tensor:
         """The batch's sums, zero on a rank without the last stage; in training, gradients of the loss as well."""
         if inputs is not None:
@@ -198,7 +185,7 @@ class OwnPipeline:
 
     def _sizes(self, args: Sequence[Tensor], cut: Cut) -> Sizes:
         """The sizes of a microbatch's inputs. Where collate makes them vary, rank 0 sends them."""
-        forms, rows = [cut.way.forms[value] for value in cut.arriving(0)], self.local_batch_size
+        forms, rows = [cut.way.forms[value] for value in cut.arriving[0]], self.local_batch_size
         sizes = sizes_of(args) or tuple(form.shape(((rows,),)) for form in forms if not self._tells)
         if args:
             _check_sizes(sizes, forms)
@@ -226,7 +213,7 @@ class OwnPipeline:
         cut = self.model.cuts[is_training]
 
         def forms(stage: int) -> tuple[Tensor, ...]:
-            known = [cut.way.forms[value] for value in cut.arriving(stage)]
+            known = [cut.way.forms[value] for value in cut.arriving[stage]]
             return tuple(form.zeros(sizes, "meta").requires_grad_(form.requires_grad) for form in known)
 
         stages = [
@@ -251,7 +238,9 @@ class OwnPipeline:
         leaves = leaves if isinstance(leaves, tuple | list) else [leaves]
         if not self._is_training:
             leaves = cut(leaves, self._output_dims, 0, valid)
-        output = self._last.assembled(leaves)
+        last = self.model.stages[len(self.model.ranks) - 1].forward
+        assert isinstance(last, Stage)
+        output = last.assembled(leaves)
         targets = cut(self._targets, self._known.target_dims, begin, valid)
         if not self._is_training:
             self._totals += self.owner.measure(output, targets, valid) if valid else 0

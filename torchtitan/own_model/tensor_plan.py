@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.forms import sizes_of
 from torchtitan.parallel.tensor import match_plan
 from torchtitan.refusal import Refusal, place_of
@@ -63,9 +63,8 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], degree: int,
     styles: Mapping[str, Any] = match_plan(plan, list(named))
     if any(type(s) not in (ColwiseParallel, RowwiseParallel) or not s.use_local_output for s in styles.values()):
         return  # what another style makes of its inputs is not known here
-    args, kwargs = as_arguments(inputs)
     was_training = model.training
-    whole = sizes_of(model.eval()(*args, **kwargs))
+    whole = sizes_of(call_with(model.eval(), inputs))
     running, split = [], [""]  # the names of modules: those that run, and the last that gave a part
 
     def enter(name: str, args: Any) -> Any:
@@ -88,7 +87,7 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], degree: int,
         handles.append(module.register_forward_pre_hook(lambda _, args, name=name: enter(name, args)))
         handles.append(module.register_forward_hook(lambda _, args, output, name=name: leave(name, output)))
     try:
-        found, fault = sizes_of(model(*args, **kwargs)), ""
+        found, fault = sizes_of(call_with(model, inputs)), ""
     except Exception as error:
         found, fault = (), f"{place_of(error)} ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})"
     for handle in handles:

@@ -59,7 +59,8 @@ def _open(path: str) -> Weights:
 def _fitted(source: Weights, names: Set[str]) -> Weights:
     """With names that only what the model was saved in has changed, read as the model's; the log says how."""
     if not any(map(_OF_OLD_NORMS.search, names)):
-        source = source.renamed({_OF_OLD_NORMS.sub(_name_today, name): name for name in source.outline})
+        today = {".gamma": ".weight", ".beta": ".bias"}
+        source = source.renamed({_OF_OLD_NORMS.sub(lambda old: today[old[0]], name): name for name in source.outline})
     missing = names - source.outline.keys()
     heads = {name.partition(".")[0] + "." for name in (*names, *source.outline) if "." in name}
     readings = {f'with "{head}"': {head + name: name for name in source.outline} for head in heads}
@@ -75,10 +76,6 @@ def _fitted(source: Weights, names: Set[str]) -> Weights:
     gained = gains[best[0]]
     logger.info(f"{source.where}: {most} names are read {best[0]} before them, as {next(iter(gained))}")
     return source.renamed({name: name for name in source.outline if name not in gained.values()} | gained)
-
-
-def _name_today(old: re.Match[str]) -> str:
-    return ".weight" if old[0] == ".gamma" else ".bias"
 
 
 def _names_there(source: Weights, known: Structure, wanted: Iterable[str]) -> dict[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from torchtitan.config.schema import Config, DataSource, Training, Validation
-from torchtitan.data.texts.sources import locate_text
+from torchtitan.config.schema import Config
+from torchtitan.data.texts.sources import named_texts, require_text
 from torchtitan.data.tokenizers.files import find_file
 from torchtitan.models.describe import describe_configured
 from torchtitan.models.families import load_run_or_exit
@@ -48,23 +48,10 @@ def what_is_missing(config: Config, writes: bool = True) -> list[str]:
 
 def _looks(config: Config, writes: bool) -> Iterator[Callable[[], object]]:
     yield partial(find_file, Path(config.model.hf_assets_path))
-    training, validation = config.training, config.validation
-    sections: list[tuple[str, Training | Validation | DataSource]] = [("training", training)]
-    if training.sources:
-        sections = [(f"training.sources[{i}]", source) for i, source in enumerate(training.sources)]
-    if validation.enable:
-        sections.append(("validation", validation))
-    for name, section in sections:
-        yield partial(_find_text, name, section.dataset, section.dataset_path)
+    for name, section in named_texts(config):
+        yield partial(require_text, name, section)
     if writes:
         yield partial(_can_be_written, Path(config.job.dump_folder))
-
-
-def _find_text(name: str, dataset: str, dataset_path: str | None) -> None:
-    try:
-        locate_text(dataset, dataset_path)
-    except Refusal as error:
-        raise Refusal(f"{name}: {error}") from None
 
 
 def _can_be_written(folder: Path) -> None:

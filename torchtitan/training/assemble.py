@@ -13,13 +13,14 @@ import torch
 from torchtitan import hardware
 from torchtitan.config.layout import plan_batch, plan_layout
 from torchtitan.config.schema import Config
+from torchtitan.data.texts.sources import named_texts, require_text
 from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.hardware import Place
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.run_folder import claim, open_run_folder
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import build_mesh
-from torchtitan.training.data import check_data, needs_data
+from torchtitan.training.data import needs_data
 from torchtitan.training.machine import check_machine
 from torchtitan.training.run import Run
 
@@ -37,7 +38,8 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
     tokenizer = None
     if blueprint.reads_text:
         if records and needs_data(config, place):
-            check_data(config)
+            for name, section in named_texts(config):
+                require_text(name, section)
         tokenizer = build_tokenizer(config.model.hf_assets_path)
         blueprint = blueprint.with_vocabulary(tokenizer.vocab_size)
     if config.debug.deterministic:

@@ -15,20 +15,6 @@ from torchtitan.models.stages import holds_an_end
 from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import any_says_so
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.refusal import Refusal
-
-
-def check_data(config: Config) -> None:
-    """Refuse data that does not exist. Its content is checked when the loaders are built."""
-    named: list[tuple[str, Training | Validation | DataSource]] = [
-        (f"training.sources[{i}]", source) for i, source in enumerate(config.training.sources)
-    ]
-    named = named or [("training", config.training)]
-    for section, source in [*named, *([("validation", config.validation)] if config.validation.enable else [])]:
-        try:
-            locate_text(source.dataset, source.dataset_path)
-        except Refusal as error:
-            raise Refusal(f"{section}: {error}") from None
 
 
 def holds_out(config: Config) -> bool:

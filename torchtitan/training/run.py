@@ -23,7 +23,7 @@ from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.data import build_training_loader, build_validation_loader, needs_data
-from torchtitan.training.loss import LossFunction, build_loss
+from torchtitan.training.loss import build_loss
 from torchtitan.training.model import build_model, lay_out_model
 from torchtitan.training.optimizer import build_optimizer
 from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
@@ -173,8 +173,8 @@ class Run:
         """This rank's part of the model, on the meta device."""
         return lay_out_model(self.config, self.blueprint, self.mesh)
 
-    def build_forward_backward(self, parts: ModelParts, loss: LossFunction | None = None) -> ForwardBackward:
-        loss = loss or build_loss(self.config.compile)
+    def build_forward_backward(self, parts: ModelParts) -> ForwardBackward:
+        loss = build_loss(self.config.compile)
         return ForwardBackward(parts, loss, self.mesh, self.config.training, self.config.parallelism, self.device)
 
     def build_training_loader(self, seed: int, part: tuple[int, int] = (0, 1)) -> Loader:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.data.tokenizers.files import PATTERNS, load_json, write_json
 from torchtitan.parallel.parts import copy_part
 from torchtitan.refusal import Refusal
 from torchtitan.weights.targets import make_empty, refuse_existing
@@ -17,8 +18,6 @@ from torchtitan.weights.tensors import Weights
 
 SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
-_ASSETS = ("tokenizer*", "original/tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
-           "generation_config.json")  # fmt: skip
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -47,7 +46,7 @@ def open_hf(folder: str | Path) -> Weights:
 
 def files_of_index(index: Path) -> list[Path]:
     """The files that an index names. They lie beside it (in a cache of the hub as links), and nowhere else."""
-    named = read_json(index).get("weight_map")
+    named = load_json(index).get("weight_map")
     if not isinstance(named, dict):
         raise Refusal(f"{index} has no weight_map; get the file again")
     for name in named.values():
@@ -101,11 +100,11 @@ def save_hf(
     for file, shard in split.filename_to_tensors.items():
         _write_shard(writing / file, {name: outline[name] for name in shard}, renamed)
     if split.is_sharded:
-        _write_json(writing / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+        write_json(writing / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     copy_assets(assets, writing)
-    _write_json(writing / "config.json", config)
+    write_json(writing / "config.json", config)
     if not (writing / "generation_config.json").exists():
-        _write_json(writing / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
+        write_json(writing / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
     mark.unlink()
     writing.rename(target)
 
@@ -117,7 +116,7 @@ def copy_assets(assets: str | Path, target: Path) -> None:
     if assets.is_file():
         is_json = assets.read_bytes()[:400].lstrip().startswith(b"{")
         shutil.copyfile(assets, target / ("tokenizer.json" if is_json else "tokenizer.model"))
-    for pattern in _ASSETS if assets.is_dir() else ["tokenizer_config.json"]:
+    for pattern in PATTERNS if assets.is_dir() else ["tokenizer_config.json"]:
         for path in (assets if assets.is_dir() else assets.parent).glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, target / path.name)
@@ -136,20 +135,6 @@ def _write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) ->
         file.write(len(text).to_bytes(8, "little") + text)
         for name, like in outline.items():
             file.write(weights.read(name, like.dtype).view(torch.uint8).numpy().data)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path} is not valid JSON ({error}); the file is damaged, get it again") from None
-    if not isinstance(content, dict):
-        raise Refusal(f"{path} holds no JSON object; the file is damaged, get it again")
-    return content
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _dtype(name: str, path: Path) -> torch.dtype:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import OTHERS, Config, Job, Model, Parallelism, Whole
+from torchtitan.data.tokenizers.files import load_json
 from torchtitan.data.tokenizers.prompts import follow_training
 from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models.downloads import find_download
@@ -23,7 +24,7 @@ from torchtitan.parallel.parts import ModelParts, copy_part
 from torchtitan.refusal import Refusal
 from torchtitan.weights.checkpoint import open_checkpoint, save_checkpoint
 from torchtitan.weights.files import refusing_harm
-from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, read_json, save_hf
+from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, save_hf
 from torchtitan.weights.targets import refuse_existing
 from torchtitan.weights.tensors import Weights
 
@@ -179,7 +180,7 @@ def _open_hf(folder: Path, family: str | None) -> StoredModel:
     if blueprint.tied:
         weights = _without_copy(weights, *map(to_name, blueprint.tied))
     weights.check({to_name(name): like for name, like in outline.items()})
-    config = read_json(folder / "config.json")
+    config = load_json(folder / "config.json")
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
     renamed = weights.renamed({name: to_name(name) for name in outline})
     return StoredModel(renamed, family, blueprint, folder, dtype)

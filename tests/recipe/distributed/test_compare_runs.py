@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from tests import started
 from tests.tiny_runs import read_records
 
-pytestmark = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
 ROOT = Path(__file__).parents[3]
 DEBUG_MODEL = (ROOT / "train_configs/debug_model.toml").read_text()
 SHORT = ["--training.seq_len", "64", "--training.global_batch_size", "8", "--validation.no_enable"]

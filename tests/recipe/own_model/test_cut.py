@@ -24,7 +24,7 @@ def cut(model, num_stages, batches, layers=None, changing=frozenset()):
     stages = divide([*known.parts, *known.rest], ways[True], num_stages)
     check_stages(model, known, stages, batches)
     one = cut_ways(known, stages)[True]
-    return [{f"{value.of} {value.number}" for value in one.arriving(number)} for number in range(num_stages + 1)]
+    return [{f"{value.of} {value.number}" for value in one.arriving[number]} for number in range(num_stages + 1)]
 
 
 def numbers(size=8):

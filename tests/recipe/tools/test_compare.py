@@ -193,7 +193,6 @@ def test_fewer_steps_are_the_first_of_the_same_learning_rate_curve(tmp_path: Pat
 def test_pairs_that_cannot_be_compared_are_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], b: str, words: list[str], message: str
 ) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "a.toml").write_text(BATCH)
     (tmp_path / "b.toml").write_text(b)
     out = tmp_path / "out"
@@ -205,24 +204,11 @@ def test_pairs_that_cannot_be_compared_are_refused_before_anything_runs(
     assert re.search(message, printed.err), printed.err
 
 
-def test_without_matplotlib_it_is_refused_with_the_line_that_installs_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    (tmp_path / "a.toml").write_text(BATCH)
-    with pytest.raises(SystemExit) as left:
-        main(["compare", str(tmp_path / "a.toml"), str(tmp_path / "a.toml"), "--out", str(tmp_path / "out")])
-    assert left.value.code == 2 and not (tmp_path / "out").exists()
-    assert "-m pip install matplotlib" in capsys.readouterr().err
-
-
 def test_the_curves_are_drawn_whatever_the_numbers_are(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    a, b = planned(tmp_path, BATCH, BATCH)
     for name, ours, theirs in [
         ("same", records([8.0, 7.0]), records([8.0, 7.0])),
         ("one", records([8.0]), records([8.1])),
         ("not finite", records([8.0, None, None]), records([8.0, None, 7.0])),
     ]:
-        draw(a, b, compared(ours, theirs), tmp_path / f"{name}.png")
+        draw(compared(ours, theirs), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name

@@ -78,9 +78,7 @@ def read_chunk(job: Preparation, chunk: Chunk, texts: Any) -> Iterator[str]:
     if chunk.kind == "bytes":
         yield from _lines_starting_within(job.location.files[chunk.part], chunk.begin, chunk.end, job.text_key)
     elif chunk.kind == "shard":
-        reader = texts.open(chunk.part, None)
-        while batch := reader.read(BATCH_DOCUMENTS):
-            yield from batch
+        yield from texts.open(chunk.part, None)
     else:
         yield from (texts.text(index) for index in range(chunk.begin, chunk.end))
 

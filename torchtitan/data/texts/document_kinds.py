@@ -5,8 +5,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan.data.texts.documents import check_text, describe_files, locate
-from torchtitan.data.texts.fields import compose, names_in
+from torchtitan.data.texts.documents import describe_files, locate, text_of
+from torchtitan.data.texts.fields import names_in
 from torchtitan.refusal import Refusal
 
 _MANY_PIECES = 1024  # enough documents for many streams
@@ -81,8 +81,7 @@ class SavedDataset:
         return len(self._dataset)
 
     def text(self, index: int) -> str:
-        text = compose(self._dataset[index], self._text_key, lambda: self.describe(index))
-        return check_text(text, self._text_key, lambda: self.describe(index))
+        return text_of(self._dataset[index], self._text_key, lambda: self.describe(index))
 
     def describe(self, index: int) -> str:
         return f"{self._folder} row {index}"

@@ -10,7 +10,7 @@ import hashlib
 import json
 import mmap
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -185,10 +185,11 @@ def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
     if missing := [name for name in names_in(text_key) if name not in record]:
         keys = ", ".join(map(repr, record)) or "none"
         raise Refusal(f"{where()}: no key {missing[0]!r} (its keys: {keys}); set text_key")
-    return check_text(compose(record, text_key, where), text_key, where)
+    return text_of(record, text_key, where)
 
 
-def check_text(value: Any, text_key: str, where: Any) -> str:
+def text_of(row: Mapping[str, Any], text_key: str, where: Any) -> str:
+    value = compose(row, text_key, where)
     if not isinstance(value, str):
         raise Refusal(f"{where()}: {text_key!r} holds {type(value).__name__}, not text; correct it or set text_key")
     if len(value) > LONGEST_TEXT:

@@ -1,6 +1,7 @@
 """Texts that can only be read forwards, shard by shard."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 BLOCK_CHARS = 64 << 20  # as much text as a stream holds at once
@@ -17,6 +18,9 @@ class ShardReader(ABC):
     def state(self) -> Any:
         """The place it has reached, as small plain data."""
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.next, None)
+
     def read(self, count: int) -> list[str]:
         """The next `count` texts; fewer where they are very long; none at the end."""
         texts: list[str] = []
@@ -28,7 +32,6 @@ class ShardReader(ABC):
 
 
 class ShardedTexts(ABC):
-    name: str
     num_shards: int
     identity: str  # number, size and digest of the shards; a resumed run compares it
 

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.texts.documents import LONGEST_LINE, check_text, describe_files, parse_line
-from torchtitan.data.texts.fields import compose, names_in
+from torchtitan.data.texts.documents import LONGEST_LINE, describe_files, parse_line, text_of
+from torchtitan.data.texts.fields import names_in
 from torchtitan.data.texts.sharded import ShardedTexts, ShardReader
 from torchtitan.refusal import Refusal
 
@@ -29,46 +29,48 @@ class StreamedJsonLines(ShardedTexts):
     """Each file is one shard."""
 
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
-        self.name, self.num_shards = str(files[0]), len(files)
-        self._files, self._text_key = files, text_key
+        self.num_shards, self._files, self._text_key = len(files), files, text_key
         self.identity = f"{len(files):,} files of {describe_files(files)}"
 
     def open(self, shard: int, state: int | None) -> ShardReader:
-        return _LineReader(self._files[shard], self._text_key, state or 0)
+        path, begin = self._files[shard], state or 0
+        unpack, test = COMPRESSIONS.get(path.suffix, (lambda file: file, ""))
+        hint = f"; it may be incomplete or damaged: test it with `{test} {path}`" if test else ""
+
+        def text(line: bytes, number: int) -> str | None:
+            return parse_line(line, self._text_key, lambda: f"{path}:{number}", hint) if line.strip() else None
+
+        return _CountingReader(islice(_read_lines(path, unpack, hint), begin, None), begin, text)
 
     def describe(self, shard: int, number: int) -> str:
         return f"{self._files[shard]} document {number}"
 
 
-class _LineReader(ShardReader):
-    def __init__(self, path: Path, text_key: str, lines_read: int) -> None:
-        self._path, self._text_key, self._lines_read = path, text_key, lines_read
-        self._unpack, test = COMPRESSIONS.get(path.suffix, (lambda file: file, ""))
-        self._hint = f"; it may be incomplete or damaged: test it with `{test} {path}`" if test else ""
-        self._lines = islice(self._read_lines(), lines_read, None)
+class _CountingReader(ShardReader):
+    """Reads the lines or rows of a shard, of which `num_read` lie before the first."""
 
-    def _read_lines(self) -> Iterator[bytes]:
-        try:
-            with self._path.open("rb") as packed, self._unpack(packed) as file:
-                while line := file.readline(LONGEST_LINE + 1):
-                    yield line
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise Refusal(
-                f"{self._path} cannot be read: {error}{self._hint or '; resume from the last checkpoint'}"
-            ) from error
+    def __init__(self, items: Iterator[Any], num_read: int, text: Callable[[Any, int], str | None]) -> None:
+        """`text` makes the text of an item, given its number from 1; None for a blank line."""
+        self._items, self._num_read, self._text = items, num_read, text
 
     def next(self) -> str | None:
-        for line in self._lines:
-            self._lines_read += 1
-            if line.strip():
-                return parse_line(line, self._text_key, self._where, self._hint)
+        for item in self._items:
+            self._num_read += 1
+            if (text := self._text(item, self._num_read)) is not None:
+                return text
         return None
 
-    def _where(self) -> str:
-        return f"{self._path}:{self._lines_read}"
-
     def state(self) -> int:
-        return self._lines_read
+        return self._num_read
+
+
+def _read_lines(path: Path, unpack: Callable[[Any], Any], hint: str) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as packed, unpack(packed) as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                yield line
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise Refusal(f"{path} cannot be read: {error}{hint or '; resume from the last checkpoint'}") from error
 
 
 class ParquetFiles(ShardedTexts):
@@ -77,7 +79,7 @@ class ParquetFiles(ShardedTexts):
     def __init__(self, files: Sequence[Path], text_key: str) -> None:
         import pyarrow.parquet
 
-        self.name, self._text_key = str(files[0]), text_key
+        self._text_key = text_key
         self._groups: list[tuple[Path, int, int]] = []  # file, row group, number of its first row
         num_all_rows = 0
         for path in files:
@@ -98,8 +100,10 @@ class ParquetFiles(ShardedTexts):
         self.identity = f"{num_all_rows:,} rows in {self.num_shards:,} row groups of {describe_files(files)}"
 
     def open(self, shard: int, state: int | None) -> ShardReader:
-        rows = self._read_rows(shard, state or 0)
-        return _RowReader(rows, state or 0, self._text_key, lambda number: self.describe(shard, number))
+        def text(row: Any, number: int) -> str:
+            return text_of(row, self._text_key, lambda: self.describe(shard, number - 1))
+
+        return _CountingReader(self._read_rows(shard, state or 0), state or 0, text)
 
     def _read_rows(self, shard: int, first: int) -> Iterator[Any]:
         """Rows from `first` on, decoded some at a time: a row group is large, and each stream reads one."""
@@ -126,24 +130,6 @@ class ParquetFiles(ShardedTexts):
 def _source(path: Path) -> Any:
     """What Arrow opens itself, which is faster, or an open file."""
     return path if isinstance(path, Path) else path.open("rb")
-
-
-class _RowReader(ShardReader):
-    def __init__(self, rows: Iterator[Any], rows_read: int, text_key: str, describe: Callable[[int], str]) -> None:
-        self._rows, self._rows_read, self._text_key, self._describe = rows, rows_read, text_key, describe
-
-    def next(self) -> str | None:
-        for row in self._rows:
-            self._rows_read += 1
-            text = compose(row, self._text_key, self._where)
-            return check_text(text, self._text_key, self._where)
-        return None
-
-    def _where(self) -> str:
-        return self._describe(self._rows_read - 1)
-
-    def state(self) -> int:
-        return self._rows_read
 
 
 class HubDataset(ShardedTexts):
@@ -191,7 +177,7 @@ class _HubReader(ShardReader):
         if missing := [name for name in names_in(self._text_key) if name not in row]:
             found = ", ".join(row)
             raise Refusal(f"{self._where()}: no field {missing[0]!r} (it has {found}); set text_key")
-        text = check_text(compose(row, self._text_key, self._where), self._text_key, self._where)
+        text = text_of(row, self._text_key, self._where)
         self._rows_read += 1
         return text
 

@@ -7,6 +7,7 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan.config.schema import Config, DataSource, Training, Validation
 from torchtitan.data.texts.documents import Documents, JsonLines, Texts, TokenizedTexts
 from torchtitan.data.texts.location import Location
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
@@ -17,12 +18,30 @@ from torchtitan.root import ROOT
 if TYPE_CHECKING:
     from torchtitan.data.texts.sharded import ShardedTexts
 
+NamesText = Training | Validation | DataSource
 SHIPPED_TEXT = ROOT / "tests" / "assets" / "pydocs"
 SHIPPED = {"pydocs": "train.jsonl", "pydocs_validation": "validation.jsonl", "c4_test": "train.jsonl"}
 HUB: dict[str, tuple[str, str | None, str]] = {
     "c4": ("allenai/c4", "en", "train"),
     "c4_validation": ("allenai/c4", "en", "validation"),
 }
+
+
+def named_texts(config: Config) -> list[tuple[str, NamesText]]:
+    """The sections that name a text which a run reads, by their names."""
+    training, validation = config.training, config.validation
+    named: list[tuple[str, NamesText]] = [("training", training)]
+    if training.sources:
+        named = [(f"training.sources[{i}]", source) for i, source in enumerate(training.sources)]
+    return [*named, ("validation", validation)] if validation.enable else named
+
+
+def require_text(name: str, section: NamesText) -> None:
+    """Refuse a section whose text does not exist. Its content is checked when a loader is built."""
+    try:
+        locate_text(section.dataset, section.dataset_path)
+    except Refusal as error:
+        raise Refusal(f"{name}: {error}") from None
 
 
 def locate_text(dataset: str, dataset_path: str | None) -> Location:

@@ -1,4 +1,4 @@
-"""Finds a tokenizer's files and reads them as JSON."""
+"""Finds a tokenizer's files, and reads and writes JSON."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,9 @@ from torchtitan.refusal import Refusal
 
 FOLDER_CANDIDATES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 _DOWNLOADS = Path("assets/hf")  # where the verb `download` writes
+# All that a downloaded model has for its tokenizer.
+PATTERNS = ("tokenizer*", "original/tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+            "generation_config.json")  # fmt: skip
 EXPECTED = "a Hugging Face tokenizer.json, or a tiktoken or SentencePiece tokenizer.model"
 
 
@@ -37,6 +40,10 @@ def load_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise Refusal(f"{path} holds no JSON object; the file is damaged: download it again")
     return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_config(folder: Path) -> tuple[Path, dict[str, Any]]:

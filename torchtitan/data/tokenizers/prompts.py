@@ -1,10 +1,9 @@
 """Makes the tokenizer of an exported model do in transformers what training did here: BOS first, and nothing else."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.data.tokenizers.files import find_file, load_config, load_json
+from torchtitan.data.tokenizers.files import find_file, load_config, load_json, write_json
 from torchtitan.data.tokenizers.models import TIKTOKEN_SPECIAL_TOKENS
 from torchtitan.data.tokenizers.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
@@ -32,10 +31,10 @@ def follow_training(folder: Path) -> None:
     if isinstance(tokenizer, HuggingFaceTokenizer):
         content = load_json(file)
         content["post_processor"] = _begin_with(tokenizer, content.get("post_processor"))
-        _write(file, content)
+        write_json(file, content)
     # With tokenizer.json, transformers 5 ignores the two switches and transformers 4 may obey them.
     switches = {"add_bos_token": tokenizer.bos_id is not None, "add_eos_token": False}
-    _write(config_path, defaults | config | switches)
+    write_json(config_path, defaults | config | switches)
 
 
 def _follows_training(tokenizer: Tokenizer, config: dict[str, Any]) -> bool:
@@ -62,7 +61,3 @@ def _begin_with(tokenizer: Tokenizer, old: dict[str, Any] | None) -> dict[str, A
     parts = [] if old is None else old["processors"] if old["type"] == "Sequence" else [old]
     kept = [part for part in parts if part["type"] == "ByteLevel"]
     return {"type": "Sequence", "processors": [*kept, template]} if kept else template
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -50,15 +50,12 @@ def _differing(nodes: Sequence[Facts], kind: str, fix: str, shows_values: bool =
             continue
         words = list(holders) if shows_values else ["one", *["another"] * (len(holders) - 1)]
         shown = [
-            f"{word or 'absent'} on {_holders(nodes, of)}" for word, of in zip(words, holders.values(), strict=True)
+            f"{word or 'absent'} on {name_of(nodes, of[0]) if len(of) == 1 else in_short(of)}"
+            for word, of in zip(words, holders.values(), strict=True)
         ]
         lines.append(f"{key}: {', '.join(shown)}; {fix}")
     more = [f"and {len(lines) - _MOST_LINES} more of this kind"] if len(lines) > _MOST_LINES else []
     return lines[:_MOST_LINES] + more
-
-
-def _holders(nodes: Sequence[Facts], ranks: Sequence[int]) -> str:
-    return name_of(nodes, ranks[0]) if len(ranks) == 1 else in_short(ranks)
 
 
 def in_short(ranks: Sequence[int]) -> str:

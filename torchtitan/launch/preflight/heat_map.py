@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 from xml.sax.saxutils import escape
 
+from torchtitan.launch.preflight.report import speeds_of
+
 _EDGE, _MARGIN, _MOST_NAMED = 24, 60, 64  # pixels, pixels, nodes
 
 
 def draw(report: Mapping[str, Any]) -> str:
     """A row sends to the columns. Hover over a square for its figures."""
-    speeds = {(pair["from"], pair["to"]): pair["gbit_there"] for pair in report["pairs"]}
-    speeds |= {(pair["to"], pair["from"]): pair["gbit_back"] for pair in report["pairs"]}
+    speeds = speeds_of(report)
     fastest, count = max(speeds.values(), default=1.0), len(report["nodes"])
     size = _MARGIN + _EDGE * count + 10
     lines = [

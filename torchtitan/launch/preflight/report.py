@@ -28,13 +28,11 @@ def print_report(report: Mapping[str, Any]) -> None:
     if len(nodes) > _MOST_SHOWN:
         print(f"and {len(nodes) - _MOST_SHOWN} more nodes (preflight.json)")
     if pairs and len(nodes) <= _MOST_SHOWN:
-        there = {(pair["from"], pair["to"]): pair["gbit_there"] for pair in pairs}
-        there |= {(pair["to"], pair["from"]): pair["gbit_back"] for pair in pairs}
         trip = {(pair["to"], pair["from"]): pair["round_trip_ms"] for pair in pairs}
         print("\nGbit/s of one TCP stream, from a row's node to a column's; round trip in ms")
         print(
             _table(
-                _square(there, len(nodes), ".2f"),
+                _square(speeds_of(report), len(nodes), ".2f"),
                 _square(trip | {(b, a): v for (a, b), v in trip.items()}, len(nodes), ".3f"),
             )
         )
@@ -68,10 +66,15 @@ def _table(*blocks: list[list[str]]) -> str:
     )
 
 
+def speeds_of(report: Mapping[str, Any]) -> dict[tuple[int, int], float]:
+    """Gbit/s by sender and receiver."""
+    there = {(pair["from"], pair["to"]): pair["gbit_there"] for pair in report["pairs"]}
+    return there | {(pair["to"], pair["from"]): pair["gbit_back"] for pair in report["pairs"]}
+
+
 def slow_pairs(report: Mapping[str, Any]) -> list[str]:
     """Notes on pairs that are slower than half of the median."""
-    speeds = {(p["from"], p["to"]): p["gbit_there"] for p in report["pairs"]}
-    speeds |= {(p["to"], p["from"]): p["gbit_back"] for p in report["pairs"]}
+    speeds = speeds_of(report)
     if not speeds:
         return []
     median = statistics.median(speeds.values())

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan.launch.preflight import member
-from torchtitan.launch.start import NodeStart, count_gpus, main, plan_start
+from torchtitan.launch.start import NodeStart, become, count_gpus, plan_start
 
 HELP = "check that all nodes of a run can reach each other and are alike"
 
@@ -32,4 +32,4 @@ def nodes_are_ready(start: NodeStart, gpus: int) -> bool:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], check=nodes_are_ready)
+    become(lambda gpus: plan_start(os.environ, sys.argv[1:], gpus, sys.stderr.isatty()), nodes_are_ready)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.models.spec import ModelSpec
-from torchtitan.own_model.derive import as_arguments, fix_for
+from torchtitan.own_model.derive import call_with, fix_for
 from torchtitan.own_model.record import kept
 from torchtitan.own_model.samples import own_draws
 from torchtitan.own_model.step import as_counted, to_type
@@ -33,8 +33,7 @@ def check_gradient(spec: ModelSpec, model: nn.Module, trials: Trials, pieces: in
                     result = spec.step(model, inputs, target)
                 else:
                     assert spec.loss is not None
-                    args, kwargs = as_arguments(inputs)
-                    result = spec.loss(to_type(model(*args, **kwargs), torch.float32), target)
+                    result = spec.loss(to_type(call_with(model, inputs), torch.float32), target)
             found.append((as_counted(result, count), isinstance(result, tuple)))
         return [pair for pair, _ in found], states() != before or (found[0][1] and trials.dims is None)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
-from torchtitan.own_model.derive import as_arguments, fix_for
+from torchtitan.own_model.derive import call_with, fix_for
 from torchtitan.own_model.forms import sizes_of
 from torchtitan.own_model.record import kept, leaves_of, map_leaves
 from torchtitan.own_model.samples import collate_of, own_draws
@@ -38,8 +38,7 @@ def check_means(
 
     @functools.cache
     def output_of(number: int) -> Any:
-        args, kwargs = as_arguments(fresh(trials.batches[number][0]))
-        before, output = states(), to_type(model(*args, **kwargs), torch.float32)
+        before, output = states(), to_type(call_with(model, fresh(trials.batches[number][0])), torch.float32)
         trials.drawn.extend([number] * (states() != before))
         return output
 
@@ -212,8 +211,7 @@ def _check_padding(
     own = trials._replace(batches=[*trials.batches[:3], *parts])
 
     def output_of(number: int) -> Any:
-        args, kwargs = as_arguments(fresh(own.batches[number][0]))
-        return to_type(model(*args, **kwargs), torch.float32)
+        return to_type(call_with(model, fresh(own.batches[number][0])), torch.float32)
 
     function = _functions(spec, model, own, output_of)[name]
     found = []

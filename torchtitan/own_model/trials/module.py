@@ -16,7 +16,7 @@ from torchtitan.models.own import Structure
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.build import is_sharded
-from torchtitan.own_model.derive import as_arguments
+from torchtitan.own_model.derive import call_with
 from torchtitan.own_model.samples import collate_of, own_draws
 from torchtitan.own_model.trials.batches import make_trials
 from torchtitan.own_model.trials.first_samples import states
@@ -103,12 +103,11 @@ class _State:
 
 def _forward_in_training(spec: ModelSpec, model: nn.Module, batch: Any, key: str) -> bool:
     """Whether it drew random numbers."""
-    args, kwargs = as_arguments(batch[0])
     with own_draws(key):
         before = states()
         try:
             if spec.step is None:
-                model.train()(*args, **kwargs)
+                call_with(model.train(), batch[0])
             else:
                 with torch.enable_grad():  # a step may need gradients on its way
                     spec.step(model.train(), *batch)
@@ -249,10 +248,9 @@ def _check_recompute(spec: ModelSpec, model: nn.Module, known: Structure, sample
         layer.register_forward_pre_hook(lambda *_: before.insert(0, _State(layer))),
         layer.register_forward_hook(run_again, with_kwargs=True),
     ]
-    args, kwargs = as_arguments(collate_of(spec)([sample, sample])[0])
     try:
         with own_draws("a recompute"):
-            model.eval()(*args, **kwargs)
+            call_with(model.eval(), collate_of(spec)([sample, sample])[0])
     finally:
         for hook in hooks:
             hook.remove()

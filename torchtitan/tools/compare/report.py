@@ -2,18 +2,16 @@
 
 import json
 import math
-import os
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.names import flat, key_names
+from torchtitan.observe.curve import write_png
 from torchtitan.refusal import Refusal
 from torchtitan.tools.compare.runs import ComparedRun
 
-_MOST_ROWS = 12
+_MOST_ROWS, _MOST_DOTS = 12, 60
 
 # Keys that may differ between two runs whose losses should be equal.
 _HOW_SECTIONS = {
@@ -171,37 +169,11 @@ def _shown(comparison: Comparison) -> list[int]:
     return sorted(evenly | special)
 
 
-def import_figure() -> Any:
-    """matplotlib's Figure; refused with the line that installs matplotlib if it is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        python = shlex.quote(os.path.relpath(sys.executable))
-        raise Refusal(f"compare needs matplotlib, which is not installed; {python} -m pip install matplotlib") from None
-    return Figure
-
-
-def draw(a: ComparedRun, b: ComparedRun, comparison: Comparison, path: Path) -> None:
-    """Draw both loss curves and, below them, the differences with their bounds."""
-    floor = 1e-9  # a logarithmic axis cannot show 0; the last bit of a float32 is 6e-8
-    figure = import_figure()(figsize=(9, 7), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    for run, records, style in [
-        (a, comparison.a, {"color": "#9ecae1", "linewidth": 5}),
-        (b, comparison.b, {"color": "#08306b", "linewidth": 1.2, "linestyle": "--"}),  # on top of the wider line of A
-    ]:
-        losses = [math.nan if record["loss"] is None else record["loss"] for record in records]
-        top.plot(comparison.loss.steps, losses, label=str(run), **style)
-    top.set(ylabel="loss", title=comparison.verdict())
-    top.legend()
-    for gap, color in [(comparison.loss, "#d95f02"), (comparison.norm, "#1b9e77")]:
-        values = [max(floor, value) for value in gap.values]
-        bottom.plot(gap.steps, values, ".-", color=color, linewidth=1, label=gap.what)
-        bottom.axhline(gap.bound, color=color, linestyle=":", label=f"bound {gap.bound:.1e}")
-    bottom.set(yscale="log", xlabel="step", ylabel="relative difference\n(below 1e-9: drawn at 1e-9)")
-    bottom.legend(ncols=2)
-    bottom.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
-        axes.set_axisbelow(True)
-    figure.savefig(path, dpi=120)
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw the losses of A as a line, and those of B as dots: of a long run only some."""
+    a, b = (
+        [(record["step"], record["loss"]) for record in records if record["loss"] is not None]
+        for records in (comparison.a, comparison.b)
+    )
+    if a and b:
+        write_png(path, a, b[:: 1 + len(b) // _MOST_DOTS], names=("loss of A", "loss of B"))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.refusal import Refusal
-from torchtitan.tools.compare.report import compare_records, describe, draw, import_figure
+from torchtitan.tools.compare.report import compare_records, describe, draw
 from torchtitan.tools.compare.runs import plan_runs, train
 
 HELP = "train two configurations from one seed and compare their losses"
@@ -33,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, options: Sequence[str]) -> int:
     """The verb; exit codes as `diff` has them: 0 alike, 1 different, 2 not compared."""
     try:
-        import_figure()
         out = Path(args.out)
         a, b = plan_runs(args, options)
         try:
@@ -49,6 +48,6 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
         return 130
     text = describe(a, b, comparison)
     (out / "compare.txt").write_text(text, encoding="utf-8")
-    draw(a, b, comparison, out / "compare.png")
+    draw(comparison, out / "compare.png")
     print(f"\n{text}\nin {out}: compare.txt, compare.png, the runs a and b")
     return 0 if comparison.alike else 1

@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchtitan.config.schema import Config
 from torchtitan.models.balance import balance
 from torchtitan.models.spec import Blueprint, Part
-from torchtitan.models.stages import plan_stages
+from torchtitan.models.stages import place_stages, plan_stages, stages_a_rank
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.estimate import Estimate, derived, estimable, estimate, with_counts
@@ -16,12 +16,8 @@ _ROUNDS = 10  # of cutting and estimating; two or three are usual
 _OF_PARAMETERS = ("parameters", "gradients", "optimizer")  # the kinds of memory that grow with them
 
 
-@dataclass(frozen=True)
-class BytesPer:
-    """What a rank holds by its last estimate: bytes for each parameter, and for each FLOP (kept for backward)."""
-
-    by_parameter: float
-    by_flop: float
+# What a rank holds by its last estimate: bytes for each parameter, and for each FLOP (kept for backward).
+BytesPer = tuple[float, float]
 
 
 def fit(config: Config, blueprint: Blueprint, world_size: int) -> list[int]:
@@ -83,10 +79,8 @@ def fit(config: Config, blueprint: Blueprint, world_size: int) -> list[int]:
 def what_is_cut(config: Config, blueprint: Blueprint) -> tuple[list[Part], tuple[int, ...]]:
     """The units that stages are made of, and the rank of each stage."""
     if not blueprint.reads_text:
-        from torchtitan.own_model.build import num_stages, plan_ranks
-
         degree, schedule = config.parallelism.pipeline_parallel_degree, config.parallelism.pipeline_parallel_schedule
-        return [*blueprint.parts()], plan_ranks([[]] * num_stages(schedule, degree), schedule, degree).ranks
+        return [*blueprint.parts()], tuple(place_stages(degree * stages_a_rank(schedule), schedule, degree))
     parts = [*blueprint.parts(config.training.seq_len)]
     layers = [i for i, part in enumerate(parts) if part.kind == "layer"]
     ends = [0, *layers[1:], len(parts)]  # what lies before the layers goes with the first, the rest with the last
@@ -101,8 +95,9 @@ def _together(parts: Sequence[Part]) -> Part:
 def _rates(found: Estimate, held: Sequence[Part]) -> BytesPer:
     static = sum(found.peak.get(kind, 0) for kind in _OF_PARAMETERS)
     whole = _together(held)
-    return BytesPer(static / max(1, whole.parameters), (found.peak_bytes - static) / max(1, whole.flops))
+    return static / max(1, whole.parameters), (found.peak_bytes - static) / max(1, whole.flops)
 
 
 def _bytes(rates: BytesPer, parts: Sequence[Part]) -> float:
-    return sum(rates.by_parameter * part.parameters + rates.by_flop * part.flops for part in parts)
+    by_parameter, by_flop = rates
+    return sum(by_parameter * part.parameters + by_flop * part.flops for part in parts)

@@ -17,16 +17,15 @@ import torch.distributed.pipelining.schedules  # its import makes a tensor, whic
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torchtitan.config.layout import plan_batch
 from torchtitan.config.schema import Config, other_sections
 from torchtitan.data.batch import Batch, Origin
 from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
-from torchtitan.models.own import OwnBlueprint, Structure
-from torchtitan.models.spec import Blueprint
+from torchtitan.models.own import OwnBlueprint
+from torchtitan.models.spec import Blueprint, ModelSpec
 from torchtitan.models.stages import plan_stages
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
@@ -152,7 +151,7 @@ def blank_batch(config: Config, blueprint: Blueprint, dp: int) -> Any:
         from torchtitan.own_model.samples import LocalBatch, SampleBatch, SampleOrigin
 
         local = config.training.local_batch_size
-        inputs, target = blank_samples(blueprint.known, local)
+        inputs, target = blank_samples(blueprint.spec, local)
         parts = [LocalBatch(inputs, target, local)] * (rows // local)
         return SampleBatch(parts, SampleOrigin(list(range(rows)), []))
     size = rows, config.training.seq_len
@@ -161,23 +160,15 @@ def blank_batch(config: Config, blueprint: Blueprint, dp: int) -> Any:
     return Batch(tokens, tokens.clone(), documents, Origin([], [], []))
 
 
-def blank_samples(known: Structure, count: int) -> Any:
+def blank_samples(spec: ModelSpec, count: int) -> Any:
     """Inputs and target of so many samples like the first, with all values 0."""
-    if known.grows is None:
-        raise Refusal(
-            "collate gives other structures for one sample and for two, such as a list with an entry for each, so this "
-            "cannot make a batch; let collate stack tensors"
-        )
-    from torchtitan.own_model.record import leaves_of
+    from torchtitan.own_model.record import map_leaves
+    from torchtitan.own_model.samples import collate_of, open_dataset, own_draws
 
-    leaves, spec = leaves_of((known.example, known.target))
-    blank = [
-        torch.zeros([s * count if d in dims else s for d, s in enumerate(leaf.shape)], dtype=leaf.dtype)
-        if isinstance(leaf, Tensor)
-        else leaf
-        for leaf, dims in zip(leaves, known.grows, strict=True)
-    ]
-    return tree_unflatten(blank, spec)
+    with _disable_current_modes(), own_draws("a blank batch"):  # a dataset or collate may need values
+        sample = next(iter(open_dataset(spec.data, "train")[0]))
+        batch = collate_of(spec)([sample] * count)
+    return map_leaves(lambda v: torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v, batch)
 
 
 def can_replay(config: Config, blueprint: Blueprint) -> bool:

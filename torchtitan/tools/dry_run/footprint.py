@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")  # "activations" is everything else
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "send", "recv")
@@ -69,7 +70,7 @@ class Footprint(TorchDispatchMode):
             self.number(tensor)
         namespace, _, name = func.name().partition("::")
         if namespace in ("c10d", "_c10d_functional", "fsdp"):
-            tensors = [*tensors_in(args), *tensors_in((kwargs or {}).values()), *tensors_in(result)]
+            tensors = tensors_in([args, kwargs, result])
             kind = _FSDP.get(f"{namespace}::{name.partition('.')[0]}")
             if kind is not None:
                 self.mark(tensors, kind)
@@ -121,9 +122,5 @@ class Footprint(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a value, also in nested lists and tuples."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (str, int, float, type(None))) or not isinstance(value, Iterable):
-        return []
-    return [tensor for part in value for tensor in tensors_in(part)]
+    """The tensors in a value, also in nested lists, tuples and dictionaries."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

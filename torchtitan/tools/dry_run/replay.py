@@ -44,7 +44,7 @@ class Replay:
 
     def _replayed(self, block: nn.Module, forward: Callable[..., Tensor], of_block: Hashable) -> Callable[..., Tensor]:
         def call(x: Tensor, *rest: Any, **named: Any) -> Tensor:
-            others = tensors_in([*rest, *named.values()])
+            others = tensors_in([rest, named])
             if any(tensor.requires_grad for tensor in others):
                 return forward(x, *rest, **named)  # a record has gradients of x and the parameters only
             parameters = list(block.parameters())

@@ -4,7 +4,6 @@ python -m torchtitan dry_run train_configs/llama3_405b.toml --world_size 512
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +18,7 @@ from torchtitan.tools.dry_run.cut import fit
 from torchtitan.tools.dry_run.estimate import Estimate, can_replay, derived, estimable, estimate, with_counts
 from torchtitan.tools.dry_run.footprint import COLLECTIVES, KINDS
 
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _SHADES, _BAR = "█▓▒░", 60  # of a bar, and its length
 
 
@@ -52,7 +52,7 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
         estimates.append(estimate(config, blueprint, stage * place.world_size // dims.pp, place.world_size))
         if stage == 0:
             unit = unit_of(estimates[0].peak_bytes)
-            print(f"{unit.name} held at the peak, and {unit.name} moved in a step:")
+            print(f"{unit} held at the peak, and {unit} moved in a step:")
             print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
         print(describe(estimates[-1], capacities[stage], unit), flush=True)
     print(bars(estimates))
@@ -67,31 +67,24 @@ def gpu_memory_bytes() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
-@dataclass(frozen=True)
-class Unit:
-    name: str
-    bytes: int
-
-
-def unit_of(size: int) -> Unit:
+def unit_of(size: int) -> str:
     """The unit in which a size, and those like it, can be read: a small model has no GiB to show."""
-    units = Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10)
-    return next((unit for unit in units if size >= unit.bytes / 10), units[-1])
+    return next((unit for unit, bytes_ in _UNITS.items() if size >= bytes_ / 10), "KiB")
 
 
 def _in_words(size: int) -> str:
     unit = unit_of(size)
-    return f"{size / unit.bytes:.2f} {unit.name}"
+    return f"{size / _UNITS[unit]:.2f} {unit}"
 
 
-def describe(estimate: Estimate, capacity: int | None, unit: Unit) -> str:
+def describe(estimate: Estimate, capacity: int | None, unit: str) -> str:
     """The rank's line of the table."""
     values = [*estimate.peak.values(), estimate.peak_bytes, *(estimate.moved.get(name, 0) for name in COLLECTIVES)]
     passes = capacity is None or estimate.peak_bytes <= capacity
     return _row(
         str(estimate.rank),
         f"{estimate.parameters:,}",
-        [f"{value / unit.bytes:.3f}" for value in values],
+        [f"{value / _UNITS[unit]:.3f}" for value in values],
         "  passes" if passes else "  too large",
     )
 

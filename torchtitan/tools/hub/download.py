@@ -20,10 +20,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from torchtitan.data.tokenizers.files import PATTERNS
 from torchtitan.refusal import Refusal
+from torchtitan.tools.hub.push import answer_of
 
-TOKENIZER = ("tokenizer*", "original/tokenizer.model", "special_tokens_map.json", "added_tokens.json", "chat_template*",
-             "generation_config.json")  # fmt: skip
 HUGGING_FACE = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 META = ("params.json", "consolidated.*.pth")
 ABOUT_DATA = ("*.md", "dataset_info*.json")
@@ -38,7 +38,7 @@ def choose(kind: str, repo: str, names: list[str], include: list[str] | None = N
         return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
     has = f"it has {', '.join(names[:12]) or 'no file'}{f' and {len(names) - 12} more' if len(names) > 12 else ''}"
-    tokenizer = matching(*TOKENIZER)
+    tokenizer = matching(*PATTERNS)
     if kind == "model":
         for form, weights in ((HUGGING_FACE, ".safetensors"), (META, ".pth")):
             chosen = matching(*form)
@@ -120,8 +120,7 @@ def explain(error: Exception, kind: str, repo: str, revision: str | None) -> str
     page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repo}"
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # the error that made huggingface_hub look for the file on this machine
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
+    status, said = answer_of(error)
     offline = "or run this on a machine with a network and copy the folder"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE is set, but {repo} has to come from {hub}; unset it, {offline}"

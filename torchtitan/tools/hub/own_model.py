@@ -1,8 +1,7 @@
-"""Writes a trained model of one's own as safetensors, as a program of torch.export, and what its stages hold."""
+"""Writes a trained model of one's own as safetensors, and as a program of torch.export."""
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchtitan.checkpoint.storage import Manifest, find_checkpoints
 from torchtitan.models.families import find_spec
 from torchtitan.models.spec import ModelSpec
-from torchtitan.own_model.cut import cut_ways, divide
-from torchtitan.own_model.derive import as_arguments, candidates_of, derive, several_names
+from torchtitan.own_model.derive import as_arguments, call_with, several_names
 from torchtitan.own_model.forms import sizes_of
-from torchtitan.own_model.record import record
 from torchtitan.own_model.samples import collate_of, open_dataset
 from torchtitan.own_model.trials.first_samples import batches_of_many_sizes
 from torchtitan.refusal import Refusal
@@ -25,7 +22,7 @@ from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.targets import refuse_existing
 
 
-def export(checkpoint: str, target: str, num_stages: int) -> None:
+def export(checkpoint: str, target: str) -> None:
     from safetensors.torch import save_file
 
     storage, step = find_checkpoints(checkpoint)
@@ -49,9 +46,6 @@ def export(checkpoint: str, target: str, num_stages: int) -> None:
     samples = list(islice(iter(dataset), 2))
     pairs = [*map(collate_of(spec), ([samples[0]], samples * 4)), *batches_of_many_sizes(dataset, samples, spec)]
     _write_program(model, [inputs for inputs, _ in pairs], out / "model.pt2")
-    for number, text in enumerate(_stages(model, spec, dataset, samples, num_stages) if num_stages else []):
-        (out / f"stage-{number}.txt").write_text(text)
-        print(f"stage {number}: {out / f'stage-{number}.txt'}")
 
 
 def _saved_names(model: nn.Module) -> dict[str, str]:
@@ -97,10 +91,9 @@ def _tried(model: nn.Module, program: nn.Module, batches: Sequence[Any]) -> str:
     """For which of these batches the program gives what the model does."""
     right, wrong = dict[str, None](), dict[str, str]()
     for batch in batches:
-        args, kwargs = as_arguments(batch)
         said = " with ".join(dict.fromkeys(str(list(size)) for size in sizes_of(batch)))
         try:
-            pairs = zip(tree_leaves(program(*args, **kwargs)), tree_leaves(model(*args, **kwargs)), strict=True)
+            pairs = zip(*(tree_leaves(call_with(each, batch)) for each in (program, model)), strict=True)
             fault = "" if all(map(_agree, *zip(*pairs, strict=True))) else "its outputs are not the model's"
         except Exception as error:
             fault = str(error).strip().partition("\n")[0]
@@ -116,23 +109,3 @@ def _tried(model: nn.Module, program: nn.Module, batches: Sequence[Any]) -> str:
 
 def _agree(ours: Any, theirs: Any) -> bool:
     return not isinstance(theirs, torch.Tensor) or torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5, equal_nan=True)
-
-
-def _stages(model: nn.Module, spec: ModelSpec, dataset: Any, samples: Sequence[Any], count: int) -> list[str]:
-    """What each pipeline stage would hold, and what comes in and goes out."""
-    batches = [inputs for inputs, _ in batches_of_many_sizes(dataset, samples, spec)]
-    known = derive(model, spec.layers, batches[0])
-    ways = record(model, dict(candidates_of(model, spec.layers)), batches, frozenset())
-    stages = divide([*known.parts, *known.rest], ways[True], count)
-    cut = cut_ways(replace(known, ways=ways), stages)[False]
-
-    def described(number: int) -> list[str]:
-        values = [(value, cut.way.forms[value]) for value in cut.arriving(number)]
-        return [f"    {value.of}, {form}" for value, form in values]
-
-    texts = []
-    for number, stage in enumerate(stages):
-        held = [f"    {part.name}: {part.parameters:,} parameters, {part.flops:,} FLOPs a sample" for part in stage]
-        lines = ["holds", *held, "comes in", *described(number), "goes out", *described(number + 1)]
-        texts.append("\n".join([*lines, ""]))
-    return texts

@@ -16,7 +16,7 @@ def make_repository(repo: str) -> None:
     except errors.HFValidationError as error:
         raise Refusal(f"--push {repo} is not the name of a repository ({error}); give OWNER/NAME") from None
     except (OSError, errors.HTTPError, RuntimeError) as error:
-        if _status(error) != 409:  # it exists, and the token may write there
+        if answer_of(error)[0] != 409:  # it exists, and the token may write there
             raise Refusal(f"--push {repo}: {_reason(error)}; nothing was converted") from None
 
 
@@ -35,12 +35,13 @@ def push(repo: str, folder: str) -> str:
 def _reason(error: Exception) -> str:
     from huggingface_hub import constants
 
-    status = _status(error)
-    said = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
+    status, said = answer_of(error)
     if status in (401, 403):
         return f"{constants.ENDPOINT} does not let this token write there ({said}); use a token of the type Write"
     return f"{constants.ENDPOINT} answered {status} ({said})" if status else f"{constants.ENDPOINT}: {said}"
 
 
-def _status(error: Exception) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
+def answer_of(error: Exception) -> tuple[int | None, str]:
+    """The status of the hub's answer, and its words on one line."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status, " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())

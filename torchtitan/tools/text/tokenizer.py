@@ -89,9 +89,7 @@ def _new(vocab_size: int) -> tuple:
 def all_texts(texts: object) -> Iterator[str]:
     if isinstance(texts, ShardedTexts):
         for shard in range(texts.num_shards):
-            reader = texts.open(shard, None)
-            while batch := reader.read(256):
-                yield from batch
+            yield from texts.open(shard, None)
     else:
         yield from (texts.text(index) for index in range(len(texts)))  # type: ignore[attr-defined, arg-type]
 

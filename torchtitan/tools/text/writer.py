@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.schema import Config
+from torchtitan.data.tokenizers.files import load_json
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.rules import find_tensor_parallel_refusals
@@ -19,7 +20,6 @@ from torchtitan.models.spec import Blueprint
 from torchtitan.parallel.parts import tie
 from torchtitan.parallel.tensor import split_tensors
 from torchtitan.refusal import Refusal
-from torchtitan.weights.hugging_face import read_json
 from torchtitan.weights.stored import StoredModel
 
 _PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
@@ -138,7 +138,7 @@ def pick(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generato
 def stop_ids(assets: Path, tokenizer: Tokenizer) -> set[int]:
     """The ids that end a text: the tokenizer's EOS, and those of generation_config.json (as a chat's end of turn)."""
     path = assets / "generation_config.json"
-    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    named = load_json(path).get("eos_token_id") if path.is_file() else None
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(i) is int for i in ids):
         raise Refusal(f"{path}: eos_token_id = {str(named)[:80]} is no id and no list of ids; correct it")
