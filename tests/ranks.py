@@ -1,4 +1,4 @@
-"""Ranks that are started once and serve all the tests of this folder: torch's first step costs more than most tests."""
+"""Ranks that are started once and serve all the tests of the suite: torch's first step costs more than most tests."""
 
 import faulthandler
 import functools

@@ -52,7 +52,16 @@ def test_every_verb_that_remains_answers(alone: Path) -> None:
 def test_a_section_of_the_fleet_is_refused_by_its_name(alone: Path) -> None:
     (alone / "swarm.toml").write_text('[swarm]\nsyncer = "https://meet.example.org:29700"\n')
     done = run(alone, sys.executable, "-m", "torchtitan", "check", "swarm.toml")
-    assert done.returncode and "[swarm]: titan_fleet reads it and is not here; add it, or remove" in done.stderr
+    assert done.returncode and "[swarm]: titan_fleet reads it, and it or titan_planner, which it needs" in done.stderr
+
+
+def test_the_fleet_without_the_planner_is_as_if_it_were_not_there(alone: Path) -> None:
+    shutil.copytree(ROOT / "titan_fleet", alone / "titan_fleet")
+    try:
+        done = run(alone, sys.executable, "-m", "torchtitan", "--help")
+    finally:
+        shutil.rmtree(alone / "titan_fleet")
+    assert done.returncode == 0 and "  prepare" in done.stdout and "  console" not in done.stdout, done.stderr
 
 
 @pytest.mark.all  # test_imports.py reads that they import nothing of the others

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from titan_fleet.drill.faults import FAULTS
-from titan_fleet.drill.places import Site
+from titan_fleet.drill.places import ThisMachine
 from titan_fleet.drill.run import BreakableRun
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import load_config
@@ -27,7 +27,13 @@ class Campaign:
     """One configuration in one place: an undisturbed run, and one that is broken again and again."""
 
     def __init__(
-        self, out: Path, ranks: int, options: Sequence[str], place: Site, deadline: float, args: argparse.Namespace
+        self,
+        out: Path,
+        ranks: int,
+        options: Sequence[str],
+        place: ThisMachine,
+        deadline: float,
+        args: argparse.Namespace,
     ) -> None:
         self.out, self.chance = out, random.Random(f"{args.seed} {out.name}")
         section = load_config(["--checkpoint.enable", *options], ranks)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_fleet.drill.places import ObjectStore, Site, TwoNodes
+from titan_fleet.drill.places import ObjectStore, ThisMachine, TwoNodes
 from titan_fleet.drill.run import BreakableRun, send
 
 _LEFT_FOR_LOGS_BYTES = 4 << 20
@@ -34,7 +34,7 @@ Act = Callable[[BreakableRun, random.Random], Outcome]
 @dataclass(frozen=True)
 class Fault:
     act: Act
-    fits: Callable[[Site, Path], bool] = lambda place, out: True
+    fits: Callable[[ThisMachine, Path], bool] = lambda place, out: True
     needs_checkpoint: bool = False
 
 
@@ -249,15 +249,15 @@ def _pull_the_cable(run: BreakableRun, _: random.Random) -> Outcome:
     return Outcome(going)
 
 
-def _is_on_disk(place: Site, _: Path) -> bool:
+def _is_on_disk(place: ThisMachine, _: Path) -> bool:
     return place.is_on_disk()
 
 
-def _obeys_permissions(place: Site, _: Path) -> bool:
+def _obeys_permissions(place: ThisMachine, _: Path) -> bool:
     return place.is_on_disk() and not isinstance(place, TwoNodes)  # in a namespace of its own a user is root
 
 
-def _is_small_disk(place: Site, out: Path) -> bool:
+def _is_small_disk(place: ThisMachine, out: Path) -> bool:
     return place.is_on_disk() and shutil.disk_usage(out).total <= _SMALL_DISK_BYTES
 
 

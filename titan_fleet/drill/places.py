@@ -16,7 +16,7 @@ from torchtitan.root import ROOT
 Launcher = tuple[Sequence[str], Sequence[str], Mapping[str, str]]  # words before Python, torchrun, environment
 
 
-class Site:
+class ThisMachine:
     """This machine and a folder on its disk."""
 
     def launchers(self, ranks: int) -> list[Launcher]:
@@ -43,7 +43,7 @@ threading.Event().wait()
 """
 
 
-class ObjectStore(Site):
+class ObjectStore(ThisMachine):
     """moto, a server that speaks S3, in a process of its own."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ exec sleep infinity
 """
 
 
-class TwoNodes(Site):
+class TwoNodes(ThisMachine):
     """Two network namespaces of this machine, joined by a cable that can be pulled."""
 
     def __init__(self) -> None:

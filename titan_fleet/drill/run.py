@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_fleet.drill.places import Site
+from titan_fleet.drill.places import ThisMachine
 from torchtitan.checkpoint.storage import Manifest, Storage
 from torchtitan.launch.node import SECONDS_TO_END
 from torchtitan.refusal import Refusal
@@ -32,7 +32,7 @@ class BreakableRun:
     steps: int
     options: Sequence[str]
     deadline: float
-    place: Site
+    place: ThisMachine
 
     def start(self) -> None:
         words = ["train.py", *self.options, "--job.dump_folder", str(self.folder), "--checkpoint.enable"]

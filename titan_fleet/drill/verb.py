@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_fleet.drill.places import ObjectStore, Site, TwoNodes
+from titan_fleet.drill.places import ObjectStore, ThisMachine, TwoNodes
 from torchtitan.refusal import Refusal
 
 _SMALL = """--job.config_file train_configs/debug_model.toml --model.dim 64 --model.n_layers 4 --model.n_heads 4
@@ -26,7 +26,7 @@ _LAYOUTS = {
     "TP 2 x FSDP 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
 }
 _SAVES = {"sync": ["--checkpoint.async_mode", "disabled"], "async": ["--checkpoint.async_mode", "async"]}
-_PLACES = {"disk": Site, "store": ObjectStore, "two nodes": TwoNodes}
+_PLACES = {"disk": ThisMachine, "store": ObjectStore, "two nodes": TwoNodes}
 RIDES = {", ".join(names): names for names in itertools.product(_LAYOUTS, _SAVES, _PLACES)}
 HELP = "break a run in many ways; it must end as if nothing had happened"
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> int:
 
     mark = make_empty(out)
     if not args.on:
-        return 1 if Campaign(out, args.ranks, options or _SMALL, Site(), deadline, args).ride(args.faults) else 0
+        return 1 if Campaign(out, args.ranks, options or _SMALL, ThisMachine(), deadline, args).ride(args.faults) else 0
     names = list(RIDES) if "all" in args.on else args.on
     lost: list[str] = []
     for number, name in enumerate(names):

@@ -25,7 +25,7 @@ from torchtitan.observe.metrics import JsonLines, TensorBoard
 from torchtitan.parallel.collectives import any_says_so, from_rank_0
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
-from torchtitan.training.others import Alone
+from torchtitan.training.others import NoOthers
 from torchtitan.training.run import Run
 
 BEAT_SECONDS = 5.0
@@ -33,7 +33,7 @@ LAST_SECONDS = 5.0  # added to the grace after the last step, for the way
 WARM_STEPS = 20  # after a late start, for the optimizer's empty moments
 
 
-class Site(Alone):
+class Site(NoOthers):
     def __init__(self, config: Config, run: Run) -> None:
         section = self.section = swarm_of(config)
         assert section.site is not None and section.keys is not None

@@ -31,7 +31,7 @@ from torchtitan.models.families import plan_model
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.failure import leave
 from torchtitan.observe.log import start_logging
-from torchtitan.observe.peers.alone import Alone
+from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.observe.peers.watch import Watch
 from torchtitan.parallel import collectives
 from torchtitan.parallel.gpu_attention import pick_attention
@@ -269,7 +269,7 @@ def main(out: Path, dtype: str | None) -> None:
     hardware.keep_to_own_cores(place, device)
     collectives.start_process_group(device, place.rank, place.world_size, _TIMEOUT_SECONDS)
     try:
-        with Watch(Path("outputs/probe"), _TIMEOUT_SECONDS, []) if dist.get_world_size() > 1 else Alone():
+        with Watch(Path("outputs/probe"), _TIMEOUT_SECONDS, []) if dist.get_world_size() > 1 else NoWatch():
             every = measure(place, per_node, device, ON_CPU if device.type == "cpu" else ON_GPU, dtype)
     finally:
         collectives.stop_process_group()

@@ -13,7 +13,9 @@ def describe(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         table = isinstance(problem["input"], dict)
         if name in OTHERS:
-            return f"[{name}]: {OTHERS[name].partition('.')[0]} reads it and is not here; add it, or remove the section"
+            reader = OTHERS[name].partition(".")[0]
+            absent = f"{reader} reads it, and it or titan_planner, which it needs, is not here"
+            return f"[{name}]: {absent}; add it, or remove the section"
         shown = f"[{name}]" if table else f"{name} = {as_json(problem['input'])}"
         return f"{shown}: unknown {'section' if table else 'key'}{_nearest(name, table)}"
     if problem["type"] in ("model_type", "model_attributes_type"):

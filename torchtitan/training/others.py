@@ -11,7 +11,7 @@ from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.run import Run
 
 
-class Alone:
+class NoOthers:
     """What train.py asks of whom a run meets, where it meets nobody; titan_fleet/swarm/site.py meets some."""
 
     seed: int | None = None  # that all of them have
@@ -40,9 +40,9 @@ class Alone:
     def close(self, step: int) -> None: ...
 
 
-def join_others(config: Config, run: Run) -> Alone:
+def join_others(config: Config, run: Run) -> NoOthers:
     for section in other_sections(config):
         if section.joins is not None:
-            site: Alone = pkgutil.resolve_name(section.joins)(config, run)
+            site: NoOthers = pkgutil.resolve_name(section.joins)(config, run)
             return site
-    return Alone()
+    return NoOthers()

@@ -15,7 +15,7 @@ from torchtitan.hardware import Peak, peak_memory_gib
 from torchtitan.observe.health import judge_window
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
-from torchtitan.observe.peers.alone import Alone
+from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.observe.phases import Phases
 from torchtitan.parallel.collectives import max_over, sum_over
 from torchtitan.refusal import Refusal
@@ -29,7 +29,7 @@ class Reporter:
     def __init__(
         self,
         run: Run,
-        watch: Alone,
+        watch: NoWatch,
         writer: MetricsWriter | None,
         peak: Peak,
         tokens_at: Callable[[int], int],
@@ -148,7 +148,9 @@ class Reporter:
         logger.info(f"run folder: {run_folder} ({', '.join(sorted(path.name for path in run_folder.glob('[!.]*')))})")
         python = f"{min(os.path.relpath(sys.executable), sys.executable, key=len)} -m"
         if self.run.talks:
-            logger.info(f"let it talk: {python} torchtitan generate --checkpoint {run_folder}")
+            folder = self.run.config.checkpoint.folder
+            saved = run_folder if folder == "checkpoint" else folder if "://" in folder else run_folder / folder
+            logger.info(f"let it talk: {python} torchtitan generate --checkpoint {saved}")
         if self.run.config.metrics.enable_tensorboard:
             logger.info(f"look at it: {python} tensorboard.main --logdir {run_folder}, then open http://localhost:6006")
 

@@ -18,7 +18,7 @@ from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.hardware import Peak, Place
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger
-from torchtitan.observe.peers.alone import Alone
+from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.parallel import collectives
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
@@ -70,10 +70,10 @@ class Run:
         """The run once all ranks know the model; a family's is known from its shape."""
         return self
 
-    def start_watch(self, timeout_seconds: float) -> Alone:
+    def start_watch(self, timeout_seconds: float) -> NoWatch:
         """Put the training loop inside. Set `step` at each step, and call `set_timeout` when the timeout changes."""
         if self.place.world_size == 1:
-            return Alone()
+            return NoWatch()
         from torchtitan.observe.peers.watch import Watch
 
         return Watch(self.folder, timeout_seconds, self.mesh.groups)

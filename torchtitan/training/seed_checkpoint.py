@@ -10,7 +10,7 @@ from torchtitan.training.assemble import start_run
 from torchtitan.training.checkpoints.contents import list_contents
 from torchtitan.training.checkpoints.restore import Checkpoints
 from torchtitan.training.checkpoints.saves import Saves
-from torchtitan.training.others import Alone
+from torchtitan.training.others import NoOthers
 
 
 def save_seed_checkpoint(config: Config, blueprint: Blueprint, place: Place) -> None:
@@ -21,7 +21,7 @@ def save_seed_checkpoint(config: Config, blueprint: Blueprint, place: Place) -> 
     config = with_seed(config, seed)
     loader, model = run.build_training_loader(seed), run.build_model(seed)
     optimizer = run.build_optimizer(model)
-    contents = list_contents(model, optimizer, loader, checkpoints.best, None, Alone())
+    contents = list_contents(model, optimizer, loader, checkpoints.best, None, NoOthers())
     checkpoints.restore(contents, lambda: run.load_weights(model))
     saves = Saves(config, checkpoints, contents)
     if place.rank == 0:

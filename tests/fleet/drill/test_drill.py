@@ -13,7 +13,7 @@ import pytest
 from tests import started
 from titan_fleet.drill import verb
 from titan_fleet.drill.faults import FAULTS
-from titan_fleet.drill.places import Site
+from titan_fleet.drill.places import ThisMachine
 from titan_fleet.drill.run import BreakableRun
 from torchtitan.__main__ import main
 
@@ -69,12 +69,12 @@ def test_a_ride_that_is_unknown_or_beside_options_of_a_run_is_refused(
 
 
 def test_every_kind_of_fault_fits_a_ride() -> None:
-    on_disk = [name for name, fault in FAULTS.items() if fault.fits(Site(), ROOT)]
+    on_disk = [name for name, fault in FAULTS.items() if fault.fits(ThisMachine(), ROOT)]
     assert {"all checkpoints damaged", "the disk of the checkpoints away"} < {*on_disk} < FAULTS.keys()
 
 
 def test_a_drill_that_ends_early_leaves_no_process_behind(tmp_path: Path) -> None:
-    run = BreakableRun(tmp_path, 1, 10, [], 0.0, Site())
+    run = BreakableRun(tmp_path, 1, 10, [], 0.0, ThisMachine())
     with (tmp_path / "run.log").open("ab") as run.log, subprocess.Popen(["sleep", "60"]) as process:
         run.launchers = [process]
         with pytest.raises(ValueError, match="the drill took longer than --minutes; see the end of .*run.log"):

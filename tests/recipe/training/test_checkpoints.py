@@ -4,6 +4,7 @@ import errno
 import logging
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.tiny_runs import read_records, tiny_config, train_here
 from torchtitan.checkpoint.manager import Checkpointer, SaveError
-from torchtitan.checkpoint.storage import Storage
+from torchtitan.checkpoint.storage import Storage, find_checkpoints
 from torchtitan.config.load import ConfigError
 from torchtitan.observe.health import NotFiniteError
 from torchtitan.parallel import collectives
@@ -109,6 +110,16 @@ def test_the_groups_in_which_parameters_are_updated_do_not_matter(
     run(tmp_path / "then more", 4, **options)
     ours, theirs = tensors(tmp_path / "then more", 4), tensors(tmp_path / "one", 4)
     assert ours.keys() == theirs.keys() and all(ours[name].equal(value) for name, value in theirs.items())
+
+
+@pytest.mark.parametrize("folder", ["saved", "checkpoint"])
+def test_the_end_of_a_run_says_where_generate_finds_its_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, folder: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, 2, checkpoint__folder=folder)
+    said = re.search(r"let it talk: .* generate --checkpoint (\S+)", caplog.text)
+    assert said and find_checkpoints(said[1])[0].steps() == [2]
 
 
 def test_changed_keys_are_logged_and_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

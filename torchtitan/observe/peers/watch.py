@@ -24,16 +24,16 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.observe.log import logger
-from torchtitan.observe.peers.alone import Alone
 from torchtitan.observe.peers.beats import Beats
 from torchtitan.observe.peers.hang import Whereabouts, describe, locate
+from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.observe.peers.verdict import Progress, Verdict
 from torchtitan.refusal import PeerError
 
 _SECONDS_AFTER_THE_FIRST = 3
 
 
-class Watch(Alone):
+class Watch(NoWatch):
     """An error inside ends all ranks. If another rank caused the error, it becomes a PeerError."""
 
     def __init__(self, run_folder: Path, timeout_seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan.data.loader import Loader
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.optimizer import make_states, plain
-from torchtitan.training.others import Alone
+from torchtitan.training.others import NoOthers
 
 if TYPE_CHECKING:
     from torchtitan.training.checkpoints.best import Best
@@ -50,7 +50,7 @@ def list_contents(
     loader: Loader,
     best: "Best | None",
     average: "Average | None",
-    others: Alone,
+    others: NoOthers,
 ) -> list[Content]:
     """All that a run saves. The weights come first, because the average may begin with them."""
 

@@ -12,7 +12,7 @@ from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
-from torchtitan.observe.peers.alone import Alone
+from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.training.checkpoints.contents import Content, Tensors
 from torchtitan.training.checkpoints.resume import Start, describe_changes, plan_start
 
@@ -20,7 +20,7 @@ from torchtitan.training.checkpoints.resume import Start, describe_changes, plan
 class Checkpoints:
     """Finds the checkpoint when constructed. Call `restore` once the model exists."""
 
-    def __init__(self, config: Config, run_folder: Path, layout: str, tokens_per_step: int, watch: Alone) -> None:
+    def __init__(self, config: Config, run_folder: Path, layout: str, tokens_per_step: int, watch: NoWatch) -> None:
         self.section, self.run_folder, self.watch = config.checkpoint, run_folder, watch
         self.tokens_per_step = tokens_per_step
         self.tokens_offset = 0  # tokens of steps whose batches had another size

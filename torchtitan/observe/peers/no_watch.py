@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 
-class Alone:
+class NoWatch:
     """What the loop may say to its watch. A run of one process waits for nobody; `Watch` does more."""
 
     step = 0
@@ -20,7 +20,7 @@ class Alone:
         """Inside, this rank waits for its device, and so for the collectives that are queued there."""
         return nullcontext()
 
-    def __enter__(self) -> "Alone":
+    def __enter__(self) -> "NoWatch":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: TracebackType | None) -> None:
