@@ -12,7 +12,7 @@ from titan_planner.plan.choice import changed, to_text
 from titan_planner.plan.cluster import read_cluster
 from titan_planner.plan.search import Choice, Job, evaluate, moved
 from torchtitan.models.families import load_run
-from torchtitan.tools.dry_run.estimate import estimable, estimate
+from torchtitan.tools.dry_run.estimate import estimate
 
 pytestmark = pytest.mark.slow
 
@@ -70,24 +70,15 @@ def check(
     file = ["--job.config_file", str(ROOT / "train_configs/llama3_8b.toml"), "--validation.no_enable"]
     config, blueprint = load_run([*file, *MODELS[name], *sizes, "--training.global_batch_size", "64", *options], None)
     batch = choice.replicas * choice.dp * choice.microbatch * choice.microbatches * choice.passes
-    job = Job(
-        blueprint,
-        batch,
-        config.training.seq_len,
-        False,
-        False,
-        False,
-        lambda tp, cp: True,
-        {},
-        states=4.0 if options else 8.0,
-    )
+    given = (config.compile.model, False, False, lambda tp, cp: True, {})
+    job = Job(blueprint, batch, config.training.seq_len, *given, states=4.0 if options else 8.0)
     columns = {key: np.array([value]) for key, value in asdict(choice).items() if key != "recompute"}
     table = evaluate(job, read_cluster(ROOT / "clusters/h100_1x8.toml"), columns, choice.recompute)
     world = choice.pp * choice.replicas * choice.dp * choice.cp * choice.tp
     _, planned = to_text(changed(config, choice, job, table.counts), world)
     ranks = [0] if choice.pp == 1 else [0, world - world // choice.pp]
     for held, traffic, rank in zip(table.held, moved(job, table, 0), ranks, strict=True):
-        found = estimate(estimable(planned), blueprint, rank, world)
+        found = estimate(planned, blueprint, rank, world)
         assert traffic == {collective: size for collective, size in found.moved.items() if size}
         if not kinds:
             continue

@@ -159,7 +159,8 @@ def sizes_of(work: Work, layout: Layout) -> Sizes:
 
 def _backward(work: Work, layout: Layout) -> tuple[Number, Number, Number]:
     """Bytes of a layer that wait; what its backward adds at its fullest moment, and the gradients among that."""
-    kept, all_kept = work.layer.kept[layout.recompute], work.layer.kept["none"]
+    all_kept = work.layer.kept["none"] - (work.layer.kept.get("fused", 0) if layout.compiled else 0)
+    kept = all_kept if layout.recompute == "none" else work.layer.kept[layout.recompute]
     waits, gradient = np.asarray(-np.inf), np.asarray(0)
     for size, parameters in work.layer.working["none" if layout.recompute == "none" else "again"]:
         more = size + 2 * parameters > waits + gradient

@@ -11,7 +11,7 @@ from torchtitan.config.schema import Config
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.cut import fit
-from torchtitan.tools.dry_run.estimate import Estimate, derived, estimable, estimate, with_counts
+from torchtitan.tools.dry_run.estimate import Estimate, check_estimable, derived, estimate, with_counts
 
 FILLED = 0.9  # of a provider's memory
 
@@ -52,7 +52,8 @@ def form(
     Of a cluster that cannot be cut so, the smallest provider stays out.
     """
     alone = [*_place(args, "site-1"), "--parallelism.pipeline_parallel_degree", "1"]
-    whole = estimable(load_config([*options, *alone], 1, prog="swarm plan"))
+    whole = load_config([*options, *alone], 1, prog="swarm plan")
+    check_estimable(whole)
     one = estimate(whole, derived(whole, blueprint, 1), 0, 1, gpu=False)  # of a site of one provider, whichever it is
     why = ""
     for count in range(min(MOST_CLUSTERS, len(providers)), 0, -1):
@@ -104,10 +105,9 @@ def _site(
         if one.peak_bytes > limits[0] * 2**30:
             raise Refusal(f"{ordered[0].name} alone holds {limits[0]:.2f} GiB, and needs {one.peak_bytes / 2**30:.2f}")
         return Site(name, ordered, config, [one])
-    plain = estimable(config)
-    config, plain = (with_counts(each, fit(plain, blueprint, world)) for each in (config, plain))
-    known = derived(plain, blueprint, world)
-    return Site(name, ordered, config, [estimate(plain, known, rank, world, gpu=False) for rank in range(world)])
+    config = with_counts(config, fit(config, blueprint, world))
+    known = derived(config, blueprint, world)
+    return Site(name, ordered, config, [estimate(config, known, rank, world, gpu=False) for rank in range(world)])
 
 
 def _place(args: argparse.Namespace, name: str) -> list[str]:

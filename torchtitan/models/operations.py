@@ -76,7 +76,8 @@ class Exchange(Operation):
 class Block:
     operations: tuple[Operation, ...]
     parameters: Number  # of one tensor-parallel rank
-    kept: Mapping[str, Number] = field(default_factory=dict)  # bytes that wait for backward, by the mode of recompute
+    # Bytes that wait for backward, by the mode of recompute; "fused": those of "none" that a compiled layer drops.
+    kept: Mapping[str, Number] = field(default_factory=dict)
     replicated: Number = 0  # parameters that all tensor-parallel ranks hold, each with its own part of the gradient
     # Moments of backward, without and with recompute ("none", "again"): bytes beyond those that wait under "none" (or
     # fewer), and parameters that have a gradient by then.

@@ -83,7 +83,8 @@ def _kept(args: DecoderArgs, share: Share) -> dict[str, Any]:
         many = many + 2 * tokens * (heads + kv_heads) + row * (1 + args.n_kv_heads / args.n_heads)
     half = stream / tp + 2 * tokens * (2 * heads + kv_heads + hidden) + stream + row
     scattered = 2 * stream / tp * (tp > 1)
-    return {"none": many, "selective op": half + scattered, "full": stream / tp}
+    of_silu = 2 * tokens * hidden  # a compiled layer computes it once more
+    return {"none": many, "selective op": half + scattered, "full": stream / tp, "fused": of_silu}
 
 
 def _working(args: DecoderArgs, share: Share) -> dict[str, list[tuple[Any, Any]]]:

@@ -10,7 +10,7 @@ from torchtitan.models.spec import Blueprint, Part
 from torchtitan.models.stages import place_stages, plan_stages, stages_a_rank
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
-from torchtitan.tools.dry_run.estimate import Estimate, derived, estimable, estimate, with_counts
+from torchtitan.tools.dry_run.estimate import Estimate, check_estimable, derived, estimate, with_counts
 
 _ROUNDS = 10  # of cutting and estimating; two or three are usual
 _OF_PARAMETERS = ("parameters", "gradients", "optimizer")  # the kinds of memory that grow with them
@@ -32,7 +32,7 @@ def fit(config: Config, blueprint: Blueprint, world_size: int) -> list[int]:
             f"parallelism.pipeline_parallel_memory_gib has {len(limits)} numbers, but pipeline_parallel_degree is "
             f"{degree}; give {degree}, one a pipeline rank"
         )
-    config = estimable(config)
+    check_estimable(config)
     blueprint = derived(config, blueprint, world_size)
     parts, ranks = what_is_cut(config, blueprint)
     if len(parts) < len(ranks):

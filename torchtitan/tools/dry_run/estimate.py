@@ -30,7 +30,7 @@ from torchtitan.models.stages import plan_stages
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint
-from torchtitan.tools.dry_run.kernels import apply_gpu_attention, gpu_norms, real_biases
+from torchtitan.tools.dry_run.kernels import apply_compiled_swiglu, apply_gpu_attention, gpu_norms, real_biases
 from torchtitan.tools.dry_run.replay import Replay
 from torchtitan.training.assemble import lay_out_ranks
 from torchtitan.training.optimizer import make_states
@@ -53,8 +53,8 @@ class Estimate:
         return sum(self.peak.values())
 
 
-def estimable(config: Config) -> Config:
-    """Without the compiler. Refuses what a process without GPU and kernels cannot know the memory of."""
+def check_estimable(config: Config) -> None:
+    """Refuse what a process without GPU and kernels cannot know the memory of."""
     offload, mode = config.training.enable_cpu_offload, config.activation_checkpoint.mode
     for found, name, reason, fix in (
         (offload, "training.enable_cpu_offload = true", "the host's memory apart from the GPU's", "set it to false"),
@@ -63,14 +63,12 @@ def estimable(config: Config) -> Config:
     ):
         if found:
             raise Refusal(f"{name} cannot be estimated: a dry run does not know {reason}; {fix}")
-    if not config.compile.enable:
-        return config
-    return config.model_copy(
-        update={
-            "compile": config.compile.model_copy(update={"enable": False}),
-            "parallelism": config.parallelism.model_copy(update={"enable_async_tensor_parallel": False}),
-        }
-    )
+
+
+def _uncompiled(config: Config) -> Config:
+    compile_ = config.compile.model_copy(update={"enable": False})
+    parallelism = config.parallelism.model_copy(update={"enable_async_tensor_parallel": False})
+    return config.model_copy(update={"compile": compile_, "parallelism": parallelism})
 
 
 def estimate(
@@ -78,8 +76,10 @@ def estimate(
 ) -> Estimate:
     """Estimate one optimizer step of a rank, with all its local batches, on a GPU or on a CPU.
 
-    Only one of the blocks that do the same work runs. Without `replay` all run, which takes longer.
+    Only one of the blocks that do the same work runs. Without `replay` all run, which takes longer. Nothing is
+    compiled; of what a compiler does, the estimate knows that it recomputes the SiLU of a SwiGLU.
     """
+    is_compiled, config = config.compile.model, _uncompiled(config)
     blueprint = derived(config, blueprint, world_size)
     with ExitStack() as stack:
         stack.enter_context(_garbage_held())
@@ -93,6 +93,8 @@ def estimate(
             stack.enter_context(gpu_norms())
             for part in model.stages.values():
                 apply_gpu_attention(part)
+                if is_compiled:
+                    apply_compiled_swiglu(part)
         stack.enter_context(warnings.catch_warnings())
         # FSDP warns of views that a block may write to in place. Only fake collectives return such views.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -141,7 +143,7 @@ def derived(config: Config, blueprint: Blueprint, world_size: int) -> Blueprint:
     if blueprint.structure is not None:
         return blueprint
     with process_group(0, world_size):
-        return lay_out_ranks(config, blueprint, Place(0, 0, world_size), DEVICE).blueprint
+        return lay_out_ranks(_uncompiled(config), blueprint, Place(0, 0, world_size), DEVICE).blueprint
 
 
 def blank_batch(config: Config, blueprint: Blueprint, dp: int) -> Any:

@@ -13,6 +13,7 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchtitan.models.layers import FeedForward
 from torchtitan.parallel import context
 from torchtitan.parallel.context import GatheredAttention
 
@@ -56,6 +57,32 @@ def real_biases() -> Iterator[None]:
 
     with mock.patch.object(context, "causal_lower_right", without_modes):
         yield
+
+
+def apply_compiled_swiglu(model: nn.Module) -> None:
+    """Make each SwiGLU save what its compiled form does: backward computes the SiLU once more from its input."""
+    for module in model.modules():
+        if isinstance(module, FeedForward):
+            module.forward = partial(_swiglu, module)  # type: ignore[method-assign]
+
+
+def _swiglu(module: FeedForward, x: Tensor) -> Tensor:
+    product: Tensor = _FusedProduct.apply(module.w1(x), module.w3(x))
+    return module.w2(product)
+
+
+class _FusedProduct(torch.autograd.Function):
+    """silu(a) * b, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.empty_like(a)
+
+    @staticmethod
+    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return torch.empty_like(a), torch.empty_like(b)
 
 
 def apply_gpu_attention(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torchtitan.models.stages import StagePlan, plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.cut import fit
-from torchtitan.tools.dry_run.estimate import Estimate, can_replay, derived, estimable, estimate, with_counts
+from torchtitan.tools.dry_run.estimate import Estimate, can_replay, check_estimable, derived, estimate, with_counts
 from torchtitan.tools.dry_run.footprint import COLLECTIVES, KINDS
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -30,8 +30,8 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
             f"without torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
         )
     if config.compile.enable:
-        logger.info("the estimate ignores compile.enable = true; a compiled step may hold less memory")
-    config = estimable(config)
+        logger.info("of compile.enable = true the estimate knows what a SwiGLU saves; a compiled step may hold less")
+    check_estimable(config)
     blueprint = derived(config, blueprint, place.world_size)
     dims = plan_layout(config.parallelism, place.world_size)
     size = str(plan_batch(config.training, dims.dp).global_batch_size)
