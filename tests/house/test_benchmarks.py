@@ -91,10 +91,11 @@ def test_peers_that_cannot_run_or_fail_are_named_below_the_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(preset: str, options: list[str], warmup: int, profile: bool) -> dict[str, Any]:
-        return {"tokens_per_second": 300.0, "memory_gib": 1.0}
+        return {"tokens_per_second": 300.0 + 20 * len(options), "memory_gib": 1.0}
 
+    answer = {"step_seconds": [9] * 5 + [1, 1], "memory_gib": 2, "setting": "all of it", "dtype": "bfloat16"}
     works, fails = tmp_path / "works.py", tmp_path / "fails.py"
-    works.write_text('print(\'{"step_seconds": [9, 9, 9, 9, 9, 1, 1], "memory_gib": 2, "setting": "all of it"}\')')
+    works.write_text(f"print({json.dumps(answer)!r})")
     fails.write_text("raise MemoryError('no room')")
     answers = {"works": (str(works), [], {}), "fails": (str(fails), [], {}), "titan": ("titan.py", [], {})}
     monkeypatch.setattr(peers, "PEERS", answers)
@@ -108,7 +109,8 @@ def test_peers_that_cannot_run_or_fail_are_named_below_the_table(
     printed = capsys.readouterr().out
     assert "this recipe: 300 tokens/s, 1.00 GiB\nworks: 128 tokens/s, 2.00 GiB\nfails: MemoryError" in printed
     assert "| works | 128 | 2.34 | 2.00 GiB | 0.50 |" in printed
-    assert "works: all of it" in printed
+    assert "works: all of it\nthis recipe, all states in bfloat16: 380 tokens/s, 1.00 GiB\n" in printed
+    assert "works, beside that: 128 | 2.97 |" in printed
     assert "fails: MemoryError: no room" in printed
     assert "titan: trains on GPUs only" in printed
 

@@ -4,7 +4,9 @@
 
 Each peer runs with its own documented fast settings, in an environment under outputs/peers that the first run creates.
 With WHEELS set, as benchmarks/recipe/on_gpu.sh sets it, the peers run in this environment. The table shows medians over
-the repeats, and the median ratio of this recipe's figure to the peer's. Below are those that could not run, and why.
+the repeats, and the median ratio of this recipe's figure to the peer's. Below are those that could not run, and why. If
+a peer keeps weights, gradients and moments in bfloat16 where the preset does not, this recipe trains once more with the
+same.
 """
 
 import argparse
@@ -30,6 +32,7 @@ PEERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "torchtitan 0.2.2, compiled": ("titan.py", ["torchtitan==0.2.2", "torchao==0.18.0"], {}),
 }
 WARMUP = 5
+IN_BFLOAT16 = ["--training.dtype", "bfloat16", "--optimizer.moments_dtype", "bfloat16"]
 
 
 def why_not(name: str, config: Config, has_gpu: bool) -> str:
@@ -107,6 +110,7 @@ def main() -> None:
         set_up(*PEERS[name][:2])
     ours: list[dict[str, Any]] = []
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    alike: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for repeat in range(args.repeats):
         is_last = repeat == args.repeats - 1
         ours.append(measure(args.preset, [], WARMUP, profile=args.profile is not None and is_last))
@@ -117,6 +121,8 @@ def main() -> None:
                 print(f"{name}: {describe(seen[name][-1])}", flush=True)
                 if why := seen[name][-1].get("failed"):
                     absent[name] = why
+                elif seen[name][-1].get("dtype") == "bfloat16" != config.training.dtype:
+                    alike[name].append(measure(args.preset, IN_BFLOAT16, WARMUP, profile=False))
     print(f"\n{args.preset}, {args.repeats} runs of each in turn, {os.cpu_count()} cores\n")
     print("| | tokens/s | ours / theirs | peak memory | ours / theirs |\n| --- | --- | --- | --- | --- |")
     for name, runs in {"this recipe": ours, **seen}.items():
@@ -127,6 +133,9 @@ def main() -> None:
     for name, runs in seen.items():
         if setting := runs[-1].get("setting"):
             print(f"\n{name}: {setting}")
+        if alike[name] and name not in absent:
+            print(f"this recipe, all states in bfloat16: {describe(alike[name][-1])}")
+            print(f"{name}, beside that: {compare(alike[name], runs)}")
     if args.profile:
         publish(args.preset, [], ours[-1], args.profile)
     raise SystemExit(1 if set(absent) & set(peers) else 0)

@@ -126,6 +126,7 @@ def train(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "step_seconds": [(b - a) / (n - m) for (m, a), (n, b) in pairwise(ends) for _ in range(n - m)],
         "memory_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "dtype": dtype,
         "setting": f"states in {dtype}, activation_checkpoint.mode {recompute}",
     }
 

@@ -96,7 +96,7 @@ def served(home: Path, runs: Path, *options: str) -> Iterator[Served]:
         console.stop()
 
 
-def wait_for(look: Callable[[], object], seconds: float = 100) -> None:
+def wait_for(look: Callable[[], object], seconds: float = 250) -> None:
     end = time.monotonic() + seconds
     while not look():
         assert time.monotonic() < end

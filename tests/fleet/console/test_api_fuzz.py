@@ -141,7 +141,6 @@ def console(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-@pytest.mark.timeout(200)
 def test_no_made_request_ends_in_a_stack_or_harms_who_asks_next(console, seconds: int) -> None:
     running, said = console
     seen = attack(running, seconds, seed=5)

@@ -162,7 +162,6 @@ def test_two_runs_get_a_tag_are_overlaid_and_their_configurations_compared(page,
     page.locator("canvas").first.wait_for()
 
 
-@pytest.mark.timeout(200)
 def test_a_mistake_is_named_as_one_types_and_a_run_of_others_code_is_reviewed_started_and_read(page, code):
     """Its code is no recipe, and so starts at once; test_api.py starts the recipe and reads what it saved."""
     page.goto("/new")

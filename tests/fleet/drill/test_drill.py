@@ -40,6 +40,7 @@ def test_a_run_of_ones_own_that_saves_too_seldom_gets_an_interval_and_survives_t
     tmp_path: Path,
 ) -> None:
     short = ["--training.steps", "24", "--validation.freq", "12", "--checkpoint.interval", "24"]
+    short += ["--comm.train_timeout_seconds", "60"]  # beside other work a step may take 20 s
     said = drill(tmp_path, "--faults", "2", "--seed", "305", "--", *verb._SMALL, *short)
     assert "checkpoint.interval = 2, so that each fault has something to break" in said
     assert "nothing was lost: all tensors and records are the same to the bit" in said

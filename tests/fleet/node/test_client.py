@@ -55,7 +55,7 @@ class Heard:
 def liar(body: str, protocol: int = messages.PROTOCOL) -> Node:
     program = LIAR.format(root=str(ROOT), protocol=protocol, body=textwrap.indent(body, "    "))
     node = Node("liar", [sys.executable, "-c", program])
-    node.connect(20)
+    node.connect(100)
     return node
 
 
