@@ -32,7 +32,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "PP 2, ZBVZeroBubble": (2, PP | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}),
 }
 
-OFTEN = "one process, accumulating", "FSDP 2, recomputing", "PP 2, ZBVZeroBubble"
+OFTEN = "FSDP 2, recomputing", "PP 2, ZBVZeroBubble"
 
 
 @pytest.fixture(scope="module")

@@ -63,9 +63,7 @@ def run(command: str, clone: Path) -> subprocess.CompletedProcess[str]:
         environment[name] = value
     if words[0] == "./run_llama_train.sh" and words[1:] != ["--help"]:
         words[:1] = [sys.executable, "-m", "torchtitan.tools.start"]
-    # The sites that `swarm try` starts run where the package is: its own, in the clone.
-    call = subprocess.run if "swarm try" in command else started.run
-    return call(words, cwd=clone, env=environment, capture_output=True, text=True, timeout=280)
+    return started.run(words, cwd=clone, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -75,10 +73,8 @@ def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
         command = "python -m torchtitan check train_configs/llama3_8b.toml --world_size 8"
     if "check train_configs/llama3_8b.toml" in command:  # README downloads the tokenizer first
         shutil.copytree(ROOT / "tests/assets/tokenizer", clone / "assets/hf/Llama-3.1-8B", dirs_exist_ok=True)
-    if re.search("torchtitan (compare|console|download|drill)", command):
-        command += " --help"  # tests/recipe/tools/, tests/fleet/console/ and tests/fleet/drill/test_drill.py run them
-    elif "torchtitan swarm try" in command:
-        command += f" --sites 2 --steps 4 --every 2 -- {SHORT.partition(' ')[2].partition(' ')[2]}"
+    if re.search("torchtitan (compare|console|download|drill|swarm)", command):
+        command += " --help"  # tests/recipe/tools/ and tests/fleet run them
     elif "run_llama_train.sh" in command and not any(word in command for word in ("--help", "PRINT_ONLY")):
         command = f"{command.replace('--training.steps 20', '')} {SHORT}"
     command = re.sub(r"(^|\s)(\.venv/bin/)?python\b", rf"\1{sys.executable}", command)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from tests.ranks import Ranks
 from tests.recipe.distributed import cases
 from tests.recipe.distributed.test_any_model import keys
+from tests.recipe.distributed.test_layouts import seldom
 from tests.recipe.own_model import any_models
 from tests.tiny_runs import tiny_config
 from torchtitan.__main__ import main
@@ -89,7 +90,7 @@ def train_in_plain_torch(name: str, ranks_of_data: int, stages: int) -> tuple[li
     return losses, dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", seldom(LAYOUTS, ("FSDP 2", "PP 2 x FSDP 2")))
 def test_recompute_compiler_and_resume_leave_losses_and_state_as_in_plain_torch(
     ranks: Ranks, tmp_path: Path, layout: str
 ) -> None:
