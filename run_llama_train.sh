@@ -40,6 +40,4 @@ if [[ "${DOWNLOAD:-0}" != 0 && "${PRINT_ONLY:-${DRY_RUN:-0}}" == 0 ]]; then
   "$py" -m torchtitan.tools.hub.fetch "$DOWNLOAD" "${CONFIG_FILE:-train_configs/debug_model.toml}" "$@"
 fi
 if [[ "${PROBE:-0}" != 0 ]]; then exec "$py" -m torchtitan probe "$@"; fi
-module=tools.start
-if [[ "${PREFLIGHT:-0}" != 0 ]]; then module=launch.preflight.verb; fi
-exec "$py" -m "torchtitan.$module" "$@"
+exec "$py" -m torchtitan.tools.start "$@"

@@ -1,7 +1,6 @@
 """Starts this node's part of a run: reads what the launcher set, prints the command, and becomes that command.
 
-Nothing else here starts a run of several nodes. run_llama_train.sh comes here through tools/start.py, or
-launch/preflight/verb.py.
+Nothing else here starts a run of several nodes. run_llama_train.sh comes here through tools/start.py.
 """
 
 import os
@@ -157,9 +156,9 @@ def count_gpus(visible: str | None) -> int:
 
 
 def become(
-    plan: Callable[[int], NodeStart], check: Callable[[NodeStart, int], bool] = lambda start, gpus: True
+    plan: Callable[[int], NodeStart], is_ready: Callable[[NodeStart, int], bool] = lambda start, gpus: True
 ) -> None:
-    """Print the command that is planned for so many GPUs, and become it if `check`, such as a preflight, passes."""
+    """Print the command that is planned for so many GPUs, and become it if this node is ready."""
     try:
         gpus = count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
         start = plan(gpus)
@@ -171,7 +170,7 @@ def become(
             print(" ".join([*settings, shlex.join([python, *start.arguments])]), flush=True)
         if only_prints(os.environ):
             return
-        if not check(start, gpus):
+        if not is_ready(start, gpus):
             raise SystemExit(1)
     except Refusal as error:
         print(f"run_llama_train.sh: {error}", file=sys.stderr)

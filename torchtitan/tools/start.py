@@ -1,4 +1,4 @@
-"""Starts this node's part of a run as launch/start.py does, unless something is missing here that the run would need.
+"""Starts this node's part of a run as launch/start.py does, unless something is missing or a preflight finds a fault.
 
 run_llama_train.sh becomes this program, which prints each mistake once, before any rank exists.
 """
@@ -16,14 +16,18 @@ from torchtitan.models.families import plan_model
 from torchtitan.tools.check import what_is_missing
 
 
-def report_missing(start: NodeStart, _: int) -> bool:
-    """Print what is missing here; returns whether the run can start."""
+def is_ready(start: NodeStart, gpus: int) -> bool:
+    """Print what is missing here, and with PREFLIGHT what is wrong between the nodes; whether the run can start."""
     if start.config is None or start.node is None:
         return True
     missing = what_is_missing(start.config, writes=start.node.rank == 0 or start.node.num_nodes == 1)
     for one in missing:
         print(f"run_llama_train.sh: {one}", file=sys.stderr)
-    return not missing
+    if missing or os.environ.get("PREFLIGHT", "0") == "0":
+        return not missing
+    from torchtitan.launch.preflight.verb import nodes_are_ready
+
+    return nodes_are_ready(start, gpus)
 
 
 def with_cut(start: NodeStart) -> NodeStart:
@@ -41,7 +45,7 @@ def with_cut(start: NodeStart) -> NodeStart:
 
 
 def run(options: list[str]) -> None:
-    become(lambda gpus: with_cut(plan_start(os.environ, options, gpus, sys.stderr.isatty())), report_missing)
+    become(lambda gpus: with_cut(plan_start(os.environ, options, gpus, sys.stderr.isatty())), is_ready)
 
 
 if __name__ == "__main__":

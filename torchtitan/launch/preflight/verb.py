@@ -6,11 +6,10 @@ python -m torchtitan preflight              on each node, with the same variable
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 from torchtitan.launch.preflight import member
-from torchtitan.launch.start import NodeStart, become, count_gpus, plan_start
+from torchtitan.launch.start import NodeStart, count_gpus, plan_start
 
 HELP = "check that all nodes of a run can reach each other and are alike"
 
@@ -29,7 +28,3 @@ def nodes_are_ready(start: NodeStart, gpus: int) -> bool:
     if start.node is None or start.config is None:  # a dry run needs no nodes
         return True
     return member.run(start.node, start.config, {**os.environ, **start.settings}, gpus)
-
-
-if __name__ == "__main__":
-    become(lambda gpus: plan_start(os.environ, sys.argv[1:], gpus, sys.stderr.isatty()), nodes_are_ready)
