@@ -16,7 +16,7 @@ if __name__ == "__main__":  # Ctrl-C during the imports ends Python without a tr
 
 from torchtitan.config.load import to_toml, with_seed
 from torchtitan.config.schema import Config
-from torchtitan.hardware import EXIT_UNFINISHED, Place, end_with_launcher, read_place
+from torchtitan.hardware import EXIT_UNFINISHED, Place, end_with_launcher, has_launcher, read_place
 from torchtitan.models.families import load_run_or_exit, refuse_other_programs
 from torchtitan.models.spec import Blueprint
 from torchtitan.observe.log import logger, start_logging, wants_color
@@ -78,7 +78,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
     reporter = Reporter(run, watch, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
     validator = Validator(run, forward_backward, held_out, writer, checkpoints.best)
     sampler = build_sampler(run, forward_backward, writer)
-    interrupt = Interrupt(saves=config.checkpoint.enable and not config.checkpoint.load_only)
+    interrupt = Interrupt(config.checkpoint.enable and not config.checkpoint.load_only, has_launcher())
     profiler = run.profile(step, reporter.paused)
 
     gc.disable()  # a collection at a random moment on one rank makes all the others wait

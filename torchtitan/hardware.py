@@ -58,9 +58,14 @@ def read_place() -> Place:
     return Place(*map(int, given.values()))
 
 
+def has_launcher() -> bool:
+    """Whether torchrun started this rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def end_with_launcher() -> None:
     """Let Linux end this rank when the torchrun that started it is gone: nobody would watch the ranks."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if sys.platform == "linux" and has_launcher():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

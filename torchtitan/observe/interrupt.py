@@ -8,16 +8,17 @@ from types import FrameType
 
 from torchtitan.observe.log import logger
 
-# A cluster or a terminal signals every process, and torchrun forwards its own: what follows a signal within this time
-# is the same one. torchrun makes a SIGTERM of a second Ctrl-C.
+# What follows a signal within this time is the same one: a cluster signals every process, some of them twice.
 _ONE_WARNING_SECONDS = {signal.SIGINT: 0.5, signal.SIGTERM: 3.0, signal.SIGUSR1: 3.0}
+# torchrun passes its own signal on, on a busy machine late. It makes a SIGTERM of a second Ctrl-C.
+_PASSED_ON_SECONDS = 10.0
 
 
 class Interrupt:
     """Inside, the first signal only sets `asked`. A second signal that is no repeat of it ends the process at once."""
 
-    def __init__(self, saves: bool = True) -> None:
-        self.asked, self._repeats_end = "", 0.0
+    def __init__(self, saves: bool = True, has_launcher: bool = False) -> None:
+        self.asked, self._number, self._came_at, self._has_launcher = "", 0, 0.0, has_launcher
         self._then = "the run saves and ends after this step" if saves else "the run ends after this step, unsaved"
         again = "the same command goes on from here" if saves else "the same command begins anew"
         self.how_to_go_on = again + ("" if saves else "; with --checkpoint.enable it would go on")
@@ -37,9 +38,11 @@ class Interrupt:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.asked:
-            if time.monotonic() > self._repeats_end:
+            is_passed_on = self._has_launcher and number == self._number
+            same = _PASSED_ON_SECONDS if is_passed_on else _ONE_WARNING_SECONDS[signal.Signals(self._number)]
+            if time.monotonic() > self._came_at + same:
                 os._exit(128 + number)
             return
-        self._repeats_end = time.monotonic() + _ONE_WARNING_SECONDS[signal.Signals(number)]
+        self._number, self._came_at = number, time.monotonic()
         self.asked = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         logger.warning(f"{self.asked}: {self._then}; a second signal ends it at once")

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -432,21 +433,21 @@ def test_the_first_signal_logs_whether_the_run_will_be_saved(
 
 
 @pytest.mark.parametrize(
-    ("number", "again", "name"),
+    ("number", "again", "name", "has_launcher"),
     [
-        (signal.SIGTERM, signal.SIGTERM, "SIGTERM"),
-        (signal.SIGINT, signal.SIGINT, "Ctrl-C"),
-        (signal.SIGINT, signal.SIGTERM, "Ctrl-C"),  # what torchrun makes of a second Ctrl-C
+        (signal.SIGTERM, signal.SIGTERM, "SIGTERM", False),
+        (signal.SIGINT, signal.SIGINT, "Ctrl-C", False),
+        (signal.SIGINT, signal.SIGTERM, "Ctrl-C", True),  # what torchrun makes of a second Ctrl-C
     ],
 )
 def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warning(
-    number: int, again: int, name: str
+    number: int, again: int, name: str, has_launcher: bool
 ) -> None:
     program = (
         "import os, time\n"
         "from torchtitan.observe import interrupt\n"
         f"interrupt._ONE_WARNING_SECONDS[{number:d}] = 0.5\n"
-        "with interrupt.Interrupt() as asked:\n"
+        f"with interrupt.Interrupt(has_launcher={has_launcher}) as asked:\n"
         f"    os.kill(os.getpid(), {number:d}), os.kill(os.getpid(), {number:d})\n"
         "    print(asked.asked, flush=True)\n"
         "    time.sleep(0.6)\n"
@@ -455,3 +456,15 @@ def test_a_second_signal_ends_the_process_at_once_but_not_one_of_the_same_warnin
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (128 + again, f"{name}\n"), done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_torchrun_passes_on_late_is_the_same_one(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(interrupt, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(interrupt.os, "_exit", lambda code: pytest.fail(f"the process ended with {code}"))
+    with interrupt.Interrupt(has_launcher=True) as asked:
+        asked._note(number, None)
+        now[0] += 9
+        asked._note(number, None)
+    assert asked.is_asked()
