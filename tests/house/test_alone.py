@@ -52,7 +52,9 @@ def test_every_verb_that_remains_answers(alone: Path) -> None:
 def test_a_section_of_the_fleet_is_refused_by_its_name(alone: Path) -> None:
     (alone / "swarm.toml").write_text('[swarm]\nsyncer = "https://meet.example.org:29700"\n')
     done = run(alone, sys.executable, "-m", "torchtitan", "check", "swarm.toml")
-    assert done.returncode and "[swarm]: titan_fleet reads it, and it or titan_planner, which it needs" in done.stderr
+    assert (
+        done.returncode and "[swarm] needs titan_fleet/ and titan_planner/ beside torchtitan/; add them" in done.stderr
+    )
 
 
 def test_the_fleet_without_the_planner_is_as_if_it_were_not_there(alone: Path) -> None:

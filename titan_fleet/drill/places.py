@@ -51,7 +51,8 @@ class ObjectStore(ThisMachine):
             raise Refusal("an object store's stand-in needs packages: pip install 'moto[s3]' flask flask-cors s3fs")
         self.server = subprocess.Popen([sys.executable, "-c", _MOTO], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert self.server.stdout
-        port = int(self.server.stdout.readline())
+        if not (port := self.server.stdout.readline().strip().decode()):
+            raise Refusal("moto, the object store's stand-in, does not start; `python -m moto.server` shows why")
         os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_MAX_ATTEMPTS": "1"}
         os.environ |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
         import s3fs

@@ -1,8 +1,9 @@
 """Sites of a swarm out of unlike providers: clusters that each hold the model, as pipelines cut to their memory."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from titan_planner.places.ravnest import MOST_CLUSTERS, Provider, spread
 from titan_planner.places.swarm import BYTES
@@ -61,7 +62,8 @@ def form(
         try:
             for number, members in enumerate(spread(providers, count, one.peak_bytes / 2**20 / FILLED)):
                 own = ["--swarm.sites", str(count), "--swarm.quorum", str(min(2, count))]
-                sites.append(_largest(f"site-{number + 1}", members, blueprint, [*options, *own], args, one))
+                name, asked = f"site-{number + 1}", [*options, *own]
+                sites.append(_largest(members, partial(_site, name, blueprint, asked, args, one)))
         except (ConfigError, Refusal) as refusal:
             why = f"{count} sites: {refusal}"
             continue
@@ -69,30 +71,23 @@ def form(
     raise Refusal(f"the model does not fit these {len(providers)} providers. {why}")
 
 
-def _largest(
-    name: str,
-    members: Sequence[Provider],
-    blueprint: Blueprint,
-    options: Sequence[str],
-    args: argparse.Namespace,
-    one: Estimate,
-) -> Site:
+def _largest(members: Sequence[Provider], form_site: Callable[[Sequence[Provider]], Site]) -> Site:
     ordered = sorted(members, key=lambda provider: -provider.megabytes)
     for count in range(len(ordered), 1, -1):
         try:
-            return _site(name, ordered[:count], blueprint, options, args, one)
+            return form_site(ordered[:count])
         except Refusal:
             continue
-    return _site(name, ordered[:1], blueprint, options, args, one)
+    return form_site(ordered[:1])
 
 
 def _site(
     name: str,
-    members: Sequence[Provider],
     blueprint: Blueprint,
     options: Sequence[str],
     args: argparse.Namespace,
     one: Estimate,
+    members: Sequence[Provider],
 ) -> Site:
     ordered = sorted(members, key=lambda provider: (-provider.megabits, -provider.megabytes))
     limits = [FILLED * provider.megabytes / 1024 for provider in ordered]

@@ -14,8 +14,7 @@ def describe(problem: Any) -> str:
         table = isinstance(problem["input"], dict)
         if name in OTHERS:
             reader = OTHERS[name].partition(".")[0]
-            absent = f"{reader} reads it, and it or titan_planner, which it needs, is not here"
-            return f"[{name}]: {absent}; add it, or remove the section"
+            return f"[{name}] needs {reader}/ and titan_planner/ beside torchtitan/; add them, or remove the section"
         shown = f"[{name}]" if table else f"{name} = {as_json(problem['input'])}"
         return f"{shown}: unknown {'section' if table else 'key'}{_nearest(name, table)}"
     if problem["type"] in ("model_type", "model_attributes_type"):

@@ -77,7 +77,7 @@ def estimate(
     """Estimate one optimizer step of a rank, with all its local batches, on a GPU or on a CPU.
 
     Only one of the blocks that do the same work runs. Without `replay` all run, which takes longer. Nothing is
-    compiled; of what a compiler does, the estimate knows that it recomputes the SiLU of a SwiGLU.
+    compiled, but with `compile.enable` each SwiGLU saves what a compiled one does.
     """
     is_compiled, config = config.compile.model, _uncompiled(config)
     blueprint = derived(config, blueprint, world_size)

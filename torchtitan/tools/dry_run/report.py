@@ -30,7 +30,9 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
             f"without torchrun, as WORLD_SIZE={place.world_size} python train.py ..."
         )
     if config.compile.enable:
-        logger.info("of compile.enable = true the estimate knows what a SwiGLU saves; a compiled step may hold less")
+        logger.info(
+            "compile.enable = true: the estimate counts what a compiled SwiGLU saves; a step may hold still less"
+        )
     check_estimable(config)
     blueprint = derived(config, blueprint, place.world_size)
     dims = plan_layout(config.parallelism, place.world_size)

@@ -134,7 +134,7 @@ def _place(parameter: Tensor, begin: int, merges: bool, piece: Tensor) -> tuple[
 def _numbers(shard: Tensor, place: Tensor) -> Tensor:
     """The index of each element in the flattened whole parameter, as int32 that may wrap around.
 
-    `place` is a tensor, because torch 2.11 makes int64 of an int32 times a size that a kernel is told when it starts.
+    torch 2.11 computes an int32 times an integer argument in int64, so the caller passes `place` as an int32 tensor.
     """
     numbers = torch.zeros((), dtype=torch.int32, device=shard.device)
     for dim, length in enumerate(shard.shape):
