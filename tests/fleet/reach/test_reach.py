@@ -211,8 +211,7 @@ def test_a_node_that_is_killed_ends_the_run_with_a_sentence_and_is_found_again(
     first = tmp_path / "run.zurich"
     try:
         wait_until(lambda: "step" in first.read_text(), first.read_text)
-        for pid in network.world.processes("kyoto"):
-            network.world.run("kyoto", "kill", "-9", str(pid), check=False)
+        network.world.lose_power("kyoto", ranks[1].pid)
         said = "zurich - kyoto: kyoto has not answered for 22 s"
         wait_until(lambda: said in network.log("zurich"), lambda: network.log("zurich"))
         wait_until(lambda: f"Read error [{ADDRESS['kyoto']}]" in first.read_text(), first.read_text)
@@ -222,7 +221,7 @@ def test_a_node_that_is_killed_ends_the_run_with_a_sentence_and_is_found_again(
             rank.kill()
             rank.wait()
         network.join("kyoto")
-    wait_until(lambda: network.answers("zurich", "kyoto") and network.answers("kyoto", "lima"))
+        wait_until(lambda: network.answers("zurich", "kyoto") and network.answers("kyoto", "lima"))
 
 
 def test_at_the_end_nothing_is_left(network: Network) -> None:

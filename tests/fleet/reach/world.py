@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -222,6 +223,14 @@ class World:
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 if b"torchtitan\0reach" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, number)
+
+    def lose_power(self, node: str, rank: int) -> None:
+        """Kills the network's processes before the rank, which would else end its connections in good order."""
+        while others := [pid for pid in self.processes(node) if pid != rank]:
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(pid, signal.SIGKILL)
+        os.kill(rank, signal.SIGKILL)
 
     def stop(self) -> None:
         for node in ("meet", *NAMES):
