@@ -18,6 +18,7 @@ from titan_planner.places.network import Network, is_unlike, read_cluster_networ
 from titan_planner.places.pipelines import Load, Pipelines
 from titan_planner.places.placement import FixedPipeline
 from titan_planner.places.ravnest import Provider, ravnest_cost, rewarded_cost
+from titan_planner.places.swarm import loss_of_meeting
 from titan_planner.places.unlike import traffic
 from titan_planner.places.verb import load_of
 from titan_planner.plan.like import job_of
@@ -298,6 +299,10 @@ def test_regions_are_planned_as_sites_with_what_their_lines_cost(
     seconds = float(re.search(r"bfloat16 ([\d.]+)", line)[1])  # type: ignore[index]
     assert seconds == pytest.approx(2 * 16 * parameters / 1e5 + 4 * 0.18, rel=0.01)  # there and back, 4 fragments
     assert "swarm.every = 100 is too few for bfloat16" in said and "Bonn's line alone asks for every >=" in said
+    assert "loss: more than +3.7% beside one run with the same tokens" in said and "meetings planned: 1" in said
+    assert [loss_of_meeting(size)[1] for size in (8_000_000, 35_000_000, 10**9, 10**10)] == pytest.approx(
+        [0.037, 0.026, 0.012, 0.012]
+    )  # as published
     for cluster, region, says in (
         (tmp_path / "sites.toml", "Rome", "--swarm Rome is no region of the file; use one of Ohio, Bonn"),
         (ROOT / "clusters/cpu_1x2.toml", "here", "--swarm here needs a file of regions"),

@@ -18,6 +18,8 @@ from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.008, "int4": 0.508}  # a parameter and direction, as measured
+# What a well tuned DiLoCo loses at 4 sites beside one run with the same tokens, by parameters (arXiv:2503.09799).
+PUBLISHED_LOSS = ((8e6, 0.037), (35e6, 0.026), (1e9, 0.012))
 LEAST_SHARE = 0.05  # of the tokens; a site that brings less costs more care than it is worth
 _STEPS = 1000  # of the search of one site's layout
 
@@ -80,7 +82,7 @@ def section_of(config: Config) -> Any:
     return section
 
 
-def text(sites: Sequence[Site], config: Config, syncer: str, together: float) -> list[str]:
+def text(sites: Sequence[Site], config: Config, syncer: str, together: float, parameters: int) -> list[str]:
     """`together`: tokens a second of one run on all nodes; 0 if none fits."""
     section, training = section_of(config), [site for site in sites if site.layout]
     if not training:
@@ -107,7 +109,23 @@ def text(sites: Sequence[Site], config: Config, syncer: str, together: float) ->
         f"  swarm.every = {section.every} {fits}; {section.codec} in {section.fragments} fragments needs every >= "
         f"{every} and delay >= {delay}"
     )
-    return [*lines, *_advice(training, total, section.codec, every)]
+    return [*lines, _loss(config, parameters), *_advice(training, total, section.codec, every)]
+
+
+def loss_of_meeting(parameters: int) -> tuple[str, float]:
+    """Share that is lost: between the published sizes a line through the logarithms, beyond them a bound."""
+    sizes, losses = np.log(PUBLISHED_LOSS).T
+    size = math.log(parameters)
+    bound = "more than " if size < sizes[0] else "at most " if size > sizes[-1] else ""
+    return bound, math.exp(np.interp(size, sizes, losses))
+
+
+def _loss(config: Config, parameters: int) -> str:
+    bound, share = loss_of_meeting(parameters)
+    return (
+        f"  loss: {bound}{share:+.1%} beside one run with the same tokens, as published for 4 sites and tuned rates "
+        f"(arXiv:2503.09799); meetings planned: {config.training.steps // section_of(config).every}"
+    )
 
 
 def _advice(training: Sequence[Site], total: float, codec: str, every: int) -> list[str]:

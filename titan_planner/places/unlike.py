@@ -77,7 +77,8 @@ class Unlike:
         """The regions as sites of a swarm, beside the best single run."""
         sites = sites_of(self.network, self.config, self.job.blueprint, options, syncer, self.seed)
         tokens = self.job.global_batch * self.job.seq_len
-        return swarm_text(sites, self.config, syncer, tokens / self.seconds() if self.found else 0.0)
+        together = tokens / self.seconds() if self.found else 0.0
+        return swarm_text(sites, self.config, syncer, together, self.job.blueprint.num_parameters)
 
     def seconds(self) -> float:
         return self.found[0].plan.seconds
