@@ -76,8 +76,9 @@ class Swarm(OtherSection):
     outer_lr: PositiveFloat = 0.7
     """Learning rate of the outer step of `diloco`. Not in torchtitan."""
 
-    outer_momentum: Fraction = 0.9
-    """Momentum of the outer step of `diloco`. Not in torchtitan."""
+    outer_momentum: Fraction = 0.6
+    """Momentum of the outer step of `diloco`. The anchor moves outer_lr / (1 - outer_momentum) times as far as sites
+    do, so a larger one needs a lower `optimizer.lr` and hundreds of meetings. Not in torchtitan."""
 
     mix: Fraction = 0.0
     """How much of a site's weights stays when the merged ones arrive. With 0 the site takes the merged ones, and what

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 UNUSUAL = 10  # times the usual norm
 NORMS_KEPT = 16
+FAR, MEETINGS = 3.0, 1000  # an outer step of 7 times the sites' way, as published, suits long runs (docs/log.md)
 
 
 class Answer(NamedTuple):
@@ -37,6 +38,17 @@ def is_usual(norm: float, usual: Sequence[float]) -> Answer:
             False, f"its difference has the norm {norm:.3g}, {norm / middle:.0f} times the usual {middle:.3g}"
         )
     return Answer(True, f"norm {norm:.3g}")
+
+
+def goes_far(method: str, rate: float, momentum: float, meetings: int) -> Answer:
+    """Whether the outer step is too long for a run of so few meetings."""
+    way = 1.0 if method == "average" else rate / max(1 - momentum, 1e-9)
+    return Answer(
+        way > FAR and meetings < MEETINGS,
+        f"{meetings} meetings are planned, and the outer step goes {way:.3g} times as far as the sites (swarm.outer_lr "
+        "/ (1 - swarm.outer_momentum)); in trials of 90 and 300 meetings such a swarm learned less than a site alone: "
+        'use outer_momentum = 0.6 or method = "average", or a lower optimizer.lr',
+    )
 
 
 def shares(tokens: Mapping[str, int]) -> dict[str, float]:

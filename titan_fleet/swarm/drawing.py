@@ -1,9 +1,11 @@
-"""Draws a site's run over time, as SVG: when it trained, when each fragment travelled, when the site waited for one."""
+"""Draws as SVG a site's run over time (when it trained, waited, when each fragment travelled), and losses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
+
+from torchtitan.observe.curve import nice_ticks
 
 WIDTH, LANE, LEFT, TOP = 1000, 22, 110, 40
 TRAINING, TRAVELLING, WAITING = "#7fb77e", "#6f9ed8", "#d96c5f"
@@ -51,3 +53,37 @@ def draw(file: Path, title: str, num_fragments: int, trips: Sequence[Trip], tota
             f'<rect x="{x}" y="9" width="10" height="10" fill="{color}"/><text x="{x + 14}" y="18">{name}</text>'
         )
     file.write_text("\n".join([*lines, "</svg>"]) + "\n", encoding="utf-8")
+
+
+def draw_losses(file: Path, title: str, below: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """A line each; one that ends early goes on dashed, at what it reached."""
+    points = [point for line in lines.values() for point in line]
+    xs, ys = nice_ticks(0, max(x for x, _ in points)), nice_ticks(min(y for _, y in points), max(y for _, y in points))
+    width, height = 560, 280
+
+    def place(x: float, y: float) -> str:
+        return f"{60 + width * x / xs[-1]:.1f},{TOP + height * (ys[-1] - y) / (ys[-1] - ys[0]):.1f}"
+
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 370" font-family="sans-serif" font-size="12">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="60" y="22" font-size="14">{escape(title)}</text>',
+        f'<text x="{60 + width / 2:.0f}" y="{TOP + height + 40}" text-anchor="middle">{escape(below)}</text>',
+    ]
+    for tick in ys:
+        y = place(0, tick).split(",")[1]
+        parts.append(f'<line x1="60" x2="{60 + width}" y1="{y}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="52" y="{y}" dy="4" text-anchor="end">{tick:.6g}</text>')
+    for tick in xs:
+        x = place(tick, ys[0]).split(",")[0]
+        parts.append(f'<text x="{x}" y="{TOP + height + 18}" text-anchor="middle">{tick:.6g}</text>')
+    colors, beneath = dict(zip(lines, (WAITING, "#555555", TRAVELLING), strict=True)), 0.0
+    for name, line in sorted(lines.items(), key=lambda item: -item[1][-1][1]):
+        last, value = line[-1]
+        curve = " ".join(place(*point) for point in line)
+        (x, y), end = place(last, value).split(","), place(max(x for x, _ in points), value).split(",")[0]
+        parts.append(f'<polyline points="{curve}" fill="none" stroke="{colors[name]}" stroke-width="2"/>')
+        parts.append(f'<line x1="{x}" x2="{end}" y1="{y}" y2="{y}" stroke="{colors[name]}" stroke-dasharray="4 4"/>')
+        beneath = max(float(y), beneath + 15)  # names of lines that end close together
+        place_of_name = f'x="{end}" y="{beneath:.1f}" dx="8" dy="4" fill="{colors[name]}"'
+        parts.append(f"<text {place_of_name}>{escape(name)} {value:.3f}</text>")
+    file.write_text("\n".join([*parts, "</svg>"]) + "\n", encoding="utf-8")

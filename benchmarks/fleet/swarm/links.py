@@ -5,11 +5,15 @@
 
 Runs at each site of netem; that of the region syncer serves. A step takes 0.5 s and little processor (slow_step.py), so
 that the sites do not share the cores of this machine. 8.4M parameters, int8, four fragments, every 50 steps.
+
+With --text the sites train train_configs/swarm_debug.toml, and print the loss that `swarm try --sites 4` compares with
+one run's. With --faults the third site is killed for a third of the run, and the fourth stands still half of the time.
 """
 
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -19,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_fleet.swarm.certificates import make
+from torchtitan.observe.curve import read_losses
 from torchtitan.root import ROOT
 
 RUN = """
@@ -55,34 +60,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--delay", type=int, default=8)
+    parser.add_argument("--text", action="store_true", help="train the debug model of swarms")
+    parser.add_argument("--faults", action="store_true", help="kill a site for a third of the run, and slow one down")
     args = parser.parse_args()
     out, own, count = args.out.absolute(), os.environ["SITE"], int(os.environ["NNODES"]) - 1
     if own == SYNCER:
         serve(out, args, count)
         return
     await_file(out / "ready")
-    alone = train(out / f"{own}-alone", out, args.steps // 2, [])
+    alone = train(out / f"{own}-alone", out, args, args.steps // 2, [])
     link = ["--swarm.syncer", f"https://{SYNCER}:{PORT}", "--swarm.site", own, "--swarm.keys", str(out / "keys" / own)]
     (out / f"{own}.alone").touch()
     while len(list(out.glob("*.alone"))) < count:
         time.sleep(0.2)
-    together = train(out / own, out, args.steps, link)
+    fault = ("", "", "killed", "slow")[int(os.environ["NODE_RANK"]) - 1] if args.faults else ""
+    together = train(out / own, out, args, args.steps, [*link, "--checkpoint.enable"], fault)
     meetings = [json.loads(line) for line in (out / own / "swarm.jsonl").read_text().splitlines()]
     seconds = statistics.median(meeting["seconds"] for meeting in meetings)
     waited = sum(meeting["waited_seconds"] for meeting in meetings[:-4])  # the last four are the end's
     print(
         f"{own}: alone {alone:.3f} steps/s, in the swarm {together:.3f}, ratio {together / alone:.3f}; {len(meetings)} "
         f"meetings of {meetings[0]['bytes_up'] / 1e6:.2f} MB up, median {seconds:.1f} s, {waited:.1f} s waited in all, "
-        f"of all sites: {statistics.mean(meeting['participation'] for meeting in meetings):.2f}",
+        f"of all sites: {statistics.mean(meeting['participation'] for meeting in meetings):.2f}{loss_of(out / own)}",
         flush=True,
     )
     (out / f"{own}.done").touch()
 
 
 def serve(out: Path, args: argparse.Namespace, count: int) -> None:
-    names = [line.split()[-1] for line in Path("/etc/hosts").read_text().splitlines() if line.startswith("10.77.")]
-    make(out / "keys", [SYNCER], [name for name in names if name != SYNCER])
-    (out / "train.toml").write_text(RUN.format(sites=count, every=args.every, delay=args.delay))
+    make(out / "keys", [SYNCER], sites())
+    (out / "train.toml").write_text(configuration(args, count))
     words = ["-m", "torchtitan", "swarm", "serve", out / "train.toml", "--keys", out / "keys/syncer", "--out"]
     syncer = launch([*words, out / "swarm", "--port", PORT], out / "syncer.log")
     await_port(SYNCER, PORT)
@@ -93,22 +100,51 @@ def serve(out: Path, args: argparse.Namespace, count: int) -> None:
     syncer.wait()
 
 
-def train(folder: Path, out: Path, steps: int, link: Sequence[str]) -> float:
+def configuration(args: argparse.Namespace, count: int) -> str:
+    if not args.text:
+        return RUN.format(sites=count, every=args.every, delay=args.delay)
+    text = (ROOT / "train_configs/swarm_debug.toml").read_text()
+    return f"{text}\n[swarm]\nsites = {count}\nquorum = 2\nevery = {args.every}\ndelay = {args.delay}\n"
+
+
+def train(
+    folder: Path, out: Path, args: argparse.Namespace, steps: int, options: Sequence[str], fault: str = ""
+) -> float:
     """Steps a second, without the first few and without the end."""
-    words = [
-        "train.py",
-        "--job.config_file",
-        out / "train.toml",
-        "--training.steps",
-        steps,
-        "--job.dump_folder",
-        folder,
-    ]
-    code = launch([*words, *link], folder.with_suffix(".log")).wait()
-    if code:
-        sys.exit(f"the training ended with {code}; {folder.with_suffix('.log')} says why")
+    words = ["train.py", "--job.config_file", out / "train.toml", "--training.steps", steps, "--job.dump_folder"]
+    words += [folder, "--metrics.log_freq", 1, *options]
+    run, log = launch(words, folder.with_suffix(".log")), folder.with_suffix(".log")
+    if fault == "killed":
+        while step_of(folder) < steps // 3:
+            time.sleep(0.1)
+        run.kill()
+        first = next(path for path in (out / name for name in sites()) if path != folder)
+        while step_of(first) < 2 * steps // 3:
+            time.sleep(0.1)
+        run = launch(words, log)
+    while fault == "slow" and run.poll() is None:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            run.send_signal(number)
+            time.sleep(0.25)
+    if code := run.wait():
+        sys.exit(f"the training ended with {code}; {log} says why")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][5:-1]
     return len(lines) / sum(line["step_seconds"] for line in lines)
+
+
+def sites() -> list[str]:
+    names = [line.split()[-1] for line in Path("/etc/hosts").read_text().splitlines() if line.startswith("10.77.")]
+    return [name for name in names if name != SYNCER]
+
+
+def step_of(folder: Path) -> int:
+    points = read_losses(folder / "metrics.jsonl", "loss")
+    return points[-1][0] if points else 0
+
+
+def loss_of(folder: Path) -> str:
+    points = read_losses(folder / "validation.jsonl", "validation_loss")
+    return f", loss of held-out text {points[-1][1]:.4f}" if points else ""
 
 
 def launch(words: Sequence[object], log: Path) -> "subprocess.Popen[bytes]":

@@ -33,6 +33,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     import resource
 
     from titan_fleet.swarm.certificates import sites_of
+    from titan_fleet.swarm.decide import goes_far
     from titan_fleet.swarm.identity import shared
     from titan_fleet.swarm.syncer.door import MOST_DESCRIPTORS
     from titan_fleet.swarm.syncer.server import Server
@@ -56,6 +57,11 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     section = swarm_of(config)
     syncer = Syncer(out, section, shared(config), config.debug.seed, lambda: sites_of(keys))
     (out / CONFIG).write_text(to_toml(config), encoding="utf-8")  # for swarm export
+    if section.every_seconds is None:
+        meetings = config.training.steps // section.every
+        far = goes_far(section.method, section.outer_lr, section.outer_momentum, meetings)
+        if far.yes:
+            logger.warning(far.why)
     logger.info(f"swarm {syncer.run} at port {args.port}: up to {section.sites} sites, in {args.out}")
     with lock:
         Server(syncer, keys).build(args.host, args.port).run()
