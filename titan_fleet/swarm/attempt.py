@@ -109,7 +109,7 @@ def compare(trial: Trial) -> dict[str, Any]:
         for name in ("single", "alone", *trial.names):
             joins = ["--swarm.syncer", f"https://127.0.0.1:{port}", "--swarm.site", name]
             joins += ["--swarm.keys", out / "keys" / name]
-            words = [ROOT / "train.py", *common, *trial.of(name), "--job.dump_folder", out / name]
+            words: list[Any] = [ROOT / "train.py", *common, *trial.of(name), "--job.dump_folder", out / name]
             # The one run has as much to do as all sites together, so they leave it a core.
             runs[name] = _start(words + joins * (name in trial.names), out / f"{name}.log", name != "single")
         _wait(trial, runs, syncer)
