@@ -107,9 +107,9 @@ def compare(trial: Trial) -> dict[str, Any]:
     common: list[Any] = ["--job.config_file", ROOT / CONFIG, "--validation.freq", max(1, trial.steps // 10)]
     try:
         for name in ("single", "alone", *trial.names):
-            joins = ["--swarm.syncer", f"https://127.0.0.1:{port}", "--swarm.site", name]
+            joins: list[Any] = ["--swarm.syncer", f"https://127.0.0.1:{port}", "--swarm.site", name]
             joins += ["--swarm.keys", out / "keys" / name]
-            words: list[Any] = [ROOT / "train.py", *common, *trial.of(name), "--job.dump_folder", out / name]
+            words = [ROOT / "train.py", *common, *trial.of(name), "--job.dump_folder", out / name]
             # The one run has as much to do as all sites together, so they leave it a core.
             runs[name] = _start(words + joins * (name in trial.names), out / f"{name}.log", name != "single")
         _wait(trial, runs, syncer)
