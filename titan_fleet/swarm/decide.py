@@ -1,5 +1,6 @@
 """What the syncer decides, as functions of what it knows. Each returns a reason, which the log shows."""
 
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -26,13 +27,17 @@ def is_due(arrived: Mapping[str, float], present: Collection[str], quorum: int, 
     return Answer(True, f"{len(arrived)} of {len(present)} sites; {', '.join(missing)} did not come within {grace:g} s")
 
 
-def is_usual(norm: float, usual: Sequence[float]) -> Answer:
-    """Whether a difference of this norm may count, after those of these norms."""
+def is_usual(norm: float, usual: Sequence[float], others: Sequence[float] = ()) -> Answer:
+    """Whether a difference of this norm may count, after those of these norms, beside the other sites' of the meeting.
+
+    If the others' have grown as well, as when the learning rate warms up, nothing is unusual.
+    """
     if norm != norm or norm == float("inf"):
         return Answer(False, "its difference is not finite")
     if len(usual) < 4:
         return Answer(True, "few differences so far")
-    middle = statistics.median(usual)
+    finite = [other for other in others if math.isfinite(other)]
+    middle = max(statistics.median(usual), statistics.median(finite) if finite else 0.0)
     if norm > UNUSUAL * middle > 0:
         return Answer(
             False, f"its difference has the norm {norm:.3g}, {norm / middle:.0f} times the usual {middle:.3g}"

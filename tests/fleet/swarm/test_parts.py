@@ -133,6 +133,13 @@ def test_shares_follow_tokens_and_unusual_differences_are_left_out_by_name():
     assert decide.is_usual(1e9, [1.0, 1.0]).yes  # too few to judge by
     assert decide.is_usual(30.0, [1.0, 2.0, 3.0, 4.0, 5.0]) == (True, "norm 30")
     assert "has the norm 31, 10 times the usual 3" in decide.is_usual(31.0, [1.0, 2.0, 3.0, 4.0, 5.0]).why
+    warming_up = [0.09, 0.09, 0.1, 0.1]  # all sites went further since; one of them far too far
+    assert [
+        decide.is_usual(norm, warming_up, others).yes for norm, others in ((2.1, [2.0, 2.2]), (30.0, [2.0, 2.2]))
+    ] == [
+        True,
+        False,
+    ]
     assert [decide.goes_far("diloco", 0.7, 0.9, n).yes for n in (999, 1000)] == [True, False]
     assert not decide.goes_far("diloco", 0.7, 0.6, 9).yes and not decide.goes_far("average", 0.7, 0.9, 9).yes
     assert "the outer step goes 7 times as far as the sites" in decide.goes_far("diloco", 0.7, 0.9, 9).why

@@ -79,7 +79,7 @@ def test_a_meeting_weighs_by_tokens_and_everyone_gets_the_same(folder):
         travels = met(carried(first, 1.0, tokens=300), carried(second, -1.0, tokens=100))
         assert {tuple(t.about["counted"].items()) for t in travels} == {(("site-0", 10), ("site-1", 10))}
         assert travels[0].payload == travels[1].payload
-        assert syncer.fragments[0].anchor[0][0, 0].item() == pytest.approx(1 - 0.7 * 1.9 * 0.5)
+        assert syncer.fragments[0].anchor[0][0, 0].item() == pytest.approx(1 - 0.7 * 1.6 * 0.5)
         assert syncer.status()["sites"]["site-0"]["tokens"] == 300
 
 

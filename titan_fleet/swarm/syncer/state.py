@@ -126,7 +126,10 @@ class FragmentState:
     def merge(self, why: str) -> Meeting:
         complete = {site: self.arriving[site] for site in sorted(self.arrived())}
         norms = {site: self._norm(each) for site, each in complete.items()}
-        answers = {site: is_usual(norm, self.norms) for site, norm in norms.items()}
+        answers = {
+            site: is_usual(norm, self.norms, [other for name, other in norms.items() if name != site])
+            for site, norm in norms.items()
+        }
         counted = {site: each for site, each in complete.items() if answers[site].yes}
         rejected = {site: (complete[site].step, answers[site].why) for site in complete if site not in counted}
         share = shares({site: each.tokens for site, each in counted.items()}) if counted else {}
