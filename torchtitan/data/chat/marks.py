@@ -80,11 +80,13 @@ class Marks:
                 marked[key] = put(marked[key])
         for part in marked["content"] if isinstance(marked.get("content"), list) else []:
             part["text"] = put(part["text"])
-        for call in marked["tool_calls"] if isinstance(marked.get("tool_calls"), list) else []:
-            function = call.get("function", call) if isinstance(call, dict) else {}
-            before, function["arguments"] = str(function.get("arguments")), _each_text(function.get("arguments"), put)
-            if str(function["arguments"]) == before and isinstance(function.get("name"), str):
-                function["name"] = put(function["name"])  # a call without a text among its arguments
+        for call in marked.get("tool_calls") or []:
+            called = call.get("function", call)
+            arguments = _each_text(called.get("arguments"), put)
+            if arguments != called.get("arguments"):
+                called["arguments"] = arguments
+            elif isinstance(called.get("name"), str):  # no text among its arguments
+                called["name"] = put(called["name"])
         return marked
 
 

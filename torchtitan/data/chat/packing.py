@@ -15,7 +15,7 @@ from torchtitan.data.packing import Packed, Packer
 from torchtitan.data.stream import Stream
 from torchtitan.models.spec import IGNORED
 
-NUM_WAITING = 16  # documents of a stream that wait for their place; a resumed run reads them again
+NUM_WAITING = 32  # documents of a stream that wait for their place; a resumed run reads them again
 
 
 @dataclass(frozen=True, eq=False)

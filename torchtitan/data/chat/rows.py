@@ -56,18 +56,22 @@ def conversation(row: Mapping[str, Any], where: Callable[[], str]) -> str:
         messages = [*before, *_messages(row, answered, "assistant", where)]
     for number, message in enumerate(messages, start=1):
         _check(message, f"{where()}, message {number}")
-    tools = row.get("tools")
-    found = {
-        "where": where(),
-        "messages": messages,
-        "first": len(before),
-        "tools": json.loads(tools) if isinstance(tools, str) and tools else tools,
-        "values": row.get("chat_template_kwargs") or {},
-    }
+    tools, values = row.get("tools"), row.get("chat_template_kwargs") or {}
+    if not isinstance(values, dict):
+        raise Refusal(
+            f"{where()}: 'chat_template_kwargs' holds {type(values).__name__}, not an object; correct the row"
+        )
     try:
+        found = {
+            "where": where(),
+            "messages": messages,
+            "first": len(before),
+            "tools": json.loads(tools) if isinstance(tools, str) and tools else tools,
+            "values": values,
+        }
         return encodable(json.dumps(found, ensure_ascii=False))
-    except (TypeError, ValueError) as error:  # of Parquet, such as a date
-        raise Refusal(f"{where()}: {error}; a conversation holds texts, numbers, lists and tables only") from None
+    except (TypeError, ValueError) as error:  # no JSON in tools, or a date in a column of Parquet
+        raise Refusal(f"{where()}: {error}; a conversation holds texts, numbers, lists and objects only") from None
 
 
 def _messages(row: Mapping[str, Any], field: str, role: str, where: Callable[[], str]) -> list[Any]:
@@ -98,8 +102,15 @@ def _check(message: dict[str, Any], where: str) -> None:
         raise Refusal(
             f"{where}: the message of {message['role']!r} has neither content nor tool_calls; correct the row"
         )
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(_called(call), dict) for call in calls):
+        raise Refusal(f"{where}: its tool_calls are no list of objects with a name and arguments; correct the row")
     parts = content if isinstance(content, list) else [{"text": content}] if content is not None else []
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type", type(part).__name__) if isinstance(part, dict) else type(part).__name__
             raise Refusal(f"{where}: its content holds {kind!r}, and only text can be learned; leave the row out")
+
+
+def _called(call: Any) -> Any:
+    return call.get("function", call) if isinstance(call, dict) else None

@@ -37,7 +37,7 @@ def _conversation(source: DataSource, learn: str, model: Model, seq_len: int, to
     digest = hashlib.sha256(f"{found.text}".encode()).hexdigest()[:8]
     conversation = Conversation("messages")
     conversation.encoder = ChatEncoder(name, tokenizer, *open_finder(model, tokenizer, template, learn), seq_len)
-    conversation.identity = f"; conversations, learned {learn}, template {digest}"
+    conversation.identity = f"; conversations (learned: {learn}; template {digest})"
     return conversation
 
 

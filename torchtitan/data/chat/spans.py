@@ -172,7 +172,7 @@ class SpanFinder:
         text, enclosed = self.template.render_marked(conversation)
         if text != marked.text:
             raise Refusal(
-                f"{where}: {self.template.origin} uses what {{% generation %}} encloses as a value; correct it"
+                f"{where}: {self.template.origin} changes what {{% generation %}} encloses; correct the template"
             )
         spans = []
         for number, end in ends.items():

@@ -30,9 +30,7 @@ def find_template(path: str | None, folder: Path) -> Found:
     """The template of `path`, or of the tokenizer's folder."""
     if path is not None:
         if not Path(path).expanduser().is_file():
-            raise Refusal(
-                f"model.chat_template = {path!r} is no file (relative paths begin at {Path.cwd()}); correct it"
-            )
+            raise Refusal(f"model.chat_template = {path!r} is no file (looked from {Path.cwd()}); correct it")
         return Found(_read(Path(path).expanduser()), path)
     if (file := folder / "chat_template.jinja").is_file():
         return Found(_read(file), str(file))
@@ -98,7 +96,9 @@ class ChatTemplate:
                 **values,
             )
         except Exception as error:  # it is foreign code, and may do anything that its sandbox allows
-            part = f" of its first {len(messages)} messages" if len(messages) < len(conversation["messages"]) else ""
+            part = (
+                f" on its first {len(messages)} messages alone" if len(messages) < len(conversation["messages"]) else ""
+            )
             raise Refusal(
                 f"{conversation['where']}: the chat template ({self.origin}) fails{part}: {error}; correct the "
                 "conversation or the template"
