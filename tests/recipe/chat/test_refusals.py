@@ -197,8 +197,9 @@ def test_what_is_cut_or_dropped_is_counted_and_logged(tmp_path, caplog):
         row = {"messages": [ASKED | {"content": asked}, ANSWERED | {"content": answered}]}
         encoder.encode(conversation(row, lambda: "here"), False, False)
     assert (encoder.counts.conversations, encoder.counts.cut, encoder.counts.dropped) == (3, 1, 1)
-    assert "chats: of 3 conversations so far, 1 were cut after 40 tokens, so an answer lacks its end, and 1 were" in (
-        caplog.text
+    assert (
+        "chats: of 3 conversations so far, 1 were cut after 40 tokens, so that an answer lacks its end, and 1 were"
+        in (caplog.text)
     )
     whole = example(encoder, {"messages": [ASKED, ANSWERED]})
     assert not whole.is_cut and whole.ids[-2] == encoder.speller.control["<|im_end|>"] and whole.learned[-2]

@@ -111,6 +111,6 @@ class ChatEncoder(Tokenizer):
 
 def describe(counts: Counts, seq_len: int) -> str:
     return (
-        f"of {counts.conversations:,} conversations so far, {counts.cut:,} were cut after {seq_len} tokens, so an "
+        f"of {counts.conversations:,} conversations so far, {counts.cut:,} were cut after {seq_len} tokens, so that an "
         f"answer lacks its end, and {counts.dropped:,} were dropped because nothing learned was left"
     )
