@@ -100,18 +100,23 @@ class SpanFinder:
             end = places[-1]
 
     def _end(self, marks: Marks, marked: Marked, number: int) -> int:
-        """Behind the end mark of a message: the first control token that the template writes after its text."""
+        """Behind the end mark of a message: the first control tokens that the template writes after its text."""
         where = f"{marks.conversation['where']}, message {number + 1}"
         begin = marked.places[number][-1]
         limit = min((places[0] for other, places in marked.places.items() if other > number), default=len(marked.text))
         found = self._control.search(marked.text, begin, limit)
+        following = None if found is None else self._control.match(marked.text, found.end(), limit)
+        if found is not None and following is None and found[0] in self._ends:
+            return found.end()
         if found is not None:
-            if found[0] in self._ends:
-                return found.end()
             alone = marks.render(number + 1)  # as the last message, nothing of another follows its text
             rest = alone.text[alone.places[number][-1] :] if number in alone.places else ""
-            if rest.startswith(marked.text[begin : found.end()]):
-                return found.end()
+            end = found.end()
+            while following is not None and rest.startswith(marked.text[begin : following.end()]):
+                end = following.end()  # an end mark of several tokens
+                following = self._control.match(marked.text, end, limit)
+            if rest.startswith(marked.text[begin:end]) or found[0] in self._ends:
+                return end
         raise Refusal(
             f"{where}: the chat template ({self.template.origin}) writes no end mark (a control token) behind the "
             f"{marks.conversation['messages'][number]['role']}'s text, so a model would never learn to stop; correct "
