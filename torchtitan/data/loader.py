@@ -101,9 +101,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The place of this rank's streams after the last batch that `next()` returned. A run saves those of all."""
-        states = self._states or {
-            s: self._shape.packer(self._stream(s), 1, 0).state() for s in self._layout.own_streams
-        }
+        packer, own_streams = self._shape.packer, self._layout.own_streams
+        states = self._states or {s: packer(self._stream(s), 1, 0).state() for s in own_streams}
         return {
             "num_streams": self._layout.num_streams,
             "seed": self._order.seed,

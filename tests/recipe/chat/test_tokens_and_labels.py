@@ -211,3 +211,11 @@ def test_the_template_comes_from_the_config_the_tokenizers_folder_or_its_config(
     for template in ("{{ messages }}", [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "x"}]):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
         assert text(folder) == "tokenizer_config.json"
+
+
+def test_a_template_that_writes_the_date_is_said_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    encoder = build_encoder(write_tokenizer(tmp_path / "model", "{{ strftime_now('%Y') }}" + shipped(CHATML)))
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert re.match(r"\d{4}<\|im_start\|>system", encoder.speller.decode(example(encoder, row).ids))
+    assert caplog.text.count("writes today's date, so the tokens of a conversation depend on the day") == 1
