@@ -23,6 +23,10 @@ def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
         from torchtitan.config.float8_rules import find_float8_conflicts
 
         findings += find_float8_conflicts(config, config.float8)
+    if any(part.chat for part in (config.training, config.validation, *config.training.sources)):
+        from torchtitan.config.chat_rules import find_chat_conflicts
+
+        findings += find_chat_conflicts(config)
     findings += [finding for section in other_sections(config) for finding in section.conflicts()]
     findings += [*_optimizer(config), *_async_tensor_parallel(config)]
     return findings if world_size is None else [*findings, *_ranks(config, world_size)]

@@ -80,6 +80,7 @@ class Shape(NamedTuple):
     block_causal: bool
     pin_memory: bool
     pad_last: bool
+    packer: type[Packer] = Packer
 
 
 class Ahead(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from torchtitan.config.schema import DataSource
 from torchtitan.data.batch import Ahead, Batch, Origin, OwnSlots, Shape, read_ahead
 from torchtitan.data.cursor import Order, Source
-from torchtitan.data.packing import Packed, Packer
+from torchtitan.data.packing import Packed
 from torchtitan.data.stream import Stream, sample_mean_tokens
 from torchtitan.data.texts.documents import Documents, allow_open_files
 from torchtitan.data.texts.sources import open_source
@@ -101,7 +101,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The place of this rank's streams after the last batch that `next()` returned. A run saves those of all."""
-        states = self._states or {s: Packer(self._stream(s), 1, 0).state() for s in self._layout.own_streams}
+        packer, own_streams = self._shape.packer, self._layout.own_streams
+        states = self._states or {s: packer(self._stream(s), 1, 0).state() for s in own_streams}
         return {
             "num_streams": self._layout.num_streams,
             "seed": self._order.seed,
@@ -144,7 +145,7 @@ class Loader:
             self._queue: queue.Queue[Ahead] = queue.Queue(NUM_PREFETCHED)
             stop = threading.Event()
             packers = {
-                number: Packer(self._stream(number), self._shape.seq_len, self._shape.pad_id)
+                number: self._shape.packer(self._stream(number), self._shape.seq_len, self._shape.pad_id)
                 for number in self._layout.own_streams
             }
             # The thread holds no reference to the Loader. So a forgotten Loader is collected, which ends its thread.

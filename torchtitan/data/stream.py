@@ -33,23 +33,23 @@ class Stream:
             for number, source in enumerate(sources):
                 others = 1 - source.weight / sum(self._weights)
                 self._num_tokens[number] = int(spread(order, stream, number) * source.mean_tokens / others)
-        self._cursors = [_cursor(source, number, order, stream, tokenizer) for number, source in enumerate(sources)]
+        self.cursors = [_cursor(source, number, order, stream, tokenizer) for number, source in enumerate(sources)]
 
     def next(self) -> tuple[np.ndarray, DocumentRef] | None:
         counts = self._num_tokens
         due = due_source(counts, self._weights)
-        document = self._cursors[due].next()
+        document = self.cursors[due].next()
         if document is not None:
             counts[due] += len(document[0])
         return document
 
     def state(self) -> dict[str, Any]:
         """Only numbers, strings and lists, which JSON and PyTorch's checkpoints return unchanged."""
-        return {"num_tokens": list(self._num_tokens), "cursors": [cursor.state() for cursor in self._cursors]}
+        return {"num_tokens": list(self._num_tokens), "cursors": [cursor.state() for cursor in self.cursors]}
 
     def load(self, state: dict[str, Any]) -> None:
         self._num_tokens = list(state["num_tokens"])
-        for cursor, cursor_state in zip(self._cursors, state["cursors"], strict=True):
+        for cursor, cursor_state in zip(self.cursors, state["cursors"], strict=True):
             cursor.load(cursor_state)
 
     def restart_shares(self, state: dict[str, Any], old_weights: Sequence[float]) -> dict[str, Any]:
@@ -80,7 +80,8 @@ def spread(order: Order, stream: int, number: int) -> float:
 
 def sample_mean_tokens(data: "Documents | ShardedTexts", tokenizer: Tokenizer, count: int = 32) -> float:
     if not isinstance(data, Documents):
-        lengths = [len(tokenizer.encode(text, bos=True, eos=True)) for text in data.open(0, None).read(count)]
+        encode = (data.encoder or tokenizer).encode
+        lengths = [len(encode(text, bos=True, eos=True)) for text in data.open(0, None).read(count)]
     else:
         indices = permute(len(data), 0, np.arange(min(count, len(data)))).tolist()
         lengths = [len(data.tokens(index)) for index in indices]

@@ -16,6 +16,7 @@ from torchtitan.root import PACKAGES
 
 OWN = {
     "train and data": {
+        "data": "torchtitan.tools.text.examples",
         "prepare": "torchtitan.data.prepared.prepare",
         "tokenizer train": "torchtitan.tools.text.tokenizer",
         "download": "torchtitan.tools.hub.download",

@@ -43,14 +43,14 @@ def build_training_loader(
 ) -> Loader:
     """This rank's streams of the training data, or of one of so many parts of it, where others read the rest."""
     training, layout = config.training, own_slots(plan, mesh, part)
-    given, divided = training.sources or [_source_of(training)], holds_out(config)
+    given, divided = training.sources or [source_of(training)], holds_out(config)
+    given, shape = shape_of(config, given, training.seq_len, tokenizer, device, pads=False)
     sources = open_sources(given, tokenizer, layout, training.epochs, divided=divided, pads=False)
-    shape = _shape(config, training.seq_len, tokenizer, device, pads=False)
     return Loader(sources, tokenizer, layout, shape, Order(layout.num_streams, seed, training.shuffle))
 
 
-def _source_of(section: Training | Validation) -> DataSource:
-    return DataSource(dataset=section.dataset, dataset_path=section.dataset_path, text_key=section.text_key)
+def source_of(section: Training | Validation) -> DataSource:
+    return DataSource(**{key: getattr(section, key) for key in ("dataset", "dataset_path", "text_key", "chat")})
 
 
 def own_slots(plan: BatchPlan, mesh: Mesh, part: tuple[int, int] = (0, 1)) -> OwnSlots:
@@ -60,9 +60,18 @@ def own_slots(plan: BatchPlan, mesh: Mesh, part: tuple[int, int] = (0, 1)) -> Ow
     return OwnSlots(plan.global_batch_size * count, plan.num_streams * count, number * dp + rank, dp * count)
 
 
-def _shape(config: Config, seq_len: int, tokenizer: Tokenizer, device: torch.device, pads: bool) -> Shape:
+def shape_of(
+    config: Config, given: list[DataSource], seq_len: int, tokenizer: Tokenizer, device: torch.device, pads: bool
+) -> tuple[list[DataSource], Shape]:
+    """The sources, with what encodes conversations, and what the batches look like."""
     block_causal, pin_memory = config.model.attn_mask_type == "block_causal", device.type == "cuda"
-    return Shape(seq_len, tokenizer.eos_id, block_causal, pin_memory, pads)
+    shape = Shape(seq_len, tokenizer.eos_id, block_causal, pin_memory, pads)
+    if not any(source.chat for source in given):
+        return given, shape
+    from torchtitan.data.chat.packing import ChatPacker
+    from torchtitan.data.chat.sources import with_encoders
+
+    return with_encoders(given, config.model, seq_len, tokenizer), shape._replace(packer=ChatPacker)
 
 
 def build_validation_loader(
@@ -74,13 +83,13 @@ def build_validation_loader(
     the training's, so `validation.steps` batches hold the same text on any number of ranks.
     """
     divided = holds_out(config)
-    source = _source_of(config.training if divided else config.validation)
+    source = source_of(config.training if divided else config.validation)
     if divided:
         logger.info(
             f"validation reads every 20th document of {source.dataset_path}, and training the others; to validate on "
             "other text, set validation.dataset_path"
         )
     layout = own_slots(plan, mesh)
-    sources = open_sources([source], tokenizer, layout, 1, divided=divided, pads=True)
-    shape = _shape(config, config.validation.seq_len, tokenizer, device, pads=True)
+    given, shape = shape_of(config, [source], config.validation.seq_len, tokenizer, device, pads=True)
+    sources = open_sources(given, tokenizer, layout, 1, divided=divided, pads=True)
     return Loader(sources, tokenizer, layout, shape, Order(plan.num_streams, 0, shuffle=False), any_says_so)

@@ -39,6 +39,9 @@ class Model(Section):
     """Folder or file of the tokenizer: Hugging Face's tokenizer.json, or a tokenizer.model of tiktoken or
     SentencePiece. With `flavor = "config.json"` the folder describes the model too."""
 
+    chat_template: str | None = None
+    """File with the Jinja template that conversations follow. None: that of `hf_assets_path`. Not in torchtitan."""
+
     dim: PositiveInt | None = None
     """Width of the model, the size of the vector that stands for a token between layers. None: the flavor's. A
     complete set (`dim`, `n_layers`, `n_heads`, `n_kv_heads`, `hidden_dim`, and `head_dim` where the family needs it)

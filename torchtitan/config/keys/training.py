@@ -83,31 +83,8 @@ class LRScheduler(Section):
     """The learning rate decays to this share of its peak."""
 
 
-class DataSource(Section):
-    """One source of a mix, a `[[training.sources]]` table. Not in torchtitan."""
-
-    dataset: str
-    """The same as `training.dataset`, for this source."""
-
-    dataset_path: Annotated[str, Field(min_length=1)] | None = None
-    """The same as `training.dataset_path`, for this source."""
-
-    text_key: str = "text"
-    """The same as `training.text_key`, for this source."""
-
-    weight: PositiveFloat = 1.0
-    """Share of the tokens that come from this source, relative to the other weights."""
-
-    epochs: AllOrCount | None = None
-    """The same as `training.epochs`, for this source. None: the value of `training.epochs`."""
-
-
-class Training(Section):
-    """Data, batch, length and precision of the training."""
-
-    dataset: str = "c4_test"
-    """A name that the recipe knows (pydocs, c4, ...) or a Hugging Face dataset `owner/name`. If `dataset_path` is set,
-    this key is only a label."""
+class Documents(Section):
+    """Which documents are read."""
 
     dataset_path: Annotated[str, Field(min_length=1)] | None = None
     """Local data: JSONL, Parquet or text files (a file, a folder or a glob), prepared tokens, or a saved Hugging Face
@@ -116,6 +93,31 @@ class Training(Section):
     text_key: str = "text"
     """Field or column that holds the text of a document. Several become one text by a template, in which each name
     stands in braces: "{question} {answer}". Not in torchtitan."""
+
+    chat: Annotated[str, Field(pattern=r"^\w+(,\w+)*$")] | None = None
+    """Rows are conversations (docs/recipe/fine-tuning.md), and the model learns `all` that the assistant says, its
+    `last` message, or the messages of the roles that are named: "assistant,tool". Not in torchtitan."""
+
+
+class DataSource(Documents):
+    """One source of a mix, a `[[training.sources]]` table. Not in torchtitan."""
+
+    dataset: str
+    """The same as `training.dataset`, for this source."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the tokens that come from this source, relative to the other weights."""
+
+    epochs: AllOrCount | None = None
+    """The same as `training.epochs`, for this source. None: the value of `training.epochs`."""
+
+
+class Training(Documents):
+    """Data, batch, length and precision of the training."""
+
+    dataset: str = "c4_test"
+    """A name that the recipe knows (pydocs, c4, ...) or a Hugging Face dataset `owner/name`. If `dataset_path` is set,
+    this key is only a label."""
 
     sources: list[DataSource] = []
     """Mixes several sources by weight, instead of `dataset` and `dataset_path`: one `[[training.sources]]` table each,
@@ -177,7 +179,7 @@ class Training(Section):
     """With `on_nonfinite = "skip"`, more updates left out in a row than this number end the run. Not in torchtitan."""
 
 
-class Validation(Section):
+class Validation(Documents):
     """Loss on held-out data, measured at an interval."""
 
     enable: bool = False
@@ -185,12 +187,6 @@ class Validation(Section):
 
     dataset: str = "c4_validation"
     """The same as `training.dataset`, for the held-out data."""
-
-    dataset_path: Annotated[str, Field(min_length=1)] | None = None
-    """The same as `training.dataset_path`, for the held-out data."""
-
-    text_key: str = "text"
-    """The same as `training.text_key`, for the held-out data. Not in torchtitan."""
 
     local_batch_size: PositiveInt | None = None
     """Number of sequences that a device takes through the model at once; None: as many as in training. All devices

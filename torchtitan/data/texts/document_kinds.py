@@ -67,7 +67,7 @@ class SavedDataset:
             self._dataset: Any = datasets.load_from_disk(str(folder))
         except Exception as error:  # datasets and Arrow raise many kinds for a damaged folder
             raise Refusal(f"{folder}: datasets cannot load it: {error}; save it again with save_to_disk") from error
-        columns = names_in(text_key)
+        columns = names_in(text_key, self._dataset.column_names, lambda: str(folder))
         if missing := [name for name in columns if name not in self._dataset.column_names]:
             raise Refusal(
                 f"{folder} has no column {missing[0]!r} (it has {', '.join(self._dataset.column_names)}); set text_key"

@@ -182,7 +182,7 @@ def parse_line(line: bytes, text_key: str, where: Any, hint: str = "") -> str:
         ) from error
     if not isinstance(record, dict):
         raise Refusal(f"{where()}: expected a JSON object with the key {text_key!r}, found {type(record).__name__}")
-    if missing := [name for name in names_in(text_key) if name not in record]:
+    if missing := [name for name in names_in(text_key, record, where) if name not in record]:
         keys = ", ".join(map(repr, record)) or "none"
         raise Refusal(f"{where()}: no key {missing[0]!r} (its keys: {keys}); set text_key")
     return text_of(record, text_key, where)

@@ -1,7 +1,7 @@
 """Which fields of a row make a document: one, or several in a template such as "{question}\\n{answer}"."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchtitan.refusal import Refusal
@@ -9,12 +9,16 @@ from torchtitan.refusal import Refusal
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
 
-def names_in(text_key: str) -> list[str]:
+def names_in(text_key: Any, there: Iterable[str], where: Callable[[], str]) -> list[str]:
+    if type(text_key) is not str:  # data/chat/rows.py: it depends on what is there
+        return text_key.names_in(list(there), where)
     return _FIELD.findall(text_key) or [text_key]
 
 
-def compose(row: Mapping[str, Any], text_key: str, where: Any) -> Any:
+def compose(row: Mapping[str, Any], text_key: Any, where: Any) -> Any:
     """The value of the field, or the template with a text or number in the place of each name."""
+    if type(text_key) is not str:
+        return text_key.compose(row, where)
     if not _FIELD.search(text_key):
         return row[text_key]
 

@@ -34,6 +34,12 @@ class ShardReader(ABC):
 class ShardedTexts(ABC):
     num_shards: int
     identity: str  # number, size and digest of the shards; a resumed run compares it
+    _text_key: str
+
+    @property
+    def encoder(self) -> Any:
+        """What encodes conversations; None: the rows are texts, and a tokenizer does."""
+        return getattr(self._text_key, "encoder", None)
 
     @abstractmethod
     def open(self, shard: int, state: Any | None) -> ShardReader:

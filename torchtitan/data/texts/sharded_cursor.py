@@ -26,7 +26,7 @@ class ShardedCursor:
         self, source: Source, data: ShardedTexts, number: int, order: Order, stream: int, tokenizer: Tokenizer
     ) -> None:
         self._source, self._data, self._number, self._order, self._stream = source, data, number, order, stream
-        self._tokenizer = tokenizer
+        self._tokenizer = data.encoder or tokenizer
         self._share = len(range(stream % data.num_shards, order.num_streams, data.num_shards))
         self._first = stream // data.num_shards
         self._begin_epoch(0)

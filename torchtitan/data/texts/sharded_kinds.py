@@ -88,7 +88,7 @@ class ParquetFiles(ShardedTexts):
             except (OSError, pyarrow.ArrowException) as error:
                 raise Refusal(f"{path} cannot be read as Parquet: {error}; copy or download it again") from error
             names = metadata.schema.to_arrow_schema().names
-            if missing := [name for name in names_in(text_key) if name not in names]:
+            if missing := [name for name in names_in(text_key, names, path.__str__) if name not in names]:
                 raise Refusal(f"{path} has no column {missing[0]!r} (it has {', '.join(names)}); set text_key")
             first_row = 0
             for group in range(metadata.num_row_groups):
@@ -113,7 +113,8 @@ class ParquetFiles(ShardedTexts):
         begin = 0
         try:
             with pyarrow.parquet.ParquetFile(_source(path), buffer_size=PARQUET_BUFFER_BYTES, pre_buffer=False) as file:
-                for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=names_in(self._text_key)):
+                columns = names_in(self._text_key, file.schema_arrow.names, path.__str__)
+                for batch in file.iter_batches(PARQUET_ROWS, row_groups=[group], columns=columns):
                     if begin + len(batch) > first:
                         yield from batch.slice(max(first - begin, 0)).to_pylist()
                     begin += len(batch)
@@ -174,7 +175,7 @@ class _HubReader(ShardReader):
             ) from error
         if row is None:
             return None
-        if missing := [name for name in names_in(self._text_key) if name not in row]:
+        if missing := [name for name in names_in(self._text_key, row, self._where) if name not in row]:
             found = ", ".join(row)
             raise Refusal(f"{self._where()}: no field {missing[0]!r} (it has {found}); set text_key")
         text = text_of(row, self._text_key, self._where)

@@ -89,7 +89,8 @@ def open_source(
 
         return PreparedTokens(location.files[0], tokenizer)
     texts = open_texts(location, text_key)
-    return TokenizedTexts(texts, tokenizer) if isinstance(texts, Texts) else texts
+    texts.identity += getattr(text_key, "identity", "")
+    return TokenizedTexts(texts, getattr(text_key, "encoder", tokenizer)) if isinstance(texts, Texts) else texts
 
 
 def open_texts(location: Location, text_key: str) -> "Texts | ShardedTexts":

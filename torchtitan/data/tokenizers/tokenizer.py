@@ -87,11 +87,11 @@ class HuggingFaceTokenizer(Tokenizer):
     # transformers 5 ignores add_bos_token in tokenizer_config.json if there is a tokenizer.json: the post-processor
     # in tokenizer.json alone decides. Control tokens that are written in the text become control tokens.
     def encode_prompt(self, text: str, as_trained: bool = False) -> list[int]:
-        ids = self._prompt_tokenizer.encode(encodable(text), add_special_tokens=not as_trained).ids
+        ids = self.prompt_tokenizer.encode(encodable(text), add_special_tokens=not as_trained).ids
         return self._frame(ids, bos=as_trained, eos=False)
 
     @functools.cached_property
-    def _prompt_tokenizer(self) -> Any:
+    def prompt_tokenizer(self) -> Any:
         import tokenizers
 
         tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())

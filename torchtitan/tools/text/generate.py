@@ -2,6 +2,7 @@
 
 python -m torchtitan generate --checkpoint outputs --prompt "The module"
 python -m torchtitan generate                                 type line after line; the model continues the whole text
+python -m torchtitan generate --chat                          talk with a model that learned conversations
 torchrun --nproc_per_node 2 -m torchtitan generate ...        the same with tensor parallelism
 """
 
@@ -22,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", default="outputs", help=f"{stored} (default: %(default)s)")
     prompt = "one text, shown as it grows, or several at once (default: what you type, line after line)"
     parser.add_argument("--prompt", nargs="+", help=prompt)
+    chat = "take prompts and lines for a user's messages, by the chat template; an answer ends at its end mark"
+    parser.add_argument("--chat", action="store_true", help=chat)
+    parser.add_argument("--system", help="with --chat: the system message that opens the conversation")
     parser.add_argument("--max_new_tokens", type=int, default=100, help="most tokens to add (default: %(default)s)")
     temperature = "0 takes the likeliest token, with which a small model soon repeats itself (default: %(default)s)"
     parser.add_argument("--temperature", type=float, default=0.8, help=temperature)
@@ -44,6 +48,8 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
         raise Refusal("a conversation needs a single process; give --prompt, or start without torchrun")
     if args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1:
         raise Refusal("--top_k is 0 or more, --top_p above 0 to 1, --max_new_tokens 1 or more")
+    if args.system is not None and not args.chat:
+        raise Refusal("--system opens a conversation; give --chat, too")
     import torch
 
     from torchtitan.tools.text.writer import Writer, build_model, check_tensor_parallel, converse
@@ -60,7 +66,13 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
         axis = run.mesh.devices["tp"] if run.dims.tp > 1 else None
         model = build_model(source, getattr(torch, args.dtype) if args.dtype else source.dtype, run.device, axis)
         writer = Writer(model, run.tokenizer, source, args, shows=place.rank == 0)
-        if args.prompt is None:
+        if args.chat:
+            from torchtitan.tools.text.chat import Chat, answer_all, talk
+
+            template = None if source.config is None else source.config.model.chat_template
+            chat = Chat(writer, config.model.model_copy(update={"chat_template": template}), args.system)
+            talk(chat, sys.stdin) if args.prompt is None else answer_all(chat, args.prompt)
+        elif args.prompt is None:
             converse(writer, sys.stdin)
         else:
             writer.write(args.prompt)
