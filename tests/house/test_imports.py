@@ -45,7 +45,8 @@ START = tuple(f"{T}launch.{path.stem}" for path in ROOT.glob("torchtitan/launch/
 LAUNCH = (*START, T + "launch.preflight")
 ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
 PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer"))
-CORE = (*BELOW, *ROOMS, T + "models.layers", T + "weights", T + "training")
+LORA = T + "lora"  # adapters of any model; names.py needs no torch
+CORE = (*BELOW, *ROOMS, LORA, T + "models.layers", T + "weights", T + "training")
 RECIPE_TOOLS = {  # each tool, and the other tools that it uses
     "check": (),
     "compare": (),
@@ -173,7 +174,11 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
     if module in PURE_TRAINING:
         return (*BELOW, T + "observe.log", *PURE_TRAINING)
     if within(module, (T + "weights",)):
-        return (*BELOW, *ROOMS, T + "weights")
+        return (*BELOW, *ROOMS, LORA, T + "weights")
+    if module == T + "lora.run":
+        return CORE
+    if within(module, (LORA,)):
+        return (*BELOW, T + "parallel", LORA)
     if within(module, (T + "training",)):
         return CORE
     if within(module, SWARM):

@@ -72,6 +72,8 @@ def left_out(config: Config) -> Iterator[str]:
         yield f"optimizer.average_decay = {optimizer.average_decay}: the average of the weights is not counted"
     if optimizer.early_step_in_backward:
         yield "optimizer.early_step_in_backward = true: gradients are counted as kept"
+    if config.trains_a_part:
+        yield "lora.rank or training.train_only: all weights are counted as trained; the dry run knows better"
     if config.model.attn_mask_type != "causal":
         yield f"model.attn_mask_type = {config.model.attn_mask_type}: attention is counted as causal"
 

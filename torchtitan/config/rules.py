@@ -2,12 +2,11 @@
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import PurePath
 
 from torchtitan.config.layout import plan_batch, plan_layout
-from torchtitan.config.schema import Checkpoint, Config, Parallelism, other_sections
+from torchtitan.config.schema import Checkpoint, Config, Lora, Parallelism, other_sections
 from torchtitan.config.section import Finding
 from torchtitan.refusal import Refusal
 
@@ -18,7 +17,7 @@ RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts. Rules that depend on the number of ranks are checked only if it is known."""
-    findings = [*_schedule(config), *_compile(config), *_data(config), *_folders(config), *_checkpoint(config)]
+    findings = [*_schedule(config), *_data(config), *_folders(config), *_checkpoint(config)]
     if config.float8 is not None:
         from torchtitan.config.float8_rules import find_float8_conflicts
 
@@ -28,8 +27,19 @@ def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
 
         findings += find_chat_conflicts(config)
     findings += [finding for section in other_sections(config) for finding in section.conflicts()]
-    findings += [*_optimizer(config), *_async_tensor_parallel(config)]
+    findings += _optimizer(config)
+    if _uses_seldom_keys(config):
+        from torchtitan.config.seldom_rules import find_seldom_conflicts
+
+        findings += find_seldom_conflicts(config)
     return findings if world_size is None else [*findings, *_ranks(config, world_size)]
+
+
+def _uses_seldom_keys(config: Config) -> bool:
+    recompute = config.activation_checkpoint
+    recomputes = recompute.mode == "memory_budget" or recompute.selective_ac_option != "2" or config.compile.enable
+    early = config.optimizer.early_step_in_backward or config.parallelism.enable_async_tensor_parallel
+    return recomputes or early or config.trains_a_part or config.lora != Lora()
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:
@@ -40,8 +50,6 @@ def _optimizer(config: Config) -> Iterator[Finding]:
             'training.on_nonfinite = "skip" skips updates on the device, but optimizer.name = "Muon" cannot do that; '
             'use "AdamW", or on_nonfinite = "stop"',
         )
-    if config.optimizer.early_step_in_backward:
-        yield from _early_step(config)
     if config.training.mixed_precision_param == "float16" and not config.optimizer.leaves_out_updates:
         yield (
             ("training.mixed_precision_param", "optimizer.implementation", "optimizer.name"),
@@ -63,20 +71,6 @@ def _optimizer(config: Config) -> Iterator[Finding]:
             f'optimizer.moments_dtype = "{config.optimizer.moments_dtype}" requires optimizer.implementation = '
             f'"fused", not "{implementation}"; set it to "fused", or moments_dtype to "float32"',
         )
-
-
-def _early_step(config: Config) -> Iterator[Finding]:
-    name, training = "optimizer.early_step_in_backward", config.training
-    degree = config.parallelism.pipeline_parallel_degree
-    clips, skips = "gradients are scaled by the norm of all of them", "an update is skipped only once all gradients"
-    for key, value, possible, reason in (
-        ("training.max_norm", training.max_norm, math.inf, clips),
-        ("training.on_nonfinite", training.on_nonfinite, "stop", f"{skips} are known"),
-        ("parallelism.pipeline_parallel_degree", degree, 1, "gradients of several microbatches are added up"),
-    ):
-        if value != possible:
-            was, use = (f'"{each}"' if isinstance(each, str) else each for each in (value, possible))
-            yield (name, key), f"{name} = true with {key} = {was}: {reason}; use {use}, or set {name} = false"
 
 
 def _schedule(config: Config) -> Iterator[Finding]:
@@ -101,28 +95,6 @@ def _schedule(config: Config) -> Iterator[Finding]:
             keys[1:],
             f"lr_scheduler.total_steps = {total} ends before training.steps = {steps}: the last steps would train "
             f"at the final rate; use {steps} or more, or None",
-        )
-
-
-def _compile(config: Config) -> Iterator[Finding]:
-    recompute = config.activation_checkpoint
-    option = recompute.selective_ac_option
-    if recompute.mode == "selective" and option != "op" and not re.fullmatch("[1-9][0-9]*", option):
-        yield (
-            ("activation_checkpoint.selective_ac_option",),
-            f'activation_checkpoint.selective_ac_option = "{option}" is not allowed; use "op", '
-            f'or a number of blocks, as "2"',
-        )
-    if recompute.mode == "memory_budget" and not config.compile.model:
-        yield (
-            ("activation_checkpoint.mode", "compile.enable", "compile.components"),
-            'activation_checkpoint.mode = "memory_budget" needs the compiler; set compile.enable = true '
-            'with "model" among compile.components, or use "selective"',
-        )
-    if config.compile.enable and not config.compile.components:
-        yield (
-            ("compile.enable", "compile.components"),
-            'compile.components = [] compiles nothing; name "model", "loss" or both, or set compile.enable = false',
         )
 
 
@@ -224,23 +196,6 @@ def _data(config: Config) -> Iterator[Finding]:
             ("profiling.profile_freq", "profiling.profiler_warmup", "profiling.profiler_active"),
             f"profiling.profile_freq = {config.profiling.profile_freq} is shorter than profiler_warmup + "
             f"profiler_active = {cycle} steps; use {cycle} or more",
-        )
-
-
-def _async_tensor_parallel(config: Config) -> Iterator[Finding]:
-    name, degree = "parallelism.enable_async_tensor_parallel", config.parallelism.tensor_parallel_degree
-    if not config.parallelism.enable_async_tensor_parallel:
-        return
-    if degree == 1:
-        yield (
-            (name, "parallelism.tensor_parallel_degree"),
-            f"{name} = true with tensor_parallel_degree = 1 has nothing to overlap; set it to false, or split tensors",
-        )
-    elif not (config.compile.model and config.compile.backend == "inductor"):
-        yield (
-            (name, "compile.enable", "compile.components", "compile.backend"),
-            f"{name} = true needs the compiler; set compile.enable = true with "
-            f'"model" among compile.components and compile.backend = "inductor", or set it to false',
         )
 
 

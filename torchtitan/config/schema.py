@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import create_model
 
 from torchtitan.config.keys.checkpoint import Checkpoint
-from torchtitan.config.keys.model import ActivationCheckpoint, Compile, Float8, Model, Quantize
+from torchtitan.config.keys.model import ActivationCheckpoint, Compile, Float8, Lora, Model, Quantize
 from torchtitan.config.keys.model import RopeScaling as RopeScaling
 from torchtitan.config.keys.parallelism import Parallelism
 from torchtitan.config.keys.run import Comm, Debug, Job, Metrics, Profiling
@@ -35,6 +35,7 @@ class Config(Section):
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     quantize: Quantize = Quantize()
+    lora: Lora = Lora()
     comm: Comm = Comm()
     validation: Validation = Validation()
     debug: Debug = Debug()
@@ -43,6 +44,11 @@ class Config(Section):
     def float8(self) -> Float8 | None:
         """How to compute in float8, if `model.converters` asks for it."""
         return self.quantize.linear.float8 if "quantize.linear.float8" in self.model.converters else None
+
+    @property
+    def trains_a_part(self) -> bool:
+        """Whether some weights are frozen by this configuration."""
+        return self.lora.rank is not None or bool(self.training.train_only)
 
 
 # Sections of other packages, by name, for this package imports none: keys as strict as these, where the package is.

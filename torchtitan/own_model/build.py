@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.config.schema import Config
+from torchtitan.lora.adapter import Adapter
+from torchtitan.lora.layers import attach, cast_frozen
 from torchtitan.models.own import OwnBlueprint, Structure
+from torchtitan.models.spec import ModelSpec
 from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS, StagePlan, place_stages, plan_microbatches, stages_a_rank
 from torchtitan.observe.log import logger
 from torchtitan.own_model.cut import Cut, Stage, cut_ways, divide, place_weights
+from torchtitan.own_model.derive import build_module, candidates_of
 from torchtitan.own_model.samples import own_draws
 from torchtitan.parallel.loss_scale import LossScale
 from torchtitan.parallel.mesh import Mesh
@@ -30,6 +34,11 @@ class OwnParts(ModelParts):
     cuts: Mapping[bool, Cut] = field(default_factory=dict)  # of forward in training, and in validation
 
     def saved_parameters(self) -> dict[str, Any]:
+        """What checkpoints hold; beside an adapter, a frozen base is not in them."""
+        named = self.named_tensors()
+        return named if self.adapter is None else self.adapter.without_base(named)
+
+    def named_tensors(self) -> dict[str, Any]:
         """Parameters, and the buffers that are persistent or that forward changes."""
         known = self.structure
         assert known is not None
@@ -98,13 +107,23 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
         blueprint = replace(blueprint, spec=spec)
     _share(model, (*known.shared, *known.shared_buffers))
     cast_parameters(model, config.training.dtype)
+    cast_frozen(model, config)
     names = [name for name, _ in model.named_modules()]
     plan, stages, ties, cuts = _stages(config, known, mesh, model)
     for stage in stages.values():
         apply_parallelism(stage.train(), blueprint, mesh, config, names, is_sharded(config, mesh))
         if isinstance(stage.forward, Stage):
             stage.forward.listen()
-    return OwnParts(stages, plan.ranks, mesh.devices["pp"], 0, 0, ties, scale, known, cuts)
+    adapter = None if config.lora.rank is None else Adapter(config.lora)
+    return OwnParts(stages, plan.ranks, mesh.devices["pp"], 0, 0, ties, scale, adapter, known, cuts)
+
+
+def build_part(spec: ModelSpec, config: Config) -> nn.Module:
+    """The user's module with adapters, or with all but some weights frozen."""
+    model = build_module(spec.build)
+    blocks = [name for name, _ in candidates_of(model, spec.layers) if name.rpartition(".")[0] == spec.layers]
+    attach(model, config, blocks)
+    return model
 
 
 def cast_parameters(model: nn.Module, dtype: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torchtitan.models.own import OwnBlueprint, Structure
 from torchtitan.models.spec import ModelSpec
 from torchtitan.observe.log import logger
 from torchtitan.own_model.blame import Blaming
-from torchtitan.own_model.build import OwnParts, build, is_sharded, lay_out, plan_stages
+from torchtitan.own_model.build import OwnParts, build, build_part, is_sharded, lay_out, plan_stages
 from torchtitan.own_model.cut import check_stages
 from torchtitan.own_model.derive import build_module, candidates_of, derive
 from torchtitan.own_model.grouping import Grouping, read_lengths
@@ -91,7 +92,10 @@ class OwnRun(Run):
         return nullcontext()
 
     def build_model(self, seed: int) -> ModelParts:
-        return build(self.config, self.own, self.mesh, self.device, seed)
+        model = build(self.config, self.own, self.mesh, self.device, seed)
+        if model.adapter is not None:  # a checkpoint has filled the buffers
+            model.adapter.load_base = partial(self.load_weights, model, with_buffers=False)
+        return model
 
     def build_optimizer(self, model: ModelParts) -> torch.optim.Optimizer:
         if self.spec.optimizer is None:
@@ -106,12 +110,20 @@ class OwnRun(Run):
         with blaming("schedule of the ModelSpec"):
             return float(self.spec.schedule(step, self.config.lr_scheduler.total_steps or self.config.training.steps))
 
-    def load_weights(self, model: ModelParts) -> None:
+    def load_weights(self, model: ModelParts, with_buffers: bool = True) -> None:
         from torchtitan.own_model.weights import start_from
 
         section = self.config.checkpoint
         assert isinstance(model, OwnParts) and section.initial_load_path is not None
-        start_from(section.initial_load_path, model, self.own.known, section.initial_load_missing)
+        if model.adapter is None:
+            start_from(section.initial_load_path, model, self.own.known, section.initial_load_missing)
+            return
+        from torchtitan.weights.base import find_base
+        from torchtitan.weights.peft import start_on
+
+        base = find_base(section.initial_load_path)
+        start_from(base.where, model, self.own.known, [], with_buffers)
+        start_on(model, base)
 
     def lay_out_model(self) -> ModelParts:
         return lay_out(self.config, self.own, self.mesh, self.device, self.spec.build())
@@ -178,7 +190,11 @@ class OwnRun(Run):
         """
         if self.own.structure is not None:
             return self
-        return replace(self, blueprint=replace(self.own, structure=self._tell(self._look)))
+        run = self
+        if self.config.trains_a_part:
+            spec = replace(self.spec, build=partial(build_part, self.spec, self.config))
+            run = replace(self, blueprint=replace(self.own, spec=spec))
+        return replace(run, blueprint=replace(run.own, structure=run._tell(run._look)))
 
     def _tell(self, find: Callable[[], Any]) -> Any:
         """What rank 0 finds, or the refusal that it ends in, on all ranks."""

@@ -6,8 +6,10 @@ from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from torchtitan.checkpoint.storage import find_checkpoints
+from torchtitan.lora.names import is_adapter
 from torchtitan.models.own import Structure
 from torchtitan.observe.log import logger
 from torchtitan.own_model.build import OwnParts
@@ -19,15 +21,18 @@ from torchtitan.weights.tensors import Weights
 _OF_OLD_NORMS = re.compile(r"\.(gamma|beta)$")  # as models of 2018 name them, such as bert-base-uncased
 
 
-def start_from(path: str, model: OwnParts, known: Structure, may_lack: Sequence[str]) -> None:
+def start_from(
+    path: str, model: OwnParts, known: Structure, may_lack: Sequence[str], with_buffers: bool = True
+) -> None:
     """Called by all ranks. Weights whose names match `may_lack` keep their first values where the file lacks them."""
+    own = _of_base(model, with_buffers)
     source, error = None, None
     try:
         source = _open(path)
     except (Refusal, OSError) as fault:
         error = str(fault)
     parts: list[tuple[dict[str, torch.Size], str | None]] = [({}, None)] * dist.get_world_size()
-    dist.all_gather_object(parts, ({name: t.shape for name, t in model.saved_parameters().items()}, error))
+    dist.all_gather_object(parts, ({name: t.shape for name, t in own.items()}, error))
     for error in (error for _, error in parts if error):
         raise Refusal(error)
     assert source is not None
@@ -37,7 +42,7 @@ def start_from(path: str, model: OwnParts, known: Structure, may_lack: Sequence[
     found = _names_there(source, known, wanted)
     for old in _differences(source, found, wanted, may_lack):
         found.pop(old, None)
-    for name, tensor in model.saved_parameters().items():
+    for name, tensor in own.items():
         if name in found:
             source.fill(found[name], tensor)
     for tie in model.ties:
@@ -49,11 +54,27 @@ def start_from(path: str, model: OwnParts, known: Structure, may_lack: Sequence[
         logger.info(f"not in the model, so left out: {_some(unused)}")
 
 
+def _of_base(model: OwnParts, with_buffers: bool) -> dict[str, Tensor]:
+    named = {name: tensor for name, tensor in model.named_tensors().items() if not is_adapter(name)}
+    return {name: tensor for name, tensor in named.items() if with_buffers or isinstance(tensor, nn.Parameter)}
+
+
 def _open(path: str) -> Weights:
     if files := find_files(path):
         return open_files(files)
     storage, step = find_checkpoints(path)
     return open_checkpoint(storage, step if step >= 0 else storage.steps()[0])
+
+
+def open_for(path: str, model: nn.Module) -> Weights:
+    """What lies at a path, under the names of a whole module, where it has them."""
+    state = model.state_dict()
+    source = _fitted(_open(path), state.keys())
+    alike: dict[tuple[int, ...], list[str]] = {}  # the names of one tensor, of which the path may have another
+    for name, tensor in state.items():
+        alike.setdefault((tensor.data_ptr(), *tensor.shape, *tensor.stride()), []).append(name)
+    there = {name: next((n for n in names if n in source.outline), None) for names in alike.values() for name in names}
+    return source.renamed({name: other for name, other in there.items() if other is not None})
 
 
 def _fitted(source: Weights, names: Set[str]) -> Weights:

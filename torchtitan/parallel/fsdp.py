@@ -41,6 +41,8 @@ def apply_fsdp(
     place = pinned if training.enable_cpu_offload else OffloadPolicy()
     # FSDP shards no single number, such as a temperature: each rank keeps it, and own_model sums its gradients.
     whole = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    if is_alone and not training.enable_cpu_offload:  # frozen weights would only be copied
+        whole |= {p for p in model.parameters() if not p.requires_grad and p.dtype == policy.param_dtype}
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
     for unit in units:
         free = reshard == "always" or (reshard == "default" and not is_alone and unit is not units[-1])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class ModelParts:
     vocab_size: int  # width of the last stage's output
     ties: "Sequence[TiedWeight]" = ()
     loss_scale: "LossScale | None" = None  # with float16
+    adapter: Any = None  # a lora.adapter.Adapter: then checkpoints hold no other weights
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for stage in self.stages.values():

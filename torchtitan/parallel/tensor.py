@@ -35,6 +35,7 @@ def split_tensors(
     assert blueprint.spec.tensor_plan is not None, "models/rules.py refuses tensor parallelism without a plan"
     plan = match_plan(blueprint.spec.tensor_plan(blueprint.shape, split_sequence, loss_parallel), names)
     modules = dict(model.named_modules())
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     styles = {name: style for name, style in plan.items() if name in modules}
     inner = set()
     for layer in blueprint.layers:
@@ -50,6 +51,11 @@ def split_tensors(
     parallelize_module(model, axis, ends)
     for name in ends:
         wait_for_output(modules[name])
+    for module in modules.values():
+        if hasattr(module, "split_adapter"):
+            module.split_adapter()
+    for name in frozen:  # some of torch's styles make a parameter anew, with a gradient
+        model.get_parameter(name).requires_grad_(False)
     tie(model, blueprint.tied)  # both were split by rows, but as separate parameters
     left_out = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if split_sequence and left_out:

@@ -41,7 +41,7 @@ class TiedWeight:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Set all gradients to their sum, so that the copies stay equal."""
-        gradients = [_local(parameter) for parameter in self._parameters]
+        gradients = [_local(parameter) for parameter in self._parameters if parameter.requires_grad]
         if not gradients:
             return
         own, group, me = (

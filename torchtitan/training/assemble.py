@@ -73,5 +73,6 @@ def lay_out_ranks(
     batch = plan_batch(config.training, dims.dp)
     mesh = build_mesh(dims, device.type)
     folder = folder or Path(config.job.dump_folder)
-    kind: type[Run] = pkgutil.resolve_name(blueprint.run)
+    in_part = blueprint.reads_text and config.trains_a_part
+    kind: type[Run] = pkgutil.resolve_name("torchtitan.lora.run:PartRun" if in_part else blueprint.run)
     return kind(config, blueprint, place, device, tokenizer, batch, mesh, folder, lock).prepared()

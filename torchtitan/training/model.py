@@ -1,8 +1,10 @@
 """Builds this rank's part of a model: lays it out on the meta device, allocates memory, fills in initial values."""
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from torchtitan.config.schema import Config
 from torchtitan.models.spec import Blueprint
@@ -24,15 +26,21 @@ def build_model(config: Config, blueprint: Blueprint, mesh: Mesh, device: torch.
     """
     model = lay_out_model(config, blueprint, mesh)
     give_memory(model, config, device)
-    for name, parameter in model.named_parameters():
+    draw_weights(dict(model.named_parameters()), blueprint, mesh, device, seed)
+    return model
+
+
+def draw_weights(
+    weights: Mapping[str, nn.Parameter], blueprint: Blueprint, mesh: Mesh, device: torch.device, seed: int
+) -> None:
+    for name, parameter in weights.items():
         name = blueprint.leading_name(name)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         blueprint.spec.initialize(name, whole, blueprint.shape, generator)
         copy_part(parameter, whole.__getitem__)
-    copy_first_replica(model.parameters(), mesh.devices["dp_replicate"])
-    return model
+    copy_first_replica(weights.values(), mesh.devices["dp_replicate"])
 
 
 def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelParts:
@@ -54,6 +62,10 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
             from torchtitan.parallel.float8 import apply_float8
 
             apply_float8(stage, config.float8, compiled=config.compile.model)
+        if config.lora.rank is not None:
+            from torchtitan.lora.layers import cast_frozen
+
+            cast_frozen(stage, config)
         names = [name for name, _ in stage.named_modules()]
         keep_parts(stage, parts, plan.stages[number])
         apply_parallelism(stage, blueprint, mesh, config, names)

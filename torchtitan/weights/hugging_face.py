@@ -98,7 +98,7 @@ def save_hf(
         max_shard_size=shard_bytes,
     )
     for file, shard in split.filename_to_tensors.items():
-        _write_shard(writing / file, {name: outline[name] for name in shard}, renamed)
+        write_shard(writing / file, {name: outline[name] for name in shard}, renamed)
     if split.is_sharded:
         write_json(writing / _INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
     copy_assets(assets, writing)
@@ -122,7 +122,7 @@ def copy_assets(assets: str | Path, target: Path) -> None:
                 shutil.copyfile(path, target / path.name)
 
 
-def _write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) -> None:
+def write_shard(path: Path, outline: Mapping[str, Tensor], weights: Weights) -> None:
     """Write the format by hand (length, JSON header, data), because safetensors' writer needs all tensors at once."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -3,25 +3,29 @@
 All three are opened alike, and their weights are read when they are asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.storage import Manifest, Storage, find_checkpoints
-from torchtitan.config.schema import OTHERS, Config, Job, Model, Parallelism, Whole
+from torchtitan.config.schema import OTHERS, Config, Job, Lora, Model, Parallelism, Whole
 from torchtitan.data.tokenizers.files import load_json
 from torchtitan.data.tokenizers.prompts import follow_training
 from torchtitan.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.lora.names import is_adapter
 from torchtitan.models.downloads import find_download
 from torchtitan.models.families import SHAPE_KEYS, find_families, find_family, find_model
 from torchtitan.models.spec import Blueprint, OtherFormat
 from torchtitan.parallel.parts import ModelParts, copy_part
 from torchtitan.refusal import Refusal
+from torchtitan.weights.adapted import StoredAdapter, merged, open_base
+from torchtitan.weights.base import Base, find_base
 from torchtitan.weights.checkpoint import open_checkpoint, save_checkpoint
 from torchtitan.weights.files import refusing_harm
 from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, save_hf
@@ -40,6 +44,7 @@ class StoredModel:
     dtype: torch.dtype  # type to compute in
     config: Config | None = None  # the run's
     place: tuple[Storage, Manifest] | None = None
+    adapter: StoredAdapter | None = None  # which the weights contain
 
     @property
     def trained_here(self) -> bool:
@@ -122,7 +127,8 @@ def check_shape(source: StoredModel, blueprint: Blueprint) -> None:
 def load_weights(source: StoredModel, model: ModelParts) -> None:
     """Fill this rank's part of a model of the same shape."""
     for name, parameter in model.named_parameters():
-        source.weights.fill(source.blueprint.leading_name(name), parameter)
+        if not is_adapter(name):
+            source.weights.fill(source.blueprint.leading_name(name), parameter)
 
 
 def write_hf(
@@ -157,13 +163,25 @@ def open_run(storage: Storage, manifest: Manifest) -> StoredModel:
         {name: value for name, value in manifest.config.items() if name in Whole.model_fields or name not in OTHERS}
     )
     blueprint = find_model(config.model)
-    weights = open_checkpoint(storage, manifest.step)
+    weights, adapter = open_checkpoint(storage, manifest.step), None
+    if config.lora.rank is not None:
+        adapter = _open_adapter(weights, config, manifest.run["lora"])
+        weights, config = merged(adapter), config.model_copy(update={"lora": Lora()})
     rows = _rows_of_embedding(blueprint, weights)  # the tokenizer may have fixed it
     blueprint = replace(blueprint, shape=replace(blueprint.shape, vocab_size=rows))
     weights.check(outline_of(blueprint))
     dtype = getattr(torch, config.training.mixed_precision_param)
     assets = Path(config.model.hf_assets_path)
-    return StoredModel(weights, config.model.name, blueprint, assets, dtype, config, (storage, manifest))
+    return StoredModel(weights, config.model.name, blueprint, assets, dtype, config, (storage, manifest), adapter)
+
+
+def _open_adapter(weights: Weights, config: Config, said: Mapping[str, Any]) -> StoredAdapter:
+    def find(path: str) -> tuple[Base, StoredModel]:
+        base = find_base(path)
+        return base, open_model(base.where, config.model.name)
+
+    base = open_base(said, [config.checkpoint.initial_load_path or config.model.hf_assets_path], find)
+    return StoredAdapter(weights, config.lora, base.weights, said["base"], said["norms"])
 
 
 def _rows_of_embedding(blueprint: Blueprint, weights: Weights) -> int:

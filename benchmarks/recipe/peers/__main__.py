@@ -1,6 +1,7 @@
 """Compares this recipe with other trainers on this machine: the same shape, batch, precision and optimizer, in turn.
 
     python -m benchmarks.recipe.peers --preset cpu-60m --repeats 3
+    python -m benchmarks.recipe.peers --preset cpu-60m --only trainer --lora 16
 
 Each peer runs with its own documented fast settings, in an environment under outputs/peers that the first run creates.
 With WHEELS set, as benchmarks/recipe/on_gpu.sh sets it, the peers run in this environment. The table shows medians over
@@ -26,8 +27,12 @@ from torchtitan.models.families import find_model
 
 # name -> the program that trains, its packages besides torch, and its options
 PEERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
-    "Trainer": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0"], {"compile": False}),
-    "Trainer, torch_compile": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0"], {"compile": True}),
+    "Trainer": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2"], {"compile": False}),
+    "Trainer, torch_compile": (
+        "trainer.py",
+        ["transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2"],
+        {"compile": True},
+    ),
     "LitGPT, compiled": ("lit.py", ["litgpt==0.5.13"], {"compile": True}),
     "torchtitan 0.2.2, compiled": ("titan.py", ["torchtitan==0.2.2", "torchao==0.18.0"], {}),
 }
@@ -59,7 +64,7 @@ def set_up(program: str, packages: list[str]) -> Path:
     return python
 
 
-def run_peer(name: str, config: Config) -> dict[str, Any]:
+def run_peer(name: str, config: Config, lora: int | None = None) -> dict[str, Any]:
     """Run a peer. Return the figures of its median step after warm-up, as run.py does, or why it failed."""
     program, packages, options = PEERS[name]
     blueprint = find_model(config.model)
@@ -73,6 +78,7 @@ def run_peer(name: str, config: Config) -> dict[str, Any]:
         "steps": config.training.steps,
         "lr": config.optimizer.lr,
         "log_freq": config.metrics.log_freq,
+        "lora": lora,
     }
     python = set_up(program, packages)
     done = subprocess.run(
@@ -98,11 +104,14 @@ def main() -> None:
     parser.add_argument("--preset", choices=PRESETS, default="cpu-60m", help="what all train (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each trainer (default: %(default)s)")
     parser.add_argument("--only", choices=["trainer", "lit", "titan"], nargs="+", help="which peers (default: all)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter; only Trainer, with peft, can here")
     parser.add_argument(
         "--profile", type=Path, metavar="FOLDER", help="also publish our last run as benchmarks.recipe.run does"
     )
     args = parser.parse_args()
-    config = load_config(["--job.config_file", str(PRESETS[args.preset])], 1)
+    options, has_adapter = with_adapter(args.preset, args.lora), bool(args.lora)
+    config = load_config(["--job.config_file", str(PRESETS[args.preset]), *options], 1)
+    args.only = ["trainer"] if has_adapter else args.only
     asked = [name for name, (program, *_) in PEERS.items() if not args.only or Path(program).stem in args.only]
     absent = {name: why for name in asked if (why := why_not(name, config, torch.cuda.is_available()))}
     peers = [name for name in asked if name not in absent]
@@ -113,11 +122,11 @@ def main() -> None:
     alike: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for repeat in range(args.repeats):
         is_last = repeat == args.repeats - 1
-        ours.append(measure(args.preset, [], WARMUP, profile=args.profile is not None and is_last))
+        ours.append(measure(args.preset, options, WARMUP, profile=args.profile is not None and is_last))
         print(f"this recipe: {describe(ours[-1])}", flush=True)
         for name in peers:
             if name not in absent:
-                seen[name].append(run_peer(name, config))
+                seen[name].append(run_peer(name, config, args.lora))
                 print(f"{name}: {describe(seen[name][-1])}", flush=True)
                 if why := seen[name][-1].get("failed"):
                     absent[name] = why
@@ -139,6 +148,18 @@ def main() -> None:
     if args.profile:
         publish(args.preset, [], ours[-1], args.profile)
     raise SystemExit(1 if set(absent) & set(peers) else 0)
+
+
+def with_adapter(preset: str, rank: int | None) -> list[str]:
+    """The options that train an adapter of the preset's model, whose first weights are the base."""
+    if rank is None:
+        return []
+    base = ROOT / "outputs/peers/base" / preset
+    if not (base / "checkpoint/step-0").exists():
+        saving = ["--checkpoint.enable", "--job.dump_folder", str(base), "--job.config_file", str(PRESETS[preset])]
+        subprocess.run([sys.executable, "-m", "torchtitan", "seed_checkpoint", "--", *saving], cwd=ROOT, check=True)
+    options = ["--lora.rank", str(rank), "--checkpoint.enable", "--checkpoint.initial_load_path", str(base)]
+    return [*options, "--checkpoint.interval", "1000000"]
 
 
 def describe(run: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Runs Hugging Face's Trainer on random tokens: `trainer.py JSON`. The last line printed is JSON.
+"""Runs Hugging Face's Trainer on random tokens, with peft if that is asked for: `trainer.py JSON`.
 
-It runs in the peer's environment.
+The last line printed is JSON. It runs in the peer's environment.
 """
 
 import json
@@ -54,6 +54,11 @@ def main() -> None:
             attn_implementation="sdpa",
         )
     )
+    if asked["lora"]:
+        from peft import LoraConfig, get_peft_model
+
+        linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(model, LoraConfig(r=asked["lora"], lora_alpha=16, target_modules=linear))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,

@@ -17,6 +17,8 @@ MISTAKES = [
     (SITE + 'fragments = 1\nsyncers = ["https://x:1", "https://y:1"]',
         "swarm.syncers names 2 syncers for swarm.fragments = 1, so"),
     ("[swarm]\nquorum = 3\nsites = 2", "swarm.quorum = 3 is more than swarm.sites = 2"),
+    (SITE + 'syncer = "https://x:1"\n[lora]\nrank = 8\n[checkpoint]\nenable = true\ninitial_load_path = "base"',
+        "lora.rank = 8: sites that meet exchange whole models, not adapters"),
     ("[swarm]\nevery = 5", "swarm.delay = 10 is no less than swarm.every = 5"),
 ]  # fmt: skip
 

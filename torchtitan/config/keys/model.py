@@ -1,6 +1,8 @@
 """Keys of the model: its family and shape, and how its layers are recomputed, compiled and quantized."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from torchtitan.config.section import Fraction, PositiveFloat, PositiveInt, Section
 
@@ -176,3 +178,27 @@ class Quantize(Section):
     """Low precision."""
 
     linear: QuantizeLinear = QuantizeLinear()
+
+
+class Lora(Section):
+    """An adapter (LoRA): two small matrices beside linear layers, which are trained while the model is frozen."""
+
+    rank: PositiveInt | None = None
+    """Trains an adapter of this rank, as 16. None: trains the model itself. Not in torchtitan."""
+
+    alpha: PositiveFloat = 16.0
+    """The adapter is scaled by `alpha / rank`. Not in torchtitan."""
+
+    rslora: bool = False
+    """Scales by `alpha / sqrt(rank)` instead, for large ranks (arXiv:2312.03732). Not in torchtitan."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that training sets to zero. What it draws depends on the layout. Not in
+    torchtitan."""
+
+    targets: list[str] = []
+    """Linear layers that get an adapter, by name or end of a name, with `*`: ["wq", "layers.3", "layers.*.w1"]. []: all
+    of the blocks. Not in torchtitan."""
+
+    initial_load_path: str | None = None
+    """Folder of an adapter that `peft` or `convert` wrote, with which a new run begins. Not in torchtitan."""

@@ -145,6 +145,10 @@ class Training(Documents):
     seq_len: PositiveInt = 2048
     """Number of tokens in a sequence."""
 
+    train_only: list[str] = []
+    """Names of the only weights, or modules, that are trained, with `*`: ["layers.30.*", "output"]. All others are
+    frozen. []: none is. Not in torchtitan."""
+
     max_norm: Annotated[float, Field(gt=0)] = 1.0
     """Scales gradients down if their global norm is larger than this number. `inf` switches clipping off."""
 

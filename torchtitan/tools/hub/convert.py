@@ -2,6 +2,7 @@
 
 python -m torchtitan convert outputs llama-hf            a run's newest checkpoint, for Hugging Face
 python -m torchtitan convert outputs llama-hf --push me/mine   and onto the hub
+python -m torchtitan convert outputs adapter             a run with [lora]: the adapter, for peft; --merge: the model
 python -m torchtitan convert Llama-3.2-1B imported       a Hugging Face folder or Meta's files, as a checkpoint
 """
 
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to", choices=("hf", "torchtitan"), help="form of TO (default: hf for a run, else torchtitan)"
     )
+    merge = "of a run with [lora], write the model with the adapter merged in, instead of the adapter"
+    parser.add_argument("--merge", action="store_true", help=merge)
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, help="type of the weights in TO (default: that of FROM)")
     parser.add_argument("--shard_gb", type=float, default=5, help="GB of a safetensors file (default: %(default)s)")
@@ -62,14 +65,29 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
                 raise Refusal(f"--push needs Hugging Face's form, but TO will have the form {to}; add --to hf")
             refuse_existing(args.target)
             push.make_repository(args.push)
-        if to == "hf":
+        if args.merge and (source.adapter is None or to != "hf"):
+            raise Refusal(
+                f"--merge: {source.weights.where} has no adapter, or TO not Hugging Face's form; remove --merge"
+            )
+        written, proof = source.weights.outline, ""
+        if source.adapter is not None and to == "hf":
+            from torchtitan.tools.hub.adapter import export_adapter, export_merged
+
+            if args.merge:
+                proof = export_merged(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
+            else:
+                written = source.adapter.weights.outline
+                proof = export_adapter(source, args.target, dtype)
+        elif to == "hf":
             write_hf(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
         else:
             write_checkpoint(source, args.target, assets, dtype)
-    size = sum(like.numel() * (dtype or like.dtype).itemsize for like in source.weights.outline.values())
+    size = sum(like.numel() * (dtype or like.dtype).itemsize for like in written.values())
     print(
-        f"{source.weights.where} -> {args.target}: {len(source.weights.outline)} tensors, {size / 2**30:.2f} GiB in "
+        f"{source.weights.where} -> {args.target}: {len(written)} tensors, {size / 2**30:.2f} GiB in "
         f"{time.perf_counter() - begin:.1f} s, peak memory {peak_memory_gib(torch.device('cpu')):.2f} GiB"
     )
+    if proof:
+        print(proof)
     if args.push:
         print(f"pushed: {push.push(args.push, args.target)}")

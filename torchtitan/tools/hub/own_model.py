@@ -18,6 +18,7 @@ from torchtitan.own_model.forms import sizes_of
 from torchtitan.own_model.samples import collate_of, open_dataset
 from torchtitan.own_model.trials.first_samples import batches_of_many_sizes
 from torchtitan.refusal import Refusal
+from torchtitan.weights.adapted import merged
 from torchtitan.weights.checkpoint import open_checkpoint
 from torchtitan.weights.targets import refuse_existing
 
@@ -34,8 +35,13 @@ def export(checkpoint: str, target: str) -> None:
         raise Refusal(f"{manifest.config['model']['name']} is a family of the recipe; use convert, for Hugging Face")
     refuse_existing(target)
     model = spec.build().eval()
-    weights = open_checkpoint(storage, manifest.step)
-    state, saved_names = model.state_dict(), _saved_names(model)
+    weights, adapter = open_checkpoint(storage, manifest.step), None
+    if manifest.config.get("lora", {}).get("rank") is not None:
+        from torchtitan.tools.hub import own_adapter
+
+        adapter = own_adapter.find(weights, manifest, model)
+        weights = merged(adapter)
+    state, saved_names = model.state_dict(), saved_names_of(model)
     for name, tensor in state.items():
         weights.fill(saved_names.get(name, name), tensor)
     out = Path(target)
@@ -45,10 +51,12 @@ def export(checkpoint: str, target: str) -> None:
     dataset, _ = open_dataset(spec.data, "train")
     samples = list(islice(iter(dataset), 2))
     pairs = [*map(collate_of(spec), ([samples[0]], samples * 4)), *batches_of_many_sizes(dataset, samples, spec)]
+    if adapter is not None:
+        own_adapter.export(adapter, spec, model, pairs[0][0], str(out / "adapter"))
     _write_program(model, [inputs for inputs, _ in pairs], out / "model.pt2")
 
 
-def _saved_names(model: nn.Module) -> dict[str, str]:
+def saved_names_of(model: nn.Module) -> dict[str, str]:
     """A checkpoint holds a tensor with several names once, under the first."""
     groups = (
         several_names(model.named_parameters(remove_duplicate=False)),

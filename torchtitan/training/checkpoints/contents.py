@@ -71,6 +71,8 @@ def list_contents(
         contents.append(Content("average", "optimizer", average.tensors, load=load, begin=average.begin))
     if (scale := model.loss_scale) is not None:
         contents.append(Content("loss_scale", "optimizer", state=scale.state, load=lambda state, _: scale.load(state)))
+    if model.adapter is not None:
+        contents.insert(1, Content("lora", "weights", **model.adapter.about(model, average)))
     if best is not None:
         contents.append(Content("best", "resume", state=best.state, load=lambda state, _: best.load(state)))
     return contents

@@ -51,10 +51,12 @@ class Checkpoints:
         if manifest is None and path is not None and not self.section.initial_load_in_hf:
             from torchtitan.weights.files import find_files
 
-            holds_files = self.manager.on_rank_0(lambda: bool(find_files(path)))
+            holds_files = self.manager.on_rank_0(lambda: config.lora.rank is not None or bool(find_files(path)))
             if not holds_files:
                 storage, step = find_checkpoints(path)
                 manifest = self.manager.find(storage, step)
+                if manifest is not None and manifest.config.get("lora", {}).get("rank"):  # read as merged
+                    manifest, holds_files = None, True
         self.start = plan_start(
             self.section,
             manifest,

@@ -1,0 +1,139 @@
+"""Finds what cannot be combined with keys that few runs set; a plain run does not load this file."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+
+from torchtitan.config.schema import Config, Lora, other_sections
+from torchtitan.config.section import Finding
+
+
+def find_seldom_conflicts(config: Config) -> list[Finding]:
+    return [
+        *_compile(config),
+        *_early_step(config),
+        *_async_tensor_parallel(config),
+        *_lora(config),
+        *_train_only(config),
+    ]
+
+
+def _compile(config: Config) -> Iterator[Finding]:
+    recompute = config.activation_checkpoint
+    option = recompute.selective_ac_option
+    if recompute.mode == "selective" and option != "op" and not re.fullmatch("[1-9][0-9]*", option):
+        yield (
+            ("activation_checkpoint.selective_ac_option",),
+            f'activation_checkpoint.selective_ac_option = "{option}" is not allowed; use "op", '
+            f'or a number of blocks, as "2"',
+        )
+    if recompute.mode == "memory_budget" and not config.compile.model:
+        yield (
+            ("activation_checkpoint.mode", "compile.enable", "compile.components"),
+            'activation_checkpoint.mode = "memory_budget" needs the compiler; set compile.enable = true '
+            'with "model" among compile.components, or use "selective"',
+        )
+    if config.compile.enable and not config.compile.components:
+        yield (
+            ("compile.enable", "compile.components"),
+            'compile.components = [] compiles nothing; name "model", "loss" or both, or set compile.enable = false',
+        )
+
+
+def _early_step(config: Config) -> Iterator[Finding]:
+    name, training = "optimizer.early_step_in_backward", config.training
+    if not config.optimizer.early_step_in_backward:
+        return
+    degree = config.parallelism.pipeline_parallel_degree
+    clips, skips = "gradients are scaled by the norm of all of them", "an update is skipped only once all gradients"
+    for key, value, possible, reason in (
+        ("training.max_norm", training.max_norm, math.inf, clips),
+        ("training.on_nonfinite", training.on_nonfinite, "stop", f"{skips} are known"),
+        ("parallelism.pipeline_parallel_degree", degree, 1, "gradients of several microbatches are added up"),
+    ):
+        if value != possible:
+            was, use = (f'"{each}"' if isinstance(each, str) else each for each in (value, possible))
+            yield (name, key), f"{name} = true with {key} = {was}: {reason}; use {use}, or set {name} = false"
+
+
+def _async_tensor_parallel(config: Config) -> Iterator[Finding]:
+    name, degree = "parallelism.enable_async_tensor_parallel", config.parallelism.tensor_parallel_degree
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    if degree == 1:
+        yield (
+            (name, "parallelism.tensor_parallel_degree"),
+            f"{name} = true with tensor_parallel_degree = 1 has nothing to overlap; set it to false, or split tensors",
+        )
+    elif not (config.compile.model and config.compile.backend == "inductor"):
+        yield (
+            (name, "compile.enable", "compile.components", "compile.backend"),
+            f"{name} = true needs the compiler; set compile.enable = true with "
+            f'"model" among compile.components and compile.backend = "inductor", or set it to false',
+        )
+
+
+def _lora(config: Config) -> Iterator[Finding]:
+    lora, checkpoint = config.lora, config.checkpoint
+    if lora.rank is None:
+        for key, value in lora:
+            if value != Lora.model_fields[key].default:
+                yield (
+                    (f"lora.{key}", "lora.rank"),
+                    f"lora.{key} = {json.dumps(value)} without lora.rank: there are no adapters; set lora.rank, as 16, "
+                    "or remove it",
+                )
+        return
+    if not (checkpoint.enable and (checkpoint.initial_load_path or checkpoint.initial_load_in_hf)):
+        yield (
+            ("lora.rank", "checkpoint.enable", "checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"),
+            f"lora.rank = {lora.rank} trains adapters of a model that is there; set checkpoint.enable = true, and "
+            "checkpoint.initial_load_path to a run, a download or a file of weights",
+        )
+    if not checkpoint.initial_load_model_only:
+        yield (
+            ("lora.rank", "checkpoint.initial_load_model_only"),
+            f"lora.rank = {lora.rank} takes only the weights of checkpoint.initial_load_path; set "
+            "checkpoint.initial_load_model_only = true",
+        )
+    if checkpoint.initial_load_missing:
+        yield (
+            ("lora.rank", "checkpoint.initial_load_missing"),
+            f"lora.rank = {lora.rank} with checkpoint.initial_load_missing = "
+            f"{json.dumps(checkpoint.initial_load_missing)}: what is missing would be frozen as it was drawn; remove "
+            "one of them",
+        )
+    if lora.dropout and (degree := config.parallelism.tensor_parallel_degree) > 1:
+        yield (
+            ("lora.dropout", "parallelism.tensor_parallel_degree"),
+            f"lora.dropout = {lora.dropout} with tensor_parallel_degree = {degree}: ranks that hold different inputs "
+            "of a layer would draw the same zeros; set dropout = 0.0, or the degree to 1",
+        )
+    if config.training.train_only:
+        yield (
+            ("lora.rank", "training.train_only"),
+            f"lora.rank = {lora.rank} with training.train_only = {json.dumps(config.training.train_only)}: the "
+            "adapters are what is trained; remove one of them",
+        )
+    if any(section.joins is not None for section in other_sections(config)):
+        yield (
+            ("lora.rank",),
+            f"lora.rank = {lora.rank}: sites that meet exchange whole models, not adapters; remove lora.rank, or the "
+            "section that joins them",
+        )
+    yield from _not_in_float8(config, "lora.rank", f"lora.rank = {lora.rank}")
+
+
+def _train_only(config: Config) -> Iterator[Finding]:
+    if names := config.training.train_only:
+        yield from _not_in_float8(config, "training.train_only", f"training.train_only = {json.dumps(names)}")
+
+
+def _not_in_float8(config: Config, key: str, said: str) -> Iterator[Finding]:
+    if config.float8 is not None:
+        yield (
+            (key, "model.converters"),
+            f"{said} with quantize.linear.float8: its layers know no frozen weight, and no adapter; remove one of the "
+            "two",
+        )
