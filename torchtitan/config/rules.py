@@ -22,12 +22,7 @@ def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
         from torchtitan.config.float8_rules import find_float8_conflicts
 
         findings += find_float8_conflicts(config, config.float8)
-    if any(part.chat for part in (config.training, config.validation, *config.training.sources)):
-        from torchtitan.config.chat_rules import find_chat_conflicts
-
-        findings += find_chat_conflicts(config)
     findings += [finding for section in other_sections(config) for finding in section.conflicts()]
-    findings += _optimizer(config)
     if _uses_seldom_keys(config):
         from torchtitan.config.seldom_rules import find_seldom_conflicts
 
@@ -39,38 +34,10 @@ def _uses_seldom_keys(config: Config) -> bool:
     recompute = config.activation_checkpoint
     recomputes = recompute.mode == "memory_budget" or recompute.selective_ac_option != "2" or config.compile.enable
     early = config.optimizer.early_step_in_backward or config.parallelism.enable_async_tensor_parallel
-    return recomputes or early or config.trains_a_part or config.lora != Lora()
-
-
-def _optimizer(config: Config) -> Iterator[Finding]:
-    implementation = config.optimizer.implementation
-    if config.optimizer.name == "Muon" and config.training.on_nonfinite == "skip":
-        yield (
-            ("optimizer.name", "training.on_nonfinite"),
-            'training.on_nonfinite = "skip" skips updates on the device, but optimizer.name = "Muon" cannot do that; '
-            'use "AdamW", or on_nonfinite = "stop"',
-        )
-    if config.training.mixed_precision_param == "float16" and not config.optimizer.leaves_out_updates:
-        yield (
-            ("training.mixed_precision_param", "optimizer.implementation", "optimizer.name"),
-            'training.mixed_precision_param = "float16" leaves out updates whose gradients overflow, which needs '
-            'optimizer.implementation = "fused", a name other than "Muon", and early_step_in_backward = false; '
-            'set these, or use "bfloat16" or "float32"',
-        )
-    if implementation == "fused":
-        return
-    if config.training.on_nonfinite == "skip":
-        yield (
-            ("training.on_nonfinite", "optimizer.implementation"),
-            f'training.on_nonfinite = "skip" skips updates on the device, but '
-            f'optimizer.implementation = "{implementation}" cannot do that; use "fused"',
-        )
-    if config.optimizer.moments_dtype != "float32":
-        yield (
-            ("optimizer.moments_dtype", "optimizer.implementation"),
-            f'optimizer.moments_dtype = "{config.optimizer.moments_dtype}" requires optimizer.implementation = '
-            f'"fused", not "{implementation}"; set it to "fused", or moments_dtype to "float32"',
-        )
+    chats = any(part.chat for part in (config.training, config.validation, *config.training.sources))
+    updates = (config.optimizer.name, config.optimizer.implementation) != ("AdamW", "fused")
+    updates = updates or config.training.mixed_precision_param == "float16"
+    return recomputes or early or chats or updates or config.trains_a_part or config.lora != Lora()
 
 
 def _schedule(config: Config) -> Iterator[Finding]:

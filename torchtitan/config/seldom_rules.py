@@ -13,9 +13,11 @@ def find_seldom_conflicts(config: Config) -> list[Finding]:
     return [
         *_compile(config),
         *_early_step(config),
+        *_optimizer(config),
         *_async_tensor_parallel(config),
         *_lora(config),
         *_train_only(config),
+        *_chat(config),
     ]
 
 
@@ -55,6 +57,37 @@ def _early_step(config: Config) -> Iterator[Finding]:
         if value != possible:
             was, use = (f'"{each}"' if isinstance(each, str) else each for each in (value, possible))
             yield (name, key), f"{name} = true with {key} = {was}: {reason}; use {use}, or set {name} = false"
+
+
+def _optimizer(config: Config) -> Iterator[Finding]:
+    implementation = config.optimizer.implementation
+    if config.optimizer.name == "Muon" and config.training.on_nonfinite == "skip":
+        yield (
+            ("optimizer.name", "training.on_nonfinite"),
+            'training.on_nonfinite = "skip" skips updates on the device, but optimizer.name = "Muon" cannot do that; '
+            'use "AdamW", or on_nonfinite = "stop"',
+        )
+    if config.training.mixed_precision_param == "float16" and not config.optimizer.leaves_out_updates:
+        yield (
+            ("training.mixed_precision_param", "optimizer.implementation", "optimizer.name"),
+            'training.mixed_precision_param = "float16" leaves out updates whose gradients overflow, which needs '
+            'optimizer.implementation = "fused", a name other than "Muon", and early_step_in_backward = false; '
+            'set these, or use "bfloat16" or "float32"',
+        )
+    if implementation == "fused":
+        return
+    if config.training.on_nonfinite == "skip":
+        yield (
+            ("training.on_nonfinite", "optimizer.implementation"),
+            f'training.on_nonfinite = "skip" skips updates on the device, but '
+            f'optimizer.implementation = "{implementation}" cannot do that; use "fused"',
+        )
+    if config.optimizer.moments_dtype != "float32":
+        yield (
+            ("optimizer.moments_dtype", "optimizer.implementation"),
+            f'optimizer.moments_dtype = "{config.optimizer.moments_dtype}" requires optimizer.implementation = '
+            f'"fused", not "{implementation}"; set it to "fused", or moments_dtype to "float32"',
+        )
 
 
 def _async_tensor_parallel(config: Config) -> Iterator[Finding]:
@@ -136,4 +169,21 @@ def _not_in_float8(config: Config, key: str, said: str) -> Iterator[Finding]:
             (key, "model.converters"),
             f"{said} with quantize.linear.float8: its layers know no frozen weight, and no adapter; remove one of the "
             "two",
+        )
+
+
+def _chat(config: Config) -> Iterator[Finding]:
+    training = config.training
+    if not any(part.chat for part in (training, config.validation, *training.sources)):
+        return
+    if config.model.attn_mask_type != "block_causal":
+        yield (
+            ("model.attn_mask_type",),
+            f'model.attn_mask_type = "{config.model.attn_mask_type}" with conversations (chat): one conversation would '
+            'attend to the others in its sequence; set model.attn_mask_type = "block_causal"',
+        )
+    if training.sources and training.chat:
+        yield (
+            ("training.chat", "training.sources"),
+            "training.chat is set beside [[training.sources]]; set chat in each source whose rows are conversations",
         )
