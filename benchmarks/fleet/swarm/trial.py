@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["AdamW", "Muon"], default="Muon")
     for name, value in (("sites", 3), ("steps", 900), ("batch", 16), ("every", 10)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--own", action="store_true", help="each site draws from its own part of the text")
     parser.add_argument("--rate", type=float, default=0.7, help="of the outer step; 1 with momentum 0 is the mean")
     parser.add_argument("--momentum", type=float, default=0.6, help="of the outer step")
     args = parser.parse_args()
@@ -66,14 +67,16 @@ def train(
     weights = [list(model.parameters()) for model in models]
     anchor = [weight.detach().clone() for weight in weights[0]]
     average, velocity = [each.clone() for each in anchor], [torch.zeros_like(each) for each in anchor]
-    outer, batches = Outer(args.rate, args.momentum), shuffled(training, batch, seed)
+    outer, batches = Outer(args.rate, args.momentum), [shuffled(training, batch, seed)] * count
+    if args.own and way == "swarm":
+        batches = [shuffled(training[number::count], batch, seed) for number in range(count)]
     for step in range(1, args.steps + 1):
         progress = (step - 1 - WARMUP) / (args.steps - WARMUP)
         factor = min(step / WARMUP, LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * max(0.0, progress))))
-        for model, optimizer in zip(models, optimizers, strict=True):
+        for model, optimizer, own in zip(models, optimizers, batches, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
-            loss_of(model, next(batches)).backward()
+            loss_of(model, next(own)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
