@@ -150,7 +150,8 @@ class Reporter:
         if self.run.talks:
             folder = self.run.config.checkpoint.folder
             saved = run_folder if folder == "checkpoint" else folder if "://" in folder else run_folder / folder
-            logger.info(f"let it talk: {python} torchtitan generate --checkpoint {saved}")
+            chat = " --chat" if self.training.chat or any(source.chat for source in self.training.sources) else ""
+            logger.info(f"let it talk: {python} torchtitan generate --checkpoint {saved}{chat}")
         if self.run.config.metrics.enable_tensorboard:
             logger.info(f"look at it: {python} tensorboard.main --logdir {run_folder}, then open http://localhost:6006")
 

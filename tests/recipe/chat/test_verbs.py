@@ -75,9 +75,7 @@ def test_an_answer_is_what_transformers_generates_and_the_next_prompt_holds_it(
     messages, expected = [{"role": "system", "content": "Write numbers as words."}], []
     for question in ("What is 3 + 3?", "Add 4 and 5."):
         messages.append({"role": "user", "content": question})
-        prompt = tokenizer.apply_chat_template(
-            messages, chat_template=(ROOT / TEMPLATE).read_text(), add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, len(prompt) :]
         answer = tokenizer.decode(ids, skip_special_tokens=True)
         messages.append({"role": "assistant", "content": answer.strip()})

@@ -8,6 +8,7 @@ python -m torchtitan convert Llama-3.2-1B imported       a Hugging Face folder o
 
 import argparse
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
             raise Refusal(
                 f"--merge: {source.weights.where} has no adapter, or TO not Hugging Face's form; remove --merge"
             )
+        template = source.config.model.chat_template if source.config is not None and to == "hf" else None
+        if template is not None and not Path(template).is_file():
+            raise Refusal(f"model.chat_template = {template} of this run is not here; bring it, or start where it lies")
         written, proof = source.weights.outline, ""
         if source.adapter is not None and to == "hf":
             from torchtitan.tools.hub.adapter import export_adapter, export_merged
@@ -82,6 +86,8 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
             write_hf(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
         else:
             write_checkpoint(source, args.target, assets, dtype)
+        if template is not None:
+            shutil.copyfile(template, Path(args.target) / "chat_template.jinja")
     size = sum(like.numel() * (dtype or like.dtype).itemsize for like in written.values())
     print(
         f"{source.weights.where} -> {args.target}: {len(written)} tensors, {size / 2**30:.2f} GiB in "
