@@ -88,18 +88,8 @@ def compare(trial: Trial) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what it starts ends, too
-    serve: list[Any] = [
-        "-m",
-        "torchtitan",
-        "swarm",
-        "serve",
-        CONFIG,
-        "--keys",
-        out / "keys/syncer",
-        "--out",
-        out / "syncer",
-    ]
-    serve += ["--host", "127.0.0.1", "--port", port, "--", *trial.of("swarm")]
+    serve: list[Any] = [*"-m torchtitan swarm serve".split(), CONFIG, "--keys", out / "keys/syncer"]
+    serve += ["--out", out / "syncer", "--host", "127.0.0.1", "--port", port, "--", *trial.of("swarm")]
     syncer, runs = _start(serve, out / "syncer.log"), dict[str, subprocess.Popen[bytes]]()
     common: list[Any] = ["--job.config_file", ROOT / CONFIG, "--validation.freq", max(1, trial.steps // 10)]
     try:
@@ -128,14 +118,17 @@ def _wait(trial: Trial, runs: Mapping[str, subprocess.Popen[bytes]], syncer: sub
     """Until all have ended; refuses as soon as one of them fails, or the syncer has ended."""
     out = trial.out
     ends, shown = time.monotonic() + SECONDS, 0
-    while any(process.poll() is None for process in runs.values()):
+    while True:
+        have_ended = all(process.poll() is not None for process in runs.values())
         failed = [name for name, process in runs.items() if process.poll()]
-        if syncer.poll() is not None:
+        if syncer.poll() is not None and not have_ended:
             failed = ["syncer"]
         if failed:
             log = out / f"{failed[0]}.log"
             tail = log.read_text(errors="replace").strip().splitlines()[-5:]
             raise Refusal("\n  ".join([f"{failed[0]} has ended too early; the end of {log}:", *tail]))
+        if have_ended:
+            return
         if time.monotonic() > ends:
             raise Refusal(f"after {SECONDS} s this has not ended; the files {out}/*.log say where it stands")
         curves = {name: _curve(out / name) for name in ("site-1", "single", "alone")}
