@@ -30,6 +30,7 @@ from torchtitan.tools.dry_run.report import dry_run
 from torchtitan.training.machine import check_machine
 
 ROOT = Path(__file__).parents[3]
+CHATS = ROOT / "tests/assets/chat"
 KEYS = [
     "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second", "tflops", "mfu", "memory_gib",
     "step_seconds", "data_seconds",
@@ -296,7 +297,9 @@ def test_every_key_is_read_by_a_run(tmp_path: Path) -> None:
         tiny_config(tmp_path / "2", **common, activation_checkpoint__mode="memory_budget"),
     ]
     end = {"checkpoint__last_save_model_only": True, "checkpoint__last_save_in_hf": True}
-    runs.append(tiny_config(tmp_path / "3", training__steps=1, checkpoint__enable=True, **end))
+    chats = {"training__dataset_path": CHATS / "train.jsonl", "training__chat": "all"}
+    chats |= {"model__chat_template": CHATS / "chat_template.jinja", "model__attn_mask_type": "block_causal"}
+    runs.append(tiny_config(tmp_path / "3", training__steps=1, checkpoint__enable=True, **end, **chats))
     runs.append(
         tiny_config(
             tmp_path / "4",
