@@ -29,7 +29,7 @@ from torchtitan.root import ROOT
 
 HELP = "a syncer and three sites on this machine, beside one run with the same tokens and one site alone"
 CONFIG = "train_configs/swarm_debug.toml"
-BEST_RATES = {"swarm": 0.016, "single": 0.032, "alone": 0.016}  # of CONFIG; docs/fleet/figures.md
+BEST_RATES = {"swarm": 0.016, "single": 0.032, "alone": 0.016}  # of CONFIG; docs/log.md
 BATCH = 16  # of a site
 SECONDS = 1800  # after which something hangs
 

@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--delay", type=int, default=8)
     parser.add_argument("--text", action="store_true", help="train the debug model of swarms")
+    parser.add_argument("--every_seconds", type=float, help="let the sites meet by time, with --text")
     parser.add_argument("--faults", action="store_true", help="kill a site for a third of the run, and slow one down")
     args = parser.parse_args()
     out, own, count = args.out.absolute(), os.environ["SITE"], int(os.environ["NNODES"]) - 1
@@ -104,7 +105,8 @@ def configuration(args: argparse.Namespace, count: int) -> str:
     if not args.text:
         return RUN.format(sites=count, every=args.every, delay=args.delay)
     text = (ROOT / "train_configs/swarm_debug.toml").read_text()
-    return f"{text}\n[swarm]\nsites = {count}\nquorum = 2\nevery = {args.every}\ndelay = {args.delay}\n"
+    by_time = f"every_seconds = {args.every_seconds}\ngrace_seconds = 1.0\n" if args.every_seconds else ""
+    return f"{text}\n[swarm]\nsites = {count}\nquorum = 2\nevery = {args.every}\ndelay = {args.delay}\n{by_time}"
 
 
 def train(
