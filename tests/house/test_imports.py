@@ -177,6 +177,8 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return (*BELOW, *ROOMS, LORA, T + "weights")
     if module == T + "lora.run":
         return CORE
+    if within(module, (T + "preference",)):
+        return (*CORE, T + "preference")
     if within(module, (LORA,)):
         return (*BELOW, T + "parallel", LORA)
     if within(module, (T + "training",)):

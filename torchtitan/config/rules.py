@@ -37,7 +37,8 @@ def _uses_seldom_keys(config: Config) -> bool:
     chats = any(part.chat for part in (config.training, config.validation, *config.training.sources))
     updates = (config.optimizer.name, config.optimizer.implementation) != ("AdamW", "fused")
     updates = updates or config.training.mixed_precision_param == "float16"
-    return recomputes or early or chats or updates or config.trains_a_part or config.lora != Lora()
+    learns = config.trains_a_part or config.lora != Lora() or config.training.preference_beta is not None
+    return recomputes or early or chats or updates or learns
 
 
 def _schedule(config: Config) -> Iterator[Finding]:

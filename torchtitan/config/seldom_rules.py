@@ -18,6 +18,7 @@ def find_seldom_conflicts(config: Config) -> list[Finding]:
         *_lora(config),
         *_train_only(config),
         *_chat(config),
+        *_preference(config),
     ]
 
 
@@ -186,4 +187,35 @@ def _chat(config: Config) -> Iterator[Finding]:
         yield (
             ("training.chat", "training.sources"),
             "training.chat is set beside [[training.sources]]; set chat in each source whose rows are conversations",
+        )
+
+
+def _preference(config: Config) -> Iterator[Finding]:
+    training, checkpoint, validation = config.training, config.checkpoint, config.validation
+    if training.preference_beta is None:
+        return
+    key, said = "training.preference_beta", f"training.preference_beta = {training.preference_beta}"
+    if not all(source.chat for source in training.sources) or not (training.sources or training.chat):
+        yield (
+            (key, "training.chat"),
+            f'{said} learns from pairs of conversations; set chat = "all" in each source',
+        )
+    if validation.enable and not validation.chat:
+        yield (key, "validation.chat"), f'{said} is validated on pairs; set validation.chat = "all"'
+    if not (checkpoint.enable and (checkpoint.initial_load_path or checkpoint.initial_load_in_hf)):
+        yield (
+            (key, "checkpoint.enable", "checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"),
+            f"{said} holds the run to the model that it begins with; set checkpoint.enable = true, and "
+            "checkpoint.initial_load_path to a run, a download or a file of weights",
+        )
+    if config.lora.initial_load_path:
+        yield (
+            (key, "lora.initial_load_path"),
+            f'{said} with lora.initial_load_path = "{config.lora.initial_load_path}": the reference is the base '
+            "without an adapter, not what the run begins with; begin with the merged model (convert --merge)",
+        )
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+        yield (
+            (key, "parallelism.pipeline_parallel_degree"),
+            f"{said} with pipeline_parallel_degree = {degree}: a loss of pairs needs two whole models; use 1",
         )

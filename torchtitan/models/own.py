@@ -109,6 +109,7 @@ def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
         (f"{_PP}_layers_per_stage", parallelism.pipeline_parallel_layers_per_stage, None, _BY_COUNTS),
         (f"{_PP}_first_stage_less_layers", parallelism.pipeline_parallel_first_stage_less_layers, None, _BY_COUNTS),
         (f"{_PP}_last_stage_less_layers", parallelism.pipeline_parallel_last_stage_less_layers, None, _BY_COUNTS),
+        ("training.preference_beta", config.training.preference_beta, None, "reads no conversations"),
         ("checkpoint.initial_load_in_hf", config.checkpoint.initial_load_in_hf, False, _IN_PATH),
         ("checkpoint.last_save_in_hf", config.checkpoint.last_save_in_hf, False, "has no Hugging Face names"),
     ):

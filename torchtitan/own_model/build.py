@@ -115,7 +115,7 @@ def lay_out(config: Config, blueprint: OwnBlueprint, mesh: Mesh, device: torch.d
         if isinstance(stage.forward, Stage):
             stage.forward.listen()
     adapter = None if config.lora.rank is None else Adapter(config.lora)
-    return OwnParts(stages, plan.ranks, mesh.devices["pp"], 0, 0, ties, scale, adapter, known, cuts)
+    return OwnParts(stages, plan.ranks, mesh.devices["pp"], 0, 0, ties, scale, adapter, structure=known, cuts=cuts)
 
 
 def build_part(spec: ModelSpec, config: Config) -> nn.Module:

@@ -48,6 +48,7 @@ class ModelParts:
     ties: "Sequence[TiedWeight]" = ()
     loss_scale: "LossScale | None" = None  # with float16
     adapter: Any = None  # a lora.adapter.Adapter: then checkpoints hold no other weights
+    reference: Any = None  # a preference.run.Reference: a frozen model beside it
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for stage in self.stages.values():

@@ -73,6 +73,10 @@ def lay_out_ranks(
     batch = plan_batch(config.training, dims.dp)
     mesh = build_mesh(dims, device.type)
     folder = folder or Path(config.job.dump_folder)
-    in_part = blueprint.reads_text and config.trains_a_part
-    kind: type[Run] = pkgutil.resolve_name("torchtitan.lora.run:PartRun" if in_part else blueprint.run)
+    name = blueprint.run
+    if blueprint.reads_text and config.training.preference_beta is not None:
+        name = "torchtitan.preference.run:PreferenceRun"
+    elif blueprint.reads_text and config.trains_a_part:
+        name = "torchtitan.lora.run:PartRun"
+    kind: type[Run] = pkgutil.resolve_name(name)
     return kind(config, blueprint, place, device, tokenizer, batch, mesh, folder, lock).prepared()

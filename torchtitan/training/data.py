@@ -68,10 +68,10 @@ def shape_of(
     shape = Shape(seq_len, tokenizer.eos_id, block_causal, pin_memory, pads)
     if not any(source.chat for source in given):
         return given, shape
-    from torchtitan.data.chat.packing import ChatPacker
-    from torchtitan.data.chat.sources import with_encoders
+    from torchtitan.data.chat.sources import open_chats
 
-    return with_encoders(given, config.model, seq_len, tokenizer), shape._replace(packer=ChatPacker)
+    given, packer = open_chats(given, config, seq_len, tokenizer)
+    return given, shape._replace(packer=packer)
 
 
 def build_validation_loader(

@@ -29,16 +29,20 @@ def build_loss(compile_: Compile) -> LossFunction:
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, kernels: "_Kernels | None" = None) -> Tensor:
-    """Sum the cross-entropy of logits [B, S, V] and labels [B, S]. Ranks may split the logits by vocabulary."""
+    return cross_entropy(logits, labels, kernels).sum()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, kernels: "_Kernels | None" = None) -> Tensor:
+    """The cross-entropy [B * S, 1] of logits [B, S, V] and labels [B, S]. Ranks may split the logits by vocabulary."""
     group, first = None, 0
     if isinstance(logits, DTensor):
         if logits.placements[0].is_shard():
             group, first = logits.device_mesh.get_group(), logits.__create_chunk_list__()[0].offsets[-1]
         logits = logits.to_local()
-    total: Tensor = _CrossEntropy.apply(
+    losses: Tensor = _CrossEntropy.apply(
         logits.flatten(0, 1), labels.flatten()[:, None], group, first, kernels or _Kernels()
     )
-    return total
+    return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -60,7 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
             of_labels, sums = both
         ctx.save_for_backward(logits, labels, largest, sums)
         ctx.first, ctx.kernels = first, kernels
-        return ((sums.log() - of_labels) * (labels != IGNORED)).sum()
+        return (sums.log() - of_labels) * (labels != IGNORED)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -34,6 +34,8 @@ class StepLoss:
 class ForwardBackward:
     """Takes a batch through the model, in a pipeline or not, and leaves its gradients in the parameters."""
 
+    metric_names: tuple[str, ...] = ()  # of validation, beside the loss
+
     def __init__(
         self,
         model: ModelParts,
@@ -43,7 +45,7 @@ class ForwardBackward:
         parallelism: Parallelism,
         device: torch.device,
     ) -> None:
-        self.model, self.loss, self.metric_names = model, loss, ()
+        self.model, self.loss = model, loss
         self.local_batch_size = training.local_batch_size
         self.pipeline: Callable[..., Tensor] | None = None
         if mesh.dims.pp > 1:

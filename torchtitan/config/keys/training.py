@@ -127,6 +127,10 @@ class Training(Documents):
     """How many times the data may be read, in a new order each time; the run ends when the data ends. -1 repeats the
     data without end, as torchtitan does. Not in torchtitan."""
 
+    preference_beta: PositiveFloat | None = None
+    """Learns from pairs to prefer the chosen conversation (DPO, arXiv:2305.18290): how strongly it is held to the model
+    that it began with, as 0.1. Not in torchtitan."""
+
     shuffle: bool = True
     """Reads the documents in an order drawn from `debug.seed`, a new one in each epoch. false reads them in the order
     of the file. Not in torchtitan."""

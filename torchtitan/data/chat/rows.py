@@ -12,7 +12,7 @@ from torchtitan.data.tokenizers.interface import encodable
 from torchtitan.refusal import Refusal
 
 _KINDS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
-_BESIDE = ("tools", "chat_template_kwargs")  # what a template may also get
+BESIDE = ("tools", "chat_template_kwargs")  # what a template may also get
 _KNOWN = "'messages', 'prompt' and 'completion', or 'instruction', 'input' and 'output'"
 
 
@@ -33,7 +33,7 @@ def fields_of(there: Sequence[str], where: Callable[[], str]) -> list[str]:
     """The fields that make the conversation; the first of these kinds that is there counts."""
     for kind in _KINDS:
         if all(name in there for name in kind):
-            others = (*_BESIDE, "input") if kind == _KINDS[-1] else _BESIDE
+            others = (*BESIDE, "input") if kind == _KINDS[-1] else BESIDE
             return [*kind, *(name for name in others if name in there)]
     fix = "rename them, or remove chat if the rows are texts"
     if "conversations" in there:

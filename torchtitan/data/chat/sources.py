@@ -4,8 +4,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.schema import DataSource, Model
+from torchtitan.config.schema import Config, DataSource, Model
 from torchtitan.data.chat.encoder import ChatEncoder
+from torchtitan.data.chat.packing import ChatPacker
+from torchtitan.data.chat.pairs import Pair, PairEncoder, PairPacker
 from torchtitan.data.chat.rows import Conversation
 from torchtitan.data.chat.spans import SpanFinder
 from torchtitan.data.chat.spelling import Speller, build_speller
@@ -16,28 +18,42 @@ from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.refusal import Refusal
 
 
-def with_encoders(given: list[DataSource], model: Model, seq_len: int, tokenizer: Tokenizer) -> list[DataSource]:
+def open_chats(
+    given: list[DataSource], config: Config, seq_len: int, tokenizer: Tokenizer
+) -> tuple[list[DataSource], type[ChatPacker]]:
+    """The sources, and what packs their documents."""
+    is_of_pairs = config.training.preference_beta is not None
+    sources = with_encoders(given, config.model, seq_len, tokenizer, is_of_pairs)
+    return sources, PairPacker if is_of_pairs else ChatPacker
+
+
+def with_encoders(
+    given: list[DataSource], model: Model, seq_len: int, tokenizer: Tokenizer, of_pairs: bool = False
+) -> list[DataSource]:
     """The sources, of which those of conversations get an encoder in the place of a text_key."""
     sources = []
     for source in given:
         if source.chat is not None:
-            conversation = _conversation(source, source.chat, model, seq_len, tokenizer)
+            conversation = _conversation(source, source.chat, model, seq_len, tokenizer, of_pairs)
             source = source.model_copy(update={"text_key": conversation})
         sources.append(source)
     return sources
 
 
-def _conversation(source: DataSource, learn: str, model: Model, seq_len: int, tokenizer: Tokenizer) -> Conversation:
+def _conversation(
+    source: DataSource, learn: str, model: Model, seq_len: int, tokenizer: Tokenizer, of_pairs: bool
+) -> Conversation:
     name = source.dataset_path or source.dataset
-    kind = locate_text(source.dataset, source.dataset_path).kind
-    if kind in ("prepared", "text"):
-        what = "prepared tokens do not say which are learned" if kind == "prepared" else "a text file has no rows"
+    stored = locate_text(source.dataset, source.dataset_path).kind
+    if stored in ("prepared", "text"):
+        what = "prepared tokens do not say which are learned" if stored == "prepared" else "a text file has no rows"
         raise Refusal(f"{name}: chat = {learn!r} needs conversations, but {what}; give JSONL, Parquet or a dataset")
     found, template = open_template(model, tokenizer)
     digest = hashlib.sha256(f"{found.text}".encode()).hexdigest()[:8]
-    conversation = Conversation("messages")
-    conversation.encoder = ChatEncoder(name, tokenizer, *open_finder(model, tokenizer, template, learn), seq_len)
-    conversation.identity = f"; conversations (learned: {learn}; template {digest})"
+    conversation: Conversation = Pair("chosen") if of_pairs else Conversation("messages")
+    kind, most = (PairEncoder, (seq_len - 2) // 2) if of_pairs else (ChatEncoder, seq_len)
+    conversation.encoder = kind(name, tokenizer, *open_finder(model, tokenizer, template, learn), most)
+    conversation.identity = f"; {'pairs' if of_pairs else 'conversations'} (learned: {learn}; template {digest})"
     return conversation
 
 

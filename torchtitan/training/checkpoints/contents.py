@@ -73,6 +73,8 @@ def list_contents(
         contents.append(Content("loss_scale", "optimizer", state=scale.state, load=lambda state, _: scale.load(state)))
     if model.adapter is not None:
         contents.insert(1, Content("lora", "weights", **model.adapter.about(model, average)))
+    if (beside := model.reference) is not None:
+        contents.append(Content("reference", "resume", state=beside.state, load=lambda state, _: beside.check(state)))
     if best is not None:
         contents.append(Content("best", "resume", state=best.state, load=lambda state, _: best.load(state)))
     return contents
