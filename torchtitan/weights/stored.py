@@ -3,6 +3,7 @@
 All three are opened alike, and their weights are read when they are asked for.
 """
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -151,8 +152,10 @@ def write_hf(
 
 
 def copy_tokenizer(source: StoredModel, assets: Path, target: Path) -> None:
-    """Copy the tokenizer's files. For a model that was trained here, make them begin a text as training did."""
+    """Copy the tokenizer's files, and the run's chat template. What was trained here begins a text as training did."""
     copy_assets(assets, target)
+    if source.config is not None and source.config.model.chat_template is not None:
+        shutil.copyfile(source.config.model.chat_template, target / "chat_template.jinja")
     if source.trained_here:
         follow_training(target)
 

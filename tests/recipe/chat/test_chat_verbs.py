@@ -120,7 +120,9 @@ def test_a_run_on_conversations_learns_and_resumes_to_the_bit(tmp_path: Path) ->
         "checkpoint__enable": True,
         "checkpoint__interval": 15,
     }
-    whole = train_here(tiny_config(tmp_path / "whole", training__steps=30, **keys))
+    exports = {"checkpoint__last_save_in_hf": True, "checkpoint__last_save_model_only": True}
+    whole = train_here(tiny_config(tmp_path / "whole", training__steps=30, **keys, **exports))
+    assert (tmp_path / "whole/hf/chat_template.jinja").read_text() == Path(TEMPLATE).read_text()
     train_here(tiny_config(tmp_path / "parts", training__steps=15, lr_scheduler__total_steps=30, **keys))
     parts = train_here(tiny_config(tmp_path / "parts", training__steps=30, **keys))
     assert [record["loss"] for record in whole] == [record["loss"] for record in parts]

@@ -82,12 +82,12 @@ def run(args: argparse.Namespace, _: Sequence[str]) -> None:
             else:
                 written = source.adapter.weights.outline
                 proof = export_adapter(source, args.target, dtype)
+                if template is not None:
+                    shutil.copyfile(template, Path(args.target) / "chat_template.jinja")
         elif to == "hf":
             write_hf(source, args.target, assets, dtype, int(args.shard_gb * 1e9))
         else:
             write_checkpoint(source, args.target, assets, dtype)
-        if template is not None:
-            shutil.copyfile(template, Path(args.target) / "chat_template.jinja")
     size = sum(like.numel() * (dtype or like.dtype).itemsize for like in written.values())
     print(
         f"{source.weights.where} -> {args.target}: {len(written)} tensors, {size / 2**30:.2f} GiB in "
