@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--sites", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--warm", type=int, default=0, help="steps of one run with all tokens before")
-    parser.add_argument("--steps", type=int, default=900, help="of each site")
+    parser.add_argument("--steps", type=int, default=500, help="of each site")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--rates", nargs=3, type=float, default=BEST_RATES.values(), help="swarm, one run, site alone")

@@ -141,7 +141,8 @@ def test_shares_follow_tokens_and_unusual_differences_are_left_out_by_name():
         False,
     ]
     assert [decide.goes_far("diloco", 0.7, 0.9, n).yes for n in (999, 1000)] == [True, False]
-    assert not decide.goes_far("diloco", 0.7, 0.6, 9).yes and not decide.goes_far("average", 0.7, 0.9, 9).yes
+    assert [decide.goes_far("diloco", 0.7, 0.6, n).yes for n in (100, 101)] == [True, False]
+    assert not decide.goes_far("average", 0.7, 0.9, 9).yes
     assert "the outer step goes 7 times as far as the sites" in decide.goes_far("diloco", 0.7, 0.9, 9).why
     assert decide.differing({"a": 1, "b": "x"}, {"a": 1, "b": "y"}) == ["b is 'y' at this site and 'x' in the run"]
     assert decide.where_to_begin(0, [400, 500, 900], True) == 500
