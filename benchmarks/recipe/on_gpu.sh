@@ -54,6 +54,7 @@ print(torch.cuda.get_device_properties(0).total_memory >> 30 if torch.cuda.is_av
 presets="${PRESETS:-$( ((gib < 100)) && echo gpu-1b gpu-3b || echo gpu-8b gpu-8b-float8)}"
 if [[ $parts == *" tests "* ]] && ((gib > 0)); then
   part 200 tests "$PYTHON" -m pytest -q -p no:cacheprovider --durations=5 --numprocesses 8 tests/*/gpu
+  part 30 kernels "$PYTHON" -m benchmarks.recipe.kernels
 fi
 if [[ $parts == *" presets "* ]]; then
   for preset in $presets; do

@@ -131,7 +131,7 @@ class Probe:
         silu = self.seconds(lambda: torch.ops.aten.silu.out(read, out=written), alone=True)
         heads, length, width = sizes.attention
         dtype = getattr(torch, self.dtype)
-        _, fastest = pick_attention(self.device, dtype, heads, heads, width, length, is_masked=False)
+        _, fastest = pick_attention(self.device, dtype, heads, heads, width, length, keeps_apart=False)
         q, k, v = (self.tensor(1, heads, length, width).requires_grad_() for _ in range(3))
 
         def attention() -> None:

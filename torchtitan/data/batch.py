@@ -39,7 +39,7 @@ class Batch:
 
     inputs: torch.Tensor  # int64 [B, S]
     labels: torch.Tensor  # int64 [B, S]; the loss skips IGNORED
-    document_ids: torch.Tensor | None  # int32 [B, S]; in each sequence they count from 0
+    documents: torch.Tensor | None  # int32 [B, N]: where each document of a sequence begins, then S
     origin: Origin
 
     def to(self, device: torch.device) -> "Batch":
@@ -48,8 +48,8 @@ class Batch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
 
-        ids = None if self.document_ids is None else move(self.document_ids)
-        return Batch(move(self.inputs), move(self.labels), ids, self.origin)
+        documents = None if self.documents is None else move(self.documents)
+        return Batch(move(self.inputs), move(self.labels), documents, self.origin)
 
 
 @dataclass(frozen=True)
@@ -141,4 +141,9 @@ def assemble(packers: dict[int, Packer], slots: list[int], shape: Shape, sources
     if not any(sequence.num_labels for sequence in packed):
         return None
     ready = (lambda array: torch.from_numpy(array).pin_memory()) if shape.pin_memory else torch.from_numpy
-    return Batch(ready(inputs), ready(labels), None if ids is None else ready(ids), Origin(slots, packed, sources))
+    documents = None
+    if ids is not None:
+        from torchtitan.data.documents import document_starts
+
+        documents = ready(document_starts(ids))
+    return Batch(ready(inputs), ready(labels), documents, Origin(slots, packed, sources))

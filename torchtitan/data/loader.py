@@ -162,9 +162,13 @@ class Loader:
     def _padding(self) -> Batch:
         slots, shape = self._layout.own_slots, self._shape
         inputs = torch.full((len(slots), shape.seq_len), shape.pad_id, dtype=torch.int64)
-        ids = torch.zeros(inputs.shape, dtype=torch.int32) if shape.block_causal else None
+        documents = None
+        if shape.block_causal:
+            from torchtitan.data.documents import document_starts
+
+            documents = torch.from_numpy(document_starts(np.zeros(inputs.shape, np.int32)))
         packed = [Packed(0, None, None)] * len(slots)
-        return Batch(inputs, torch.full_like(inputs, IGNORED), ids, Origin(slots, packed, self._sources))
+        return Batch(inputs, torch.full_like(inputs, IGNORED), documents, Origin(slots, packed, self._sources))
 
 
 def open_sources(

@@ -66,14 +66,6 @@ def exchange_attention(model: nn.Module, make: Callable[[nn.Module], nn.Module])
     return len(found)
 
 
-def document_mask(document_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-    """True where a query, at one of `positions`, may see a key: it is not later, and in the same document."""
-    everywhere = torch.arange(document_ids.shape[1], device=document_ids.device)
-    positions = everywhere if positions is None else positions
-    same = document_ids[:, positions, None] == document_ids[:, None, :]
-    return (same & (everywhere <= positions[:, None]))[:, None]  # [B, 1, S of queries, S]
-
-
 class FeedForward(nn.Module):
     """SwiGLU."""
 

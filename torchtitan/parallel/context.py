@@ -4,9 +4,9 @@ The sequence is cut into 2n pieces. Rank r of n holds piece r (its head) and pie
 attend to equally many keys. A piece runs plain attention over the prefix it may see, on gloo as on NCCL.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,18 +41,12 @@ class CausalPieces:
         return iter((self.head, self.tail))
 
 
-Masks = tuple[Tensor, Tensor] | CausalPieces
+def piece_masks(seq_len: int, axis: DeviceMesh) -> CausalPieces:
+    """Return the masks of this rank's two pieces.
 
-
-def piece_masks(seq_len: int, axis: DeviceMesh, documents: Tensor | None) -> Masks:
-    """Return a mask for each of this rank's two pieces: causal, or cut from a document mask [B, 1, S/n, S].
-
-    The caller builds the masks outside the model, because a compiled or recomputed block cannot create a causal bias.
+    The caller builds them outside the model, because a compiled or recomputed block cannot create a causal bias.
     """
     size, rank = axis.size(), axis.get_local_rank()
-    if documents is not None:
-        head, tail = documents.chunk(2, dim=2)
-        return head, tail
     piece_len = seq_len // (2 * size)
     return CausalPieces(
         head=causal_lower_right(piece_len, (rank + 1) * piece_len),
@@ -67,27 +61,26 @@ class GatheredAttention(nn.Module):
         super().__init__()
         self.group, self.size, self.rank = axis.get_group(), axis.size(), axis.get_local_rank()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks) -> Tensor:
-        k, v = self._gather(torch.stack([k, v])).transpose(2, 3).unbind(0)  # each [B, H, S, D]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, masks: Iterable[Any]) -> Tensor:
+        k, v = self._gather(torch.stack([k, v])).unbind(0)  # each [B, S, H, D]
         piece_len = q.shape[1] // 2
         out = []
         for q_piece, mask, place in zip(
-            q.transpose(1, 2).chunk(2, dim=2), masks, (self.rank, 2 * self.size - 1 - self.rank), strict=True
+            q.chunk(2, dim=1), masks, (self.rank, 2 * self.size - 1 - self.rank), strict=True
         ):
             seen = (place + 1) * piece_len
-            out.append(_attend(q_piece, k[:, :, :seen], v[:, :, :seen], mask))
-        return torch.cat(out, dim=2).transpose(1, 2)  # [B, S/n, H, D]
+            out.append(self.attend(q_piece, k[:, :seen], v[:, :seen], mask))
+        return torch.cat(out, dim=1)  # [B, S/n, H, D]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: CausalBias) -> Tensor:
+        """Attention of a piece's queries to the keys and values up to its last position."""
+        # Repeat each key head for all of its query heads, because some of CUDA's kernels do not accept grouped heads.
+        groups = q.shape[2] // k.shape[2]
+        k, v = (k, v) if groups == 1 else (k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
     def _gather(self, kv: Tensor) -> Tensor:
         """Gather all keys and values [2, B, S, H, D] in sequence order; backward sums their gradients over ranks."""
         pieces = all_gather_single_autograd(kv.contiguous(), 2, self.group).chunk(2 * self.size, dim=2)
         return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    # Repeat each key head for all of its query heads, because some of CUDA's kernels do not accept grouped heads.
-    groups = q.shape[1] // k.shape[1]
-    k, v = (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
-    if not isinstance(mask, CausalBias):
-        mask = mask[..., : k.shape[2]]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

@@ -21,30 +21,30 @@ class AttentionByProducts(nn.Module):
         super().__init__()
         self.torch_kernel = torch_kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         if q.shape[1] > _MAX_SEQ_LEN:
             return self.torch_kernel(q, k, v, mask)
-        return causal_attention(q, k, v, mask)
+        return causal_attention(q, k, v)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Causal attention of queries [B, S, H, D] to keys and values [B, S, KV heads, D]. A given mask must be causal."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of queries [B, S, H, D] to keys and values [B, S, KV heads, D]."""
     batch, kv_heads = k.shape[0], k.shape[2]
     q = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)  # [N, G, S, D]: G query heads a key head
     k, v = k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1)  # [N, S, D]
-    out: Tensor = _CausalAttention.apply(q, k, v, mask)
+    out: Tensor = _CausalAttention.apply(q, k, v)
     return out.unflatten(0, (batch, kv_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Causal attention of queries [N, G, S, D] to keys and values [N, S, D]; the mask is [B, 1, S, S] or None."""
+    """Causal attention of queries [N, G, S, D] to keys and values [N, S, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, log_sums = [], []
         for rows, seen in _pieces(q.shape[2]):
             products = torch.bmm(_flat(q, rows), k[:, seen].transpose(1, 2)).unflatten(1, (q.shape[1], -1))
-            hidden = _hidden(mask, rows, seen, k)[:, None]
+            hidden = _hidden(rows, seen, k)[:, None]
             scores = _scores(products, hidden, q.shape[-1])  # [N, G, rows, keys]
             largest = scores.amax(-1, keepdim=True)
             exponentials = (scores - largest).exp()
@@ -54,12 +54,12 @@ class _CausalAttention(torch.autograd.Function):
             values = torch.bmm(exponentials.to(v.dtype).flatten(1, 2), v[:, seen]).unflatten(1, (q.shape[1], -1))
             out.append((values / total).to(v.dtype))
         whole = torch.cat(out, dim=2)
-        ctx.save_for_backward(q, k, v, mask, whole, torch.cat(log_sums, dim=2))
+        ctx.save_for_backward(q, k, v, whole, torch.cat(log_sums, dim=2))
         return whole
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, mask, out, log_sums = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, log_sums = ctx.saved_tensors
         row_sums = (gradient.float() * out.float()).sum(-1)
         grad_q: list[Tensor] = []
         grad_k: list[Tensor] = []  # grad_k and grad_v are in float32, one tensor for each piece of the keys
@@ -69,7 +69,7 @@ class _CausalAttention(torch.autograd.Function):
             # transpose, and the compiler computes the scores again. In forward's order it would keep forward's scores.
             queries, grad_out, keys = _flat(q, rows), _flat(gradient, rows), k[:, seen]
             products = torch.bmm(keys, queries.transpose(1, 2)).unflatten(2, (q.shape[1], -1))
-            hidden = _hidden(mask, rows, seen, k).transpose(1, 2)[:, :, None]
+            hidden = _hidden(rows, seen, k).transpose(1, 2)[:, :, None]
             scores = _scores(products, hidden, q.shape[-1])  # [N, keys, G, rows]
             probabilities = (scores - log_sums[:, None, :, rows]).exp()
             _add_by_piece(grad_v, torch.bmm(probabilities.to(v.dtype).flatten(2), grad_out))
@@ -79,7 +79,7 @@ class _CausalAttention(torch.autograd.Function):
             grad_q.append(torch.bmm(grad_scores.transpose(1, 2), keys).unflatten(1, (q.shape[1], -1)))
             _add_by_piece(grad_k, torch.bmm(grad_scores, queries))
         of_keys, of_values = torch.cat(grad_k, dim=1).to(k.dtype), torch.cat(grad_v, dim=1).to(v.dtype)
-        return torch.cat(grad_q, dim=2), of_keys, of_values, None
+        return torch.cat(grad_q, dim=2), of_keys, of_values
 
 
 def _pieces(seq_len: int) -> Iterator[tuple[slice, slice]]:
@@ -95,10 +95,8 @@ def _flat(x: Tensor, rows: slice) -> Tensor:
     return x[:, :, rows].flatten(1, 2)
 
 
-def _hidden(mask: Tensor | None, rows: slice, seen: slice, k: Tensor) -> Tensor:
-    """[N or 1, rows, keys]: True where a query may not see a key. Without a mask these are the keys after the query."""
-    if mask is not None:
-        return ~mask[:, :, rows, seen].expand(-1, len(k) // len(mask), -1, -1).flatten(0, 1)
+def _hidden(rows: slice, seen: slice, k: Tensor) -> Tensor:
+    """[1, rows, keys]: True where a query may not see a key, because the key comes after it."""
     return torch.ones(1, rows.stop - rows.start, seen.stop, dtype=torch.bool, device=k.device).triu(rows.start + 1)
 
 

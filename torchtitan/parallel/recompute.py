@@ -26,6 +26,8 @@ _SAVED_OPERATIONS = {
     torch.ops.aten.max.default,  # a scale of float8
 }
 
+_ATTENTION = {"torchtitan", "torch_attn"}  # operations of these libraries keep documents apart
+
 
 def apply_recompute(
     model: nn.Module, layers: Sequence[str], config: ActivationCheckpoint, compiles: bool = False
@@ -117,7 +119,7 @@ def keep_expensive_operations() -> Any:
             seen[pass_name] += 1
             if seen[pass_name] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-        saved = operation in _SAVED_OPERATIONS
+        saved = operation in _SAVED_OPERATIONS or operation.namespace in _ATTENTION
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

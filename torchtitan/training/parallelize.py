@@ -5,6 +5,7 @@ The family's spec contributes the plan of tensor parallelism and the parts.
 
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -51,7 +52,11 @@ def apply_parallelism(
         report_split(model, axis, is_whole=mesh.dims.pp == 1)
         if parallelism.enable_async_tensor_parallel:
             overlap_communication(axis)
-    if mesh.dims.cp > 1:
+    if blueprint.reads_text and config.model.attn_mask_type == "block_causal":
+        from torchtitan.parallel.documents.attention import apply_documents
+
+        apply_documents(model, mesh, getattr(torch, config.training.mixed_precision_param), blueprint.shape.head_size)
+    elif mesh.dims.cp > 1:
         from torchtitan.parallel.context import GatheredAttention
 
         exchange_attention(model, lambda _: GatheredAttention(mesh.devices["cp"]))

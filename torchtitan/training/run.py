@@ -125,7 +125,7 @@ class Run:
             shape.n_kv_heads // dims.tp,
             shape.head_size,
             training.seq_len // (2 * dims.cp if dims.cp > 1 else 1),
-            is_masked=self.config.model.attn_mask_type == "block_causal",
+            keeps_apart=self.config.model.attn_mask_type == "block_causal",
         )
         if dims.cp == 1:  # context parallelism has torch pick one for each piece
             logger.info(f"attention by {kernel}")

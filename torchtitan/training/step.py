@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchtitan.config.schema import Parallelism, Training
 from torchtitan.data.batch import Batch
-from torchtitan.models.layers import document_mask
 from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.mesh import Mesh
@@ -18,7 +17,7 @@ from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.loss import LossFunction
 
 if TYPE_CHECKING:
-    from torchtitan.parallel.context import Masks
+    from torchtitan.parallel.context import CausalPieces
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class ForwardBackward:
         scale = self.model.loss_scale
         divisor = all_tokens if scale is None else all_tokens / scale.factor
         total = torch.zeros((), device=batch.inputs.device)
-        for inputs, labels, mask in self._local_batches(batch, positions, self.local_batch_size):
+        for inputs, labels, mask in self._local_batches(batch, self.local_batch_size):
             if self.pipeline is not None:  # it takes each microbatch forward and backward
                 total += self.pipeline(inputs, labels, positions, mask, divisor)
             else:
@@ -81,7 +80,7 @@ class ForwardBackward:
         """Return this rank's summed loss and its number of counted tokens, in float64. Computes no gradients."""
         batch, positions = self._own_part(batch)
         total = torch.zeros((), device=batch.inputs.device)
-        for inputs, labels, mask in self._local_batches(batch, positions, local_batch_size):
+        for inputs, labels, mask in self._local_batches(batch, local_batch_size):
             if self.pipeline is not None:
                 total += self.pipeline(inputs, labels, positions, mask, None)
             else:
@@ -90,33 +89,32 @@ class ForwardBackward:
         return torch.stack([total.double(), tokens.double()])
 
     def _own_part(self, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """Keep this rank's positions of each sequence. Document numbers stay whole, because the mask needs them."""
+        """Keep this rank's positions of each sequence. The documents are those of whole sequences."""
         if self.cp_axis.size() == 1:
             return batch, None
         from torchtitan.parallel.context import own_positions
 
         positions = own_positions(batch.inputs.shape[1], self.cp_axis, batch.inputs.device)
         inputs, labels = batch.inputs[:, positions], batch.labels[:, positions]
-        return Batch(inputs, labels, batch.document_ids, batch.origin), positions
+        return Batch(inputs, labels, batch.documents, batch.origin), positions
 
     def _loss_of(
-        self, inputs: Tensor, labels: Tensor, positions: Tensor | None, mask: "Tensor | Masks | None"
+        self, inputs: Tensor, labels: Tensor, positions: Tensor | None, mask: "Tensor | CausalPieces | None"
     ) -> Tensor:
         """The summed loss of a whole model. A term of the model (a router's balance) goes here."""
         # No name for the logits: they would stay through backward.
         return self.loss(self.model.stages[0](inputs, positions=positions, mask=mask), labels)
 
     def _local_batches(
-        self, batch: Batch, positions: Tensor | None, size: int
-    ) -> "Iterator[tuple[Tensor, Tensor, Tensor | Masks | None]]":
+        self, batch: Batch, size: int
+    ) -> "Iterator[tuple[Tensor, Tensor, Tensor | CausalPieces | None]]":
         for begin in range(0, len(batch.inputs), size):
             part = slice(begin, begin + size)
-            documents = None
-            if batch.document_ids is not None:
-                documents = document_mask(batch.document_ids[part], positions)
-            mask: Tensor | Masks | None = documents
-            if self.cp_axis.size() > 1:
+            mask: Tensor | CausalPieces | None = None
+            if batch.documents is not None:
+                mask = batch.documents[part]
+            elif self.cp_axis.size() > 1:
                 from torchtitan.parallel.context import piece_masks
 
-                mask = piece_masks(batch.inputs.shape[1] * self.cp_axis.size(), self.cp_axis, documents)
+                mask = piece_masks(batch.inputs.shape[1] * self.cp_axis.size(), self.cp_axis)
             yield batch.inputs[part], batch.labels[part], mask

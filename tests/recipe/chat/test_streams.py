@@ -71,12 +71,17 @@ def build(sources, folder, dp_rank=0, dp_size=1, epochs=-1, pads=None, seq_len=S
     return Loader(opened, tokenizer, layout, shape, Order(BATCH, 7, pads is None), pads)
 
 
+def numbers(starts, seq_len):
+    """The number of each position's document."""
+    return (starts <= torch.arange(seq_len)[:, None]).sum(1) - 1
+
+
 def take(loaders, count=10**6):
     """Global batches as [B, 3, S]: inputs, labels and document numbers, in slot order."""
     batches = []
     while len(batches) < count and all(parts := [loader.next() for loader in loaders]):
         found = {
-            slot: torch.stack([p.inputs[row], p.labels[row], p.document_ids[row]])
+            slot: torch.stack([p.inputs[row], p.labels[row], numbers(p.documents[row], p.inputs.shape[1])])
             for p in parts
             for row, slot in enumerate(p.origin.slots)
         }

@@ -65,7 +65,7 @@ def test_prepared_tokens_and_raw_text_give_identical_batches(prepared, tokenizer
     assert len(pairs) > 50
     for raw, ready in pairs:
         assert (raw.inputs == ready.inputs).all() and (raw.labels == ready.labels).all()
-        assert (raw.document_ids == ready.document_ids).all()
+        assert (raw.documents == ready.documents).all()
     assert f"{out} document " in pairs[0][1].origin.describe()
 
 

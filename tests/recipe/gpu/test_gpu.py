@@ -22,7 +22,8 @@ from torchtitan.launch.preflight.facts import check_gpus
 from torchtitan.models.families import plan_model
 from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.collectives import GlobalNorm, set_timeout, start_process_group, stop_process_group
-from torchtitan.parallel.gpu_attention import pick_attention
+from torchtitan.parallel.documents.attention import DocumentAttention, attend
+from torchtitan.parallel.gpu_attention import attends_by_document, pick_attention
 from torchtitan.tools.dry_run.estimate import estimate
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch looks once, at the first product; a test needs it
@@ -103,7 +104,14 @@ def test_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
     assert exact[0] == exact[1] and len(exact[0]) == 6
 
 
-@pytest.mark.parametrize("model", [{}, keys("GPT2") | {"validation__enable": False}], ids=["Llama", "own model"])
+APART = {"model__attn_mask_type": "block_causal", "training__mixed_precision_param": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{}, APART, APART | {"compile__enable": True}, keys("GPT2") | {"validation__enable": False}],
+    ids=["Llama", "documents apart", "documents apart, compiled", "own model"],
+)
 def test_the_host_waits_for_the_gpu_only_at_logged_steps(tmp_path: Path, model: dict[str, Any]) -> None:
     """Counts torch's warnings of synchronisation: eight more steps, with two more log records, may add only two.
 
@@ -222,17 +230,41 @@ def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str, dtype: str) ->
     assert estimate(config, blueprint, rank=0, world_size=1).peak_bytes == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_attention_runs_by_the_kernel_that_is_named(is_masked: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("keeps_apart", [False, True])
+def test_attention_runs_by_the_kernel_that_is_named(keeps_apart: bool, dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
-    name, fastest = pick_attention(device, torch.bfloat16, 8, 2, 64, 128, is_masked)
-    q, k = (torch.randn(1, 128, heads, 64, device=device, dtype=torch.bfloat16) for heads in (8, 2))
-    mask = torch.ones(1, 1, 128, 128, device=device, dtype=torch.bool).tril() if is_masked else None
+    name, fastest = pick_attention(device, dtype, 8, 2, 64, 128, keeps_apart)
+    q, k = (torch.randn(1, 128, heads, 64, device=device, dtype=dtype) for heads in (8, 2))
+    starts = torch.tensor([[0, 50, 128]], dtype=torch.int32, device=device) if keeps_apart else None
+    core = DocumentAttention(not attends_by_document(dtype, 64)) if keeps_apart else CausalAttention()
     with fastest, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        CausalAttention()(q.requires_grad_(), k, k, mask)
+        core(q.requires_grad_(), k, k, starts)
     operations = {event.key for event in profile.key_averages()}
-    part = {"cuDNN": "cudnn", "FlashAttention": "flash", "memory-efficient attention": "efficient"}[name]
-    assert any(f"_scaled_dot_product_{part}_attention" in operation for operation in operations)
+    parts = {"cuDNN": "cudnn", "FlashAttention,": "varlen", "FlashAttention": "flash", "memory-efficient": "efficient"}
+    part = next(part for kernel, part in parts.items() if name.startswith(kernel))
+    assert any(f"_{part}_att" in operation for operation in operations)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("part", [(0, 1024), (256, 512), (768, 1024)], ids=["all", "middle", "end"])
+def test_documents_stay_apart_on_a_gpu_as_under_a_mask(part: tuple[int, int], compiles: bool) -> None:
+    """Forward and backward, also of a part's queries, as a rank of context parallelism has them."""
+    torch.manual_seed(0)
+    first, end = part
+    cuts = [[0, 5, 6, 300, 301, 900, 1024], [0, 512, 513, 768, 1024, 1024, 1024]]
+    starts = torch.tensor([[*cut, 1024] for cut in cuts], dtype=torch.int32, device="cuda")
+    shapes = (2, end - first, 8, 64), (2, end, 2, 64), (2, end, 2, 64)
+    drawn = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    results = []
+    for by_mask in (True, False):
+        q, k, v = ((tensor.float() if by_mask else tensor).detach().requires_grad_() for tensor in drawn)
+        kernel = torch.compile(attend, fullgraph=True) if compiles and not by_mask else attend
+        out = kernel(q, k, v, starts, by_mask)
+        out.backward(torch.cos(torch.arange(out.numel(), device="cuda")).view_as(out).to(out.dtype))
+        results.append([out, q.grad, k.grad, v.grad])
+    for reference, ours in zip(*results, strict=True):
+        assert ours.dtype == torch.bfloat16 and (ours - reference).abs().max() <= 3e-2 * reference.abs().max()
 
 
 def test_a_preflight_finds_the_gpus_sound_and_knows_their_speed() -> None:

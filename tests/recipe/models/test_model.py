@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torchtitan.config.schema import Model, RopeScaling
 from torchtitan.models.decoder.model import Transformer, initialize
 from torchtitan.models.families import find_model
-from torchtitan.models.layers import CausalAttention, document_mask, rope_table
+from torchtitan.models.layers import CausalAttention, exchange_attention, rope_table
 from torchtitan.models.llama.args import LlamaArgs
 from torchtitan.models.llama.spec import LLAMA3
 from torchtitan.models.spec import Blueprint
 from torchtitan.parallel.cpu_attention import AttentionByProducts, causal_attention
+from torchtitan.parallel.documents.attention import DocumentAttention
 
 HF = LLAMA3.hugging_face()
 TINY = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, hidden_dim=160, vocab_size=97, rope_theta=10000.0)
@@ -122,26 +123,23 @@ def test_a_tied_embedding_is_counted_once_and_multiplied_once() -> None:
 def test_documents_of_a_sequence_do_not_see_each_other() -> None:
     model = random_model(SHAPES["grouped queries"])
     first, second = torch.randint(97, (1, 20)), torch.randint(97, (1, 12))
-    ids = torch.tensor([[0] * 20 + [1] * 12])
-    together = model(torch.cat([first, second], dim=1), mask=document_mask(ids))
-    assert torch.allclose(together[:, :20], model(first), atol=1e-5)
+    apart = [model(first), model(second)]
+    exchange_attention(model, lambda _: DocumentAttention(by_mask=False))
+    together = model(torch.cat([first, second], dim=1), mask=torch.tensor([[0, 20, 32]]))
+    assert torch.allclose(together[:, :20], apart[0], atol=1e-5)
     # Rotation is relative, so the second document's place in the sequence changes nothing.
-    assert torch.allclose(together[:, 20:], model(second), atol=1e-4)
+    assert torch.allclose(together[:, 20:], apart[1], atol=1e-4)
 
 
 @pytest.mark.parametrize("seq_len", [3, 128, 300, 1100])  # one piece, and the last one shorter than the others
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_attention_by_products_equals_torchs(
-    seq_len: int, dtype: torch.dtype, tolerance: float, is_masked: bool
-) -> None:
+def test_attention_by_products_equals_torchs(seq_len: int, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
-    mask = document_mask(torch.randint(5, (2, seq_len)).sort().values) if is_masked else None
     shapes, results = [(2, seq_len, 4, 16), (2, seq_len, 2, 16), (2, seq_len, 2, 16)], []
     drawn, arriving = [torch.randn(shape) for shape in shapes], torch.randn(shapes[0])
-    for attend, type_ in ((CausalAttention(), torch.float32), (causal_attention, dtype)):
+    for attend, type_ in ((lambda *inputs: CausalAttention()(*inputs, None), torch.float32), (causal_attention, dtype)):
         q, k, v = (tensor.to(dtype).to(type_).requires_grad_() for tensor in drawn)
-        out = attend(q, k, v, mask)
+        out = attend(q, k, v)
         out.backward(arriving.to(type_))
         results.append([out, q.grad, k.grad, v.grad])
     for reference, ours in zip(*results, strict=True):

@@ -69,7 +69,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] of tokens [B, S], which stand at `positions` and attend to what the mask allows.
 
-        Without a mask (see layers.document_mask) attention is causal.
+        Without a mask attention is causal. `core` takes the mask, of whatever kind the module in its place knows.
         """
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [B, S, C]
         if positions is None:

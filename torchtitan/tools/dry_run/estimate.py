@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules  # its import makes a tensor, which would be counted in the first step
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torchtitan.config.layout import plan_batch
 from torchtitan.config.schema import Config, other_sections
 from torchtitan.data.batch import Batch, Origin
+from torchtitan.data.documents import document_starts
 from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
 from torchtitan.models.own import OwnBlueprint
@@ -92,7 +94,7 @@ def estimate(
         if gpu:
             stack.enter_context(gpu_norms())
             for part in model.stages.values():
-                apply_gpu_attention(part)
+                apply_gpu_attention(part, getattr(torch, config.training.mixed_precision_param))
                 if is_compiled:
                     apply_compiled_swiglu(part)
         stack.enter_context(warnings.catch_warnings())
@@ -157,7 +159,10 @@ def blank_batch(config: Config, blueprint: Blueprint, dp: int) -> Any:
         parts = [LocalBatch(inputs, target, local)] * (rows // local)
         return SampleBatch(parts, SampleOrigin(list(range(rows)), []))
     size = rows, config.training.seq_len
-    documents = torch.zeros(size, dtype=torch.int32) if config.model.attn_mask_type == "block_causal" else None
+    documents = None
+    if config.model.attn_mask_type == "block_causal":
+        with _disable_current_modes():
+            documents = torch.from_numpy(document_starts(np.zeros(size, np.int32)))
     tokens = torch.zeros(size, dtype=torch.int64)
     return Batch(tokens, tokens.clone(), documents, Origin([], [], []))
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchtitan.models.layers import FeedForward
 from torchtitan.parallel import context
 from torchtitan.parallel.context import GatheredAttention
+from torchtitan.parallel.documents.attention import DocumentAttention, GatheredDocumentAttention
 
 
 @contextmanager
@@ -85,10 +86,15 @@ class _FusedProduct(torch.autograd.Function):
         return torch.empty_like(a), torch.empty_like(b)
 
 
-def apply_gpu_attention(model: nn.Module) -> None:
-    """Make context parallelism's attention store no causal bias. A CPU's kernel stores the bias as a whole mask."""
+def apply_gpu_attention(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make context parallelism's attention store no causal bias. A CPU's kernel stores the bias as a whole mask.
+
+    In float32 a mask keeps documents apart. Otherwise a GPU's kernel saves what the pieces of a CPU do.
+    """
     for module in model.modules():
-        if isinstance(module, GatheredAttention):
+        if isinstance(module, (DocumentAttention, GatheredDocumentAttention)):
+            module.by_mask = dtype == torch.float32
+        elif isinstance(module, GatheredAttention):
             module.forward = partial(_without_bias, module.forward)  # type: ignore[method-assign]
 
 

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise, starmap
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.schema import Config
@@ -122,11 +122,10 @@ def _documents(batch: "Batch") -> Iterator[tuple[list[int], list[bool], int]]:
     """The documents of a batch: ids, whether each is learned, and how many are inputs. Padding is left out."""
     from torchtitan.models.spec import IGNORED
 
-    assert batch.document_ids is not None
-    for inputs, labels, numbers in zip(batch.inputs, batch.labels, batch.document_ids, strict=True):
-        ids, places, labels = inputs.tolist(), numbers.tolist(), labels.tolist()
-        for _, group in groupby(range(len(ids)), places.__getitem__):
-            own = list(group)
+    assert batch.documents is not None
+    for inputs, labels, starts in zip(batch.inputs, batch.labels, batch.documents, strict=True):
+        ids, labels = inputs.tolist(), labels.tolist()
+        for own in filter(None, starmap(range, pairwise(starts.tolist()))):
             learned = [False, *(labels[place] != IGNORED for place in own[:-1])]
             if own[-1] == len(ids) - 1 and labels[-1] != IGNORED:  # the last label is no input of this sequence
                 yield [*(ids[place] for place in own), labels[-1]], [*learned, True], len(own)

@@ -1,0 +1,1 @@
+"""Attention that keeps the documents of a packed sequence apart."""

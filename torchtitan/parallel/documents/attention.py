@@ -1,0 +1,91 @@
+"""Attention of packed sequences in which no document sees another, in place of a model's causal attention.
+
+On a CPU it goes by pieces, on a GPU by FlashAttention for sequences of unlike lengths. What that kernel cannot do (see
+`gpu_attention.attends_by_document`) is done under a mask, which grows with the square of the length.
+"""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.varlen import varlen_attn
+
+from torchtitan.models.layers import CausalAttention, exchange_attention
+from torchtitan.parallel.context import GatheredAttention
+from torchtitan.parallel.documents.pieces import document_attention
+from torchtitan.parallel.gpu_attention import attends_by_document
+from torchtitan.parallel.mesh import Mesh
+
+_flash_attention: Any = partial(varlen_attn, window_size=(-1, 0))  # causal
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 takes grouped heads without being asked
+    _flash_attention = partial(_flash_attention, enable_gqa=True)
+
+
+def apply_documents(model: nn.Module, mesh: Mesh, dtype: torch.dtype, head_size: int) -> None:
+    """Exchange the attention of a model or a stage, before it is compiled."""
+    by_mask = mesh.devices.device_type == "cuda" and not attends_by_document(dtype, head_size)
+    axis = mesh.devices["cp"]
+    exchange_attention(
+        model, lambda _: GatheredDocumentAttention(axis, by_mask) if axis.size() > 1 else DocumentAttention(by_mask)
+    )
+
+
+class DocumentAttention(nn.Module):
+    """Takes the documents' first positions [B, N] (see data.documents) instead of a mask."""
+
+    def __init__(self, by_mask: bool) -> None:
+        super().__init__()
+        self.by_mask = by_mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        return attend(q, k, v, starts, self.by_mask)
+
+
+class GatheredDocumentAttention(GatheredAttention):
+    """The same of this rank's two pieces over the keys and values of all ranks of the axis."""
+
+    def __init__(self, axis: DeviceMesh, by_mask: bool) -> None:
+        super().__init__(axis)
+        self.by_mask = by_mask
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Any) -> Tensor:
+        return super().forward(q, k, v, (starts, starts))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        return attend(q, k, v, starts, self.by_mask)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, by_mask: bool) -> Tensor:
+    """Attention of queries [B, Q, H, D] at the last of the positions whose keys and values [B, K, KV heads, D] are."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    first = num_keys - num_queries
+    if by_mask:
+        return CausalAttention()(q, k, v, document_mask(starts, first, num_keys))
+    rows = torch.arange(len(q), dtype=torch.int32, device=q.device)[:, None]
+    starts_q = starts_k = (starts.clamp(max=num_keys) + rows * num_keys).flatten()
+    if first:  # a document that ends before the first query has keys, but no queries
+        starts_q = (starts.clamp(first, num_keys) - first + rows * num_queries).flatten()
+    inputs = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts_q, starts_k
+    out = by_flash_attention(*inputs, num_queries, num_keys) if q.is_cuda else document_attention(*inputs)[0]
+    return out.unflatten(0, q.shape[:2])
+
+
+def by_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int
+) -> Tensor:
+    """The same as `pieces.document_attention`.
+
+    A document may be shorter than the longest, whose true length the host does not know, and may have no query.
+    """
+    return _flash_attention(q, k, v, starts_q, starts_k, longest_q, longest_k)
+
+
+def document_mask(starts: Tensor, first: int, end: int) -> Tensor:
+    """True where a query from position `first` on may see a key before `end`: not later, of the same document."""
+    everywhere = torch.arange(end, dtype=starts.dtype, device=starts.device)
+    numbers = (starts[:, None] <= everywhere[:, None]).sum(-1)  # [B, end]
+    mask = numbers[:, first:, None] == numbers[:, None]
+    return mask.tril(first)[:, None]  # [B, 1, queries, keys]
