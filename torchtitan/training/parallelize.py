@@ -53,9 +53,10 @@ def apply_parallelism(
         if parallelism.enable_async_tensor_parallel:
             overlap_communication(axis)
     if blueprint.reads_text and config.model.attn_mask_type == "block_causal":
-        from torchtitan.parallel.documents.attention import apply_documents
+        from torchtitan.parallel.documents.attention import document_attention_for
 
-        apply_documents(model, mesh, getattr(torch, config.training.mixed_precision_param), blueprint.shape.head_size)
+        dtype = getattr(torch, config.training.mixed_precision_param)
+        exchange_attention(model, document_attention_for(mesh, dtype, blueprint.shape.head_size))
     elif mesh.dims.cp > 1:
         from torchtitan.parallel.context import GatheredAttention
 

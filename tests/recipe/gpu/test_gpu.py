@@ -237,7 +237,9 @@ def test_attention_runs_by_the_kernel_that_is_named(keeps_apart: bool, dtype: to
     name, fastest = pick_attention(device, dtype, 8, 2, 64, 128, keeps_apart)
     q, k = (torch.randn(1, 128, heads, 64, device=device, dtype=dtype) for heads in (8, 2))
     starts = torch.tensor([[0, 50, 128]], dtype=torch.int32, device=device) if keeps_apart else None
-    core = DocumentAttention(not attends_by_document(dtype, 64)) if keeps_apart else CausalAttention()
+    core = (
+        DocumentAttention(CausalAttention(), not attends_by_document(dtype, 64)) if keeps_apart else CausalAttention()
+    )
     with fastest, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         core(q.requires_grad_(), k, k, starts)
     operations = {event.key for event in profile.key_averages()}
@@ -260,7 +262,7 @@ def test_documents_stay_apart_on_a_gpu_as_under_a_mask(part: tuple[int, int], co
     for by_mask in (True, False):
         q, k, v = ((tensor.float() if by_mask else tensor).detach().requires_grad_() for tensor in drawn)
         kernel = torch.compile(attend, fullgraph=True) if compiles and not by_mask else attend
-        out = kernel(q, k, v, starts, by_mask)
+        out = kernel(q, k, v, starts, CausalAttention() if by_mask else None)
         out.backward(torch.cos(torch.arange(out.numel(), device="cuda")).view_as(out).to(out.dtype))
         results.append([out, q.grad, k.grad, v.grad])
     for reference, ours in zip(*results, strict=True):

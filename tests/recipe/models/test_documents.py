@@ -57,7 +57,7 @@ def test_pieces_equal_the_mask(name: str, part: tuple[int, int], dtype: torch.dt
     mask = (seen & (torch.arange(end) <= torch.arange(first, end)[:, None]))[:, None]
     assert (document_mask(starts, first, end) == mask).all()
     expected = results(lambda q, k, v: CausalAttention()(q, k, v, mask), *(tensor.float() for tensor in drawn))
-    for ours, reference in zip(results(lambda q, k, v: attend(q, k, v, starts, False), *drawn), expected, strict=True):
+    for ours, reference in zip(results(lambda q, k, v: attend(q, k, v, starts, None), *drawn), expected, strict=True):
         assert ours.dtype == dtype
         assert (ours - reference).abs().max() <= tolerance * max(reference.abs().max(), 1)
 
@@ -72,7 +72,7 @@ def test_the_operation_is_what_torch_expects_of_one() -> None:
 def test_other_documents_compile_nothing_again() -> None:
     """Nor more of them, once there have been more."""
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda *inputs: attend(*inputs, False), backend=counter, fullgraph=True)
+    compiled = torch.compile(lambda *inputs: attend(*inputs, None), backend=counter, fullgraph=True)
     counts = []
     for size in (100, 350, 33, 7, 3, 2, 1):
         cuts = [[*range(0, 700, size), 700]]
@@ -89,7 +89,7 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
         starts, _ = starts_of([[*range(0, length, 256), length]])
         q, k, v = (torch.randn(1, length, heads, 16, requires_grad=True) for heads in (2, 1, 1))
         with torch.profiler.profile(profile_memory=True) as profile:
-            attend(q, k, v, starts, False).sum().backward()
+            attend(q, k, v, starts, None).sum().backward()
         largest.append(max(event.self_cpu_memory_usage for event in profile.events()))
     assert 0 < largest[1] <= 4.5 * largest[0]
 
@@ -119,7 +119,7 @@ def test_bounds_cover_every_query_and_every_key(monkeypatch: pytest.MonkeyPatch)
     starts, _ = starts_of(CUTS["long and short"])
     for first, end in ((0, 700), (175, 350), (525, 700)):
         q, k, v = torch.randn(2, end - first, 4, 16), torch.randn(2, end, 2, 16), torch.randn(2, end, 2, 16)
-        attend(q, k, v, starts, False)
+        attend(q, k, v, starts, None)
         for bounds, length in zip(found[-1], (end - first, end), strict=True):
             assert bounds[0] == 0 and bounds[-1] == 2 * length and bounds.dtype == torch.int32
             assert all(0 <= after - before <= length for before, after in pairwise(bounds.tolist()))

@@ -124,11 +124,12 @@ def test_documents_of_a_sequence_do_not_see_each_other() -> None:
     model = random_model(SHAPES["grouped queries"])
     first, second = torch.randint(97, (1, 20)), torch.randint(97, (1, 12))
     apart = [model(first), model(second)]
-    exchange_attention(model, lambda _: DocumentAttention(by_mask=False))
+    exchange_attention(model, lambda causal: DocumentAttention(causal, by_mask=False))
     together = model(torch.cat([first, second], dim=1), mask=torch.tensor([[0, 20, 32]]))
     assert torch.allclose(together[:, :20], apart[0], atol=1e-5)
     # Rotation is relative, so the second document's place in the sequence changes nothing.
     assert torch.allclose(together[:, 20:], apart[1], atol=1e-4)
+    assert (model(first) == apart[0]).all()  # a single text needs no starts
 
 
 @pytest.mark.parametrize("seq_len", [3, 128, 300, 1100])  # one piece, and the last one shorter than the others

@@ -5,6 +5,7 @@ On a CPU it goes by pieces, on a GPU by FlashAttention for sequences of unlike l
 """
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.varlen import varlen_attn
 
-from torchtitan.models.layers import CausalAttention, exchange_attention
 from torchtitan.parallel.context import GatheredAttention
 from torchtitan.parallel.documents.pieces import document_attention
 from torchtitan.parallel.gpu_attention import attends_by_document
@@ -24,46 +24,52 @@ if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 take
     _flash_attention = partial(_flash_attention, enable_gqa=True)
 
 
-def apply_documents(model: nn.Module, mesh: Mesh, dtype: torch.dtype, head_size: int) -> None:
-    """Exchange the attention of a model or a stage, before it is compiled."""
+def document_attention_for(mesh: Mesh, dtype: torch.dtype, head_size: int) -> Callable[[nn.Module], nn.Module]:
+    """Return what makes the module that replaces a causal attention. Call it before a layer is compiled."""
     by_mask = mesh.devices.device_type == "cuda" and not attends_by_document(dtype, head_size)
-    axis = mesh.devices["cp"]
-    exchange_attention(
-        model, lambda _: GatheredDocumentAttention(axis, by_mask) if axis.size() > 1 else DocumentAttention(by_mask)
-    )
+    if (axis := mesh.devices["cp"]).size() > 1:
+        return lambda causal: GatheredDocumentAttention(axis, causal, by_mask)
+    return lambda causal: DocumentAttention(causal, by_mask)
 
 
 class DocumentAttention(nn.Module):
     """Takes the documents' first positions [B, N] (see data.documents) instead of a mask."""
 
-    def __init__(self, by_mask: bool) -> None:
+    def __init__(self, causal: nn.Module, by_mask: bool) -> None:
         super().__init__()
-        self.by_mask = by_mask
+        self.causal, self.by_mask = causal, by_mask
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        return attend(q, k, v, starts, self.by_mask)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> Tensor:
+        if starts is None:  # one text, as a sample of what the model writes
+            out: Tensor = self.causal(q, k, v, None)
+            return out
+        return attend(q, k, v, starts, self.causal if self.by_mask else None)
 
 
 class GatheredDocumentAttention(GatheredAttention):
     """The same of this rank's two pieces over the keys and values of all ranks of the axis."""
 
-    def __init__(self, axis: DeviceMesh, by_mask: bool) -> None:
+    def __init__(self, axis: DeviceMesh, causal: nn.Module, by_mask: bool) -> None:
         super().__init__(axis)
-        self.by_mask = by_mask
+        self.causal, self.by_mask = causal, by_mask
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Any) -> Tensor:
         return super().forward(q, k, v, (starts, starts))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-        return attend(q, k, v, starts, self.by_mask)
+        return attend(q, k, v, starts, self.causal if self.by_mask else None)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, by_mask: bool) -> Tensor:
-    """Attention of queries [B, Q, H, D] at the last of the positions whose keys and values [B, K, KV heads, D] are."""
+def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, masked: nn.Module | None) -> Tensor:
+    """Attention of queries [B, Q, H, D] at the last of the positions whose keys and values [B, K, KV heads, D] are.
+
+    With a module for attention under a mask, that module computes it.
+    """
     num_queries, num_keys = q.shape[1], k.shape[1]
     first = num_keys - num_queries
-    if by_mask:
-        return CausalAttention()(q, k, v, document_mask(starts, first, num_keys))
+    if masked is not None:
+        out: Tensor = masked(q, k, v, document_mask(starts, first, num_keys))
+        return out
     rows = torch.arange(len(q), dtype=torch.int32, device=q.device)[:, None]
     starts_q = starts_k = (starts.clamp(max=num_keys) + rows * num_keys).flatten()
     if first:  # a document that ends before the first query has keys, but no queries
