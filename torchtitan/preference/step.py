@@ -13,6 +13,7 @@ from torch import Tensor
 from torchtitan.data.batch import Batch
 from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import sum_over
+from torchtitan.parallel.documents.attention import document_numbers
 from torchtitan.training.loss import cross_entropy
 from torchtitan.training.step import ForwardBackward, StepLoss
 
@@ -29,7 +30,7 @@ class PreferenceStep(ForwardBackward):
         self.beta, self.reference = beta, reference
 
     def __call__(self, batch: Batch) -> StepLoss:
-        own_pairs = self._pairs_in(batch.labels, batch.document_ids).sum()
+        own_pairs = self._pairs_in(batch.labels, _numbers(batch)).sum()
         cp = self.cp_axis.size()
         all_pairs = (sum_over(own_pairs.clone(), self.token_group) / cp).clamp(min=1)  # ranks of cp have the same
         scale = self.model.loss_scale
@@ -53,10 +54,10 @@ class PreferenceStep(ForwardBackward):
     def _margins(self, batch: Batch, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """For each local batch, beta times what separates the pairs, and where there is one; both [B, most pairs]."""
         own, positions = self._own_part(batch)
-        assert batch.document_ids is not None
-        ids = batch.document_ids if positions is None else batch.document_ids[:, positions]
-        parts = zip(ids.split(size), batch.labels.split(size), batch.document_ids.split(size), strict=True)
-        for local, (ids, all_labels, all_ids) in zip(self._local_batches(own, positions, size), parts, strict=True):
+        whole = _numbers(batch)
+        ids = whole if positions is None else whole[:, positions]
+        parts = zip(ids.split(size), batch.labels.split(size), whole.split(size), strict=True)
+        for local, (ids, all_labels, all_ids) in zip(self._local_batches(own, size), parts, strict=True):
             inputs, labels, mask = local
             with torch.no_grad():
                 differences = self._summed(self.reference(inputs, positions=positions, mask=mask), labels, ids)
@@ -78,13 +79,17 @@ class PreferenceStep(ForwardBackward):
         """How many documents a sequence can hold: a size that does not depend on the data, so no host waits for it."""
         return ids.shape[1] * self.cp_axis.size() + 1 & ~1
 
-    def _pairs_in(self, labels: Tensor, ids: Tensor | None) -> Tensor:
-        assert ids is not None
+    def _pairs_in(self, labels: Tensor, ids: Tensor) -> Tensor:
         counts = _by_document((labels != IGNORED).float(), ids, ids.shape[1] + 1 & ~1)
         return (counts > 0).all(1)
+
+
+def _numbers(batch: Batch) -> Tensor:
+    assert batch.documents is not None
+    return document_numbers(batch.documents, batch.labels.shape[1])
 
 
 def _by_document(values: Tensor, ids: Tensor, most: int) -> Tensor:
     """The sum of each document's values, in pairs."""
     sums = torch.zeros(len(values), most, dtype=values.dtype, device=values.device)
-    return sums.scatter_add(1, ids.long(), values).unflatten(1, (-1, 2)).transpose(1, 2)
+    return sums.scatter_add(1, ids, values).unflatten(1, (-1, 2)).transpose(1, 2)

@@ -26,6 +26,7 @@ from torchtitan.hardware import Place
 from torchtitan.models.decoder.model import Transformer
 from torchtitan.models.families import plan_model
 from torchtitan.models.spec import IGNORED
+from torchtitan.parallel.documents.attention import document_numbers
 from torchtitan.refusal import Refusal
 from torchtitan.training.assemble import start_run
 from torchtitan.weights.stored import open_model
@@ -91,9 +92,10 @@ def batches_of(config: Config) -> list[tuple[list[tuple[Tensor, Tensor]], float]
         loader = run.build_training_loader(0)
         for step in range(config.training.steps):
             batch = loader.next()
-            assert batch is not None and batch.document_ids is not None
+            assert batch is not None and batch.documents is not None
             documents = []
-            for inputs, labels, ids in zip(batch.inputs, batch.labels, batch.document_ids, strict=True):
+            numbers = document_numbers(batch.documents, batch.inputs.shape[1])
+            for inputs, labels, ids in zip(batch.inputs, batch.labels, numbers, strict=True):
                 each = [(inputs[ids == number], labels[ids == number]) for number in range(int(ids.max()) + 1)]
                 documents += [(inputs, labels) for inputs, labels in each if (labels != IGNORED).any()]
             found.append((documents, config.optimizer.lr * run.learning_rate_factor(step + 1)))

@@ -91,7 +91,12 @@ def by_flash_attention(
 
 def document_mask(starts: Tensor, first: int, end: int) -> Tensor:
     """True where a query from position `first` on may see a key before `end`: not later, of the same document."""
-    everywhere = torch.arange(end, dtype=starts.dtype, device=starts.device)
-    numbers = (starts[:, None] <= everywhere[:, None]).sum(-1)  # [B, end]
+    numbers = document_numbers(starts, end)
     mask = numbers[:, first:, None] == numbers[:, None]
     return mask.tril(first)[:, None]  # [B, 1, queries, keys]
+
+
+def document_numbers(starts: Tensor, end: int) -> Tensor:
+    """The number, from 0, of the document at each position before `end`: [B, end]."""
+    everywhere = torch.arange(end, dtype=starts.dtype, device=starts.device)
+    return (starts[:, None] <= everywhere[:, None]).sum(-1) - 1
