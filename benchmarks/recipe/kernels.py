@@ -1,4 +1,4 @@
-"""Times this recipe's loss, and on a CPU its attention, beside torch's own: forward and backward, in ms.
+"""Times this recipe's loss and attention beside torch's own: forward and backward, in ms.
 
     python -m benchmarks.recipe.kernels
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torchtitan.config.schema import Compile
 from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.cpu_attention import causal_attention
+from torchtitan.parallel.documents.attention import attend
 from torchtitan.training.loss import build_loss
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -61,6 +62,16 @@ def main() -> None:
             }
             show(f"{batch} x {length}", ways, args.turns)
         print()
+    print("| documents of 300 tokens, 8 heads, 4 KV heads | under a mask | apart |\n| --- | --- | --- |")
+    for length in (2048, 8192):
+        q, k, v = drawn(1, length, 8, 64), drawn(1, length, 4, 64), drawn(1, length, 4, 64)
+        starts = torch.tensor([[*range(0, length, 300), length]], dtype=torch.int32, device=DEVICE)
+        ways = {
+            "mask": lambda q=q, k=k, v=v, starts=starts: attend(q, k, v, starts, CausalAttention()),
+            "apart": lambda q=q, k=k, v=v, starts=starts: attend(q, k, v, starts, None),
+        }
+        show(f"1 x {length}", ways, 1 if DEVICE.type == "cpu" else args.turns)
+    print()
     print("| loss of 2048 x 32000 logits | torch's | ours | compiled |\n| --- | --- | --- | --- |")
     logits, labels = drawn(1, 2048, 32000), torch.randint(32000, (1, 2048), device=DEVICE)
     ours, compiled_loss = build_loss(Compile()), build_loss(Compile(enable=True))

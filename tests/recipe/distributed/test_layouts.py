@@ -80,6 +80,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tied embeddings": {"tied": True},
     # Ranks then count different numbers of labels.
     "documents kept apart": {"model__attn_mask_type": "block_causal"},
+    "documents kept apart, compiled, recompute by operation": {
+        "model__attn_mask_type": "block_causal", "activation_checkpoint__mode": "selective",
+        "activation_checkpoint__selective_ac_option": "op"} | COMPILED,
     "recompute by operation": {
         "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
     "recompute every second block": {"activation_checkpoint__mode": "selective"},
@@ -115,6 +118,8 @@ COVERED = [
         "PP 4, InterleavedZeroBubble", "PP 2 x FSDP 2, parameters freed after forward", *THREE_AXES)),
     *(("tied embeddings", name) for name in ("FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2")),
     *(("documents kept apart", name) for name in ("FSDP 4", "CP 2 x TP 2", "FSDP 2 x CP 2", "PP 2 x CP 2 x TP 2")),
+    *(("documents kept apart, compiled, recompute by operation", name) for name in (
+        "CP 2 x TP 2", "FSDP 2 x TP 2", "PP 2, ZBVZeroBubble")),
     *(("recompute by operation", name) for name in ("CP 2 x TP 2", "PP 2 x TP 2")),
     *(("recompute every second block", name) for name in ("FSDP 2", "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble")),
     *(("compiled", name) for name in ("FSDP 2 x CP 2", "TP 2, logits gathered", "CP 2 x TP 2", "PP 2 x FSDP 2")),
