@@ -117,9 +117,9 @@ COVERED = [
         "plain data parallelism 2", "CP 2 x TP 2", "FSDP 2 x CP 2", "FSDP 2 x TP 2", "PP 4, DualPipeV",
         "PP 4, InterleavedZeroBubble", "PP 2 x FSDP 2, parameters freed after forward", *THREE_AXES)),
     *(("tied embeddings", name) for name in ("FSDP 4", "FSDP 2 x TP 2", "PP 2 x TP 2")),
-    *(("documents kept apart", name) for name in ("FSDP 4", "CP 2 x TP 2", "FSDP 2 x CP 2", "PP 2 x CP 2 x TP 2")),
-    *(("documents kept apart, compiled, recompute by operation", name) for name in (
-        "CP 2 x TP 2", "FSDP 2 x TP 2", "PP 2, ZBVZeroBubble")),
+    *(("documents kept apart", name) for name in (
+        "FSDP 4", "CP 2 x TP 2", "FSDP 2 x CP 2", "PP 2 x CP 2 x TP 2", "PP 2, ZBVZeroBubble")),
+    *(("documents kept apart, compiled, recompute by operation", name) for name in ("CP 2 x TP 2", "FSDP 2 x TP 2")),
     *(("recompute by operation", name) for name in ("CP 2 x TP 2", "PP 2 x TP 2")),
     *(("recompute every second block", name) for name in ("FSDP 2", "PP 2 x FSDP 2 x TP 2, ZBVZeroBubble")),
     *(("compiled", name) for name in ("FSDP 2 x CP 2", "TP 2, logits gathered", "CP 2 x TP 2", "PP 2 x FSDP 2")),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _TOGETHER = 128  # tokens of short documents that go through the kernel at once, under a mask
+_SHORT = 256  # keys; backward of 100 takes a third of bfloat16's time in float32, of 300 as long, of more longer
 _MAX_ROWS = 512  # queries of a document that begins on another rank, whose mask is stored
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,15 +42,11 @@ def document_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_q, of_k, of_v = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     for rows, keys, mask in _pieces(starts_q, starts_k, q.dtype):
-        found = _backward(
-            _heads(gradient, rows),
-            _heads(q, rows),
-            *(_heads(k, keys), _heads(v, keys)),
-            _heads(out, rows),
-            log_sums[rows].T[None],
-            *(0.0, mask is None),
-            attn_mask=mask,
-        )
+        dtype = log_sums.dtype if keys.stop - keys.start <= _SHORT else q.dtype
+        places = zip((gradient, q, k, v, out), (rows, rows, keys, keys, rows), strict=True)
+        parts = (_heads(x, place).to(dtype) for x, place in places)
+        sums, added = log_sums[rows].T[None], None if mask is None else mask.to(dtype)
+        found = _backward(*parts, sums, 0.0, mask is None, attn_mask=added)
         of_rows, *of_keys = (part[0].transpose(0, 1) for part in found)
         of_q[rows] = of_rows
         of_k[keys] += of_keys[0]
