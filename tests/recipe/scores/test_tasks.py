@@ -1,0 +1,115 @@
+"""Scores beside lm_eval's own for the exported model, on every layout, and during training without a trace."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asked import CHOICES, PERPLEXITY, TEMPLATE, WRITTEN, evaluated, on_a_layout, train, write_own_task
+
+from tests.ranks import Ranks
+from tests.stored_models import store_run
+from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.__main__ import main
+from torchtitan.training.scores.harness import figures
+
+lm_eval = pytest.importorskip("lm_eval")
+ROOT = Path(__file__).parents[3]
+CHATS: dict[str, Any] = {
+    "model__chat_template": TEMPLATE,
+    "model__attn_mask_type": "block_causal",
+    "training__dataset_path": "tests/assets/chat/train.jsonl",
+    "training__chat": "all",
+    "training__epochs": -1,
+    "training__seq_len": 128,
+    "validation__enable": True,
+    "validation__dataset_path": "tests/assets/chat/validation.jsonl",
+    "validation__chat": "all",
+    "validation__seq_len": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    keys = {"model__chat_template": TEMPLATE, "training__mixed_precision_param": "float32"}
+    return store_run(tmp_path_factory.mktemp("stored") / "run", **keys)
+
+
+@pytest.fixture(scope="module")
+def own(stored: Path) -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(ROOT)
+        return write_own_task(stored, stored.parent)
+
+
+def test_figures_are_those_of_lm_eval_with_the_exported_model(stored: Path, own: str, tmp_path: Path) -> None:
+    main(["convert", str(stored), str(tmp_path / "hf")])
+    file = tmp_path / "hf/tokenizer_config.json"
+    template = {"chat_template": (ROOT / TEMPLATE).read_text()}
+    file.write_text(json.dumps(json.loads(file.read_text()) | template))
+    from lm_eval.models.huggingface import HFLM
+
+    theirs = HFLM(str(tmp_path / "hf"), dtype="float32", batch_size=7, device="cpu")
+    for tasks, shots, words in (
+        ([CHOICES, own, PERPLEXITY], None, []),
+        ([CHOICES], 2, ["--chat", "--num_fewshot", "2"]),
+    ):
+        found = lm_eval.simple_evaluate(
+            theirs, tasks=tasks, limit=20, num_fewshot=shots, apply_chat_template=bool(shots), bootstrap_iters=0
+        )
+        ours = evaluated(stored, tasks, "--limit", "20", *words)
+        assert ours == pytest.approx(figures(found), rel=1e-5) and len(ours) in (2, 5)
+        assert ours.get("own/exact_match", 1) > 0.9
+
+
+LAYOUTS = {
+    "data_parallel_shard_degree": True,
+    "tensor_parallel_degree": True,
+    "pipeline_parallel_degree": False,  # no rank can write
+    "context_parallel_degree": False,
+}
+
+
+@pytest.mark.parametrize(("key", "writes"), LAYOUTS.items())
+def test_every_layout_finds_the_figures_of_one_process(
+    key: str, writes: bool, stored: Path, own: str, ranks: Ranks
+) -> None:
+    tasks = [CHOICES, PERPLEXITY, *([own] if writes else [])]
+    alone = evaluated(stored, tasks, "--limit", "20")
+    on_two, _ = ranks(on_a_layout, 2, stored, tasks, ["--limit", "20", "--", f"--parallelism.{key}", "2"])
+    assert on_two == pytest.approx(alone, rel=1e-5) and on_two.get("own/exact_match", 1) > 0.9
+
+
+def test_tasks_in_a_run_change_nothing_of_it_and_are_metrics(tmp_path: Path) -> None:
+    keys = CHATS | {"training__steps": 4, "validation__freq": 2, "checkpoint__enable": True}
+    own = {"validation__tasks": [CHOICES, WRITTEN], "validation__tasks_limit": 10}
+    best = {"checkpoint__keep_best": "choices/acc"}
+    average = {"optimizer__average_decay": 0.5}
+    plain = train_here(tiny_config(tmp_path / "plain", **keys, **average))
+    scored = train_here(tiny_config(tmp_path / "scored", **keys, **own, **best, **average))
+    assert [(r["loss"], r["grad_norm"]) for r in plain] == [(r["loss"], r["grad_norm"]) for r in scored]
+    records = read_records(tmp_path / "scored", "validation.jsonl")
+    bare = [{name: value for name, value in record.items() if "/" not in name} for record in records]
+    assert bare == read_records(tmp_path / "plain", "validation.jsonl")
+    last = evaluated(tmp_path / "scored", [CHOICES, WRITTEN], "--limit", "10", "--chat")  # the averaged weights, too
+    assert last == {name: value for name, value in records[-1].items() if "/" in name} and len(last) == 3
+    kept = json.loads((tmp_path / "scored/scores/step-4.json").read_text())
+    assert figures(kept) == last and not list((tmp_path / "plain").glob("scores"))
+
+
+@pytest.mark.parametrize("layout", [{"tensor_parallel_degree": 2}, {"data_parallel_shard_degree": 2}])
+def test_ranks_train_on_as_if_no_task_had_been_asked(layout: dict[str, int], tmp_path: Path, ranks: Ranks) -> None:
+    keys = CHATS | {"training__steps": 3, "validation__freq": 1, "training__local_batch_size": 4}
+    keys |= {f"parallelism__{name}": degree for name, degree in layout.items()}
+    own = {"validation__tasks": [CHOICES, WRITTEN], "validation__tasks_limit": 10}
+    plain, _ = ranks(train, 2, str(tmp_path / "plain"), keys)
+    scored, _ = ranks(train, 2, str(tmp_path / "scored"), keys | own)
+    assert [(r["loss"], r["grad_norm"]) for r in plain] == [(r["loss"], r["grad_norm"]) for r in scored]
+    alone = train_here(tiny_config(tmp_path / "alone", **{**CHATS, "training__steps": 3, "validation__freq": 3}, **own))
+    split, whole = (read_records(tmp_path / name, "validation.jsonl")[-1] for name in ("scored", "alone"))
+    assert len(alone) == 3 and split == pytest.approx(whole, rel=1e-3)
