@@ -75,9 +75,6 @@ class Peers:
     longest: int  # prompt of any rank
     width: int  # tokens that all passes must have a multiple of, where ranks share a sequence
 
-    def goes_on(self, mine: bool) -> bool:
-        return any_says_so(mine)
-
 
 @torch.no_grad()
 def generate(
@@ -93,16 +90,15 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """A token for each prompt in turn, None for those that have ended; prompts may be of unlike length.
 
-    `has_ended` may end a prompt's text after a token. `numbers`, by default 0, 1, ..., decide what is drawn.
+    `has_ended` may end a prompt's text after a token. What is drawn depends on `numbers`, by default 0, 1, ...
     """
     device = next(model.parameters()).device
     longest, width = (max(map(len, prompts)), 1) if peers is None else (peers.longest, peers.width)
     longest = -(-longest // width) * width
     if not all(prompts) or longest + max_new_tokens > max_seq_len:
         raise Refusal(
-            f"prompts have {min(map(len, prompts))} to {longest} tokens, and {max_new_tokens} more are asked for; "
-            f"each prompt needs 1 or more, the longest and the new ones {max_seq_len} or less together, "
-            "which is all the model can see"
+            f"prompts have {min(map(len, prompts))} to {longest} tokens, and {max_new_tokens} more are asked for; each "
+            f"needs 1 or more, the longest and the new ones {max_seq_len} or less together, all that the model can see"
         )
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # at the left
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
@@ -122,8 +118,8 @@ def generate(
         logits = model(new, positions=positions, mask=seen[:, None])
         return (logits.full_tensor() if isinstance(logits, DTensor) else logits)[:, -1].float()  # [B, V]
 
-    seeds = range(len(prompts)) if numbers is None else numbers
-    generators = [torch.Generator(device).manual_seed(sampling.seed + number) for number in seeds]
+    numbers = numbers or range(len(prompts))
+    generators = [torch.Generator(device).manual_seed(sampling.seed + number) for number in numbers]
     alive = [True] * len(prompts)
     piece = max(1, _PREFILL // width) * width
     for begin in range(0, longest, piece):
@@ -137,7 +133,7 @@ def generate(
         yield [token if going else None for token, going in zip(ids, alive, strict=True)]
         for row, token in enumerate(ids):
             alive[row] = alive[row] and token not in stop and not has_ended(row, token)
-        goes_on = any(alive) if peers is None else peers.goes_on(any(alive))
+        goes_on = any(alive) if peers is None else any_says_so(any(alive))
         if not goes_on or end + 1 == longest + max_new_tokens:
             return
         tokens = torch.cat([tokens[:, tokens.shape[1] - width + 1 :], chosen[:, None]], dim=1)
