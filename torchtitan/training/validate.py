@@ -33,11 +33,11 @@ class Validator:
         self.forward_backward, self.loader, self.writer, self.best = forward_backward, loader, writer, best
         self.local_batch_size = self.config.local_batch_size or run.config.training.local_batch_size
         self._last = 0  # the step of the last validation
-        self.scores = None
-        if self.config.tasks:
-            from torchtitan.training.scores.during import TaskScores
+        self.scores, self.answers = None, None
+        if watch is not None and loader is not None and (self.config.tasks or self.config.chat):  # in a training
+            from torchtitan.training.scores.during import build_scores
 
-            self.scores = TaskScores(run, forward_backward, watch)
+            self.scores, self.answers = build_scores(run, forward_backward, watch)
 
     def due(self, step: int) -> bool:
         return self.loader is not None and step % self.config.freq == 0 and step != self._last
@@ -62,6 +62,8 @@ class Validator:
         is_due = self.loader is not None and step != self._last and (not goes_on or self.due(step))
         if is_due and not any_says_so(self.writer is not None and self.writer.has_validated(step)):
             self(step)
+        if self.answers is not None and not goes_on:
+            self.answers.finish()
         if self.best is not None and self.best.step:
             logger.info(f"the best validation: {self.best}")
 

@@ -19,6 +19,18 @@ from torchtitan.weights.stored import open_model
 TEMPLATE = "tests/assets/chat/chat_template.jinja"
 QUESTIONS = Path("tests/assets/tasks/questions.jsonl")
 CHOICES, WRITTEN, PERPLEXITY = (f"tests/assets/tasks/{name}.yaml" for name in ("choices", "written", "perplexity"))
+CHATS: dict[str, Any] = {
+    "model__chat_template": TEMPLATE,
+    "model__attn_mask_type": "block_causal",
+    "training__dataset_path": "tests/assets/chat/train.jsonl",
+    "training__chat": "all",
+    "training__epochs": -1,
+    "training__seq_len": 128,
+    "validation__enable": True,
+    "validation__dataset_path": "tests/assets/chat/validation.jsonl",
+    "validation__chat": "all",
+    "validation__seq_len": 128,
+}
 
 
 def evaluated(checkpoint: Path, tasks: Sequence[str], *words: str) -> dict[str, float]:

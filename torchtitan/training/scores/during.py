@@ -7,9 +7,11 @@ from typing import Any
 from torchtitan.config.schema import Config
 from torchtitan.hardware import Place
 from torchtitan.models.spec import Blueprint
+from torchtitan.observe.log import logger
 from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.refusal import Refusal
 from torchtitan.training.run import Run
+from torchtitan.training.scores.answers import Answers
 from torchtitan.training.scores.harness import Asked, figures, run_tasks
 from torchtitan.training.scores.scorer import Scorer
 from torchtitan.training.scores.tasks import open_tasks, refuse_impossible
@@ -28,13 +30,27 @@ def check_tasks(config: Config, blueprint: Blueprint, place: Place) -> None:
         refuse_impossible(tasks, _KEY, config, blueprint.shape.max_seq_len)
 
 
+def build_scores(
+    run: Run, forward_backward: ForwardBackward, watch: NoWatch
+) -> tuple["TaskScores | None", Answers | None]:
+    """What validates beside the loss: tasks, and on conversations the answers before and after."""
+    config = run.config
+    scores = TaskScores(run, forward_backward, watch) if config.validation.tasks else None
+    if not (config.validation.chat and run.blueprint.reads_text) or config.checkpoint.load_only:
+        return scores, None
+    if run.dims.pp > 1 or run.dims.cp > 1:
+        logger.info("no answers before and after: a pipeline or context parallelism has no whole sequence on a rank")
+        return scores, None
+    return scores, Answers(run, forward_backward, watch)
+
+
 class TaskScores:
     """Call `measure` on all ranks."""
 
-    def __init__(self, run: Run, forward_backward: ForwardBackward, watch: NoWatch | None) -> None:
+    def __init__(self, run: Run, forward_backward: ForwardBackward, watch: NoWatch) -> None:
         assert run.tokenizer is not None
         config = run.config
-        self.run, self.watch, self.limit = run, watch or NoWatch(), config.validation.tasks_limit
+        self.run, self.watch, self.limit = run, watch, config.validation.tasks_limit
         scorer, is_chat = Scorer(run, forward_backward), config.validation.chat is not None
         self.asked = Asked(scorer, run.tokenizer, config.model, as_trained=True, is_chat=is_chat)
         self.tasks = open_tasks(tuple(config.validation.tasks), _KEY) if run.place.rank == 0 else None

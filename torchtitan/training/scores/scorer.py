@@ -24,6 +24,7 @@ from torchtitan.training.scores.generation import Peers, Sampling, generate, kee
 from torchtitan.training.step import ForwardBackward
 
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_CPU_TOKENS = 4096
 _LOGITS = 1 << 26  # in float32 at once
 
 Item = TypeVar("Item")
@@ -55,13 +56,15 @@ class _Shared:
 
 
 class Scorer:
-    """Scores rows as the run's model sees them; a batch has as many tokens as one of validation."""
+    """Scores rows as the run's model sees them; a batch has at most as many tokens as one of validation."""
 
     def __init__(self, run: Run, forward_backward: ForwardBackward) -> None:
         self.run, self.forward_backward, self.device = run, forward_backward, run.device
         config = run.config.validation
         self.local_batch_size = config.local_batch_size or run.config.training.local_batch_size
         self.batch_tokens = self.local_batch_size * config.seq_len
+        if run.device.type == "cpu":  # whose caches hold no more
+            self.batch_tokens = min(self.batch_tokens, _CPU_TOKENS)
         self.longest = run.blueprint.shape.max_seq_len
         self._losses, self._tp = run.mesh.losses.get_group(), run.mesh.devices["tp"].get_group()
         self._multiple = math.lcm(2 * run.dims.cp if run.dims.cp > 1 else 1, run.dims.tp)
