@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     start_logging(place.rank)
     source = open_model(args.checkpoint, args.model)
     logger.info(f"reading {source.weights.where}: {describe_model(source.blueprint, str(source.dtype)[6:])}")
-    config, blueprint = resolve(source, options, place, as_downloaded=args.tasks is not None)
+    config, blueprint = resolve(source, options, place, for_tasks=args.tasks is not None)
     if args.tasks is not None:
         from torchtitan.tools.text.tasks import answer_tasks
 

@@ -26,11 +26,11 @@ _WITH_LENGTH = ("training", "validation")
 
 
 def resolve(
-    source: StoredModel, options: Sequence[str], place: Place, as_downloaded: bool = False
+    source: StoredModel, options: Sequence[str], place: Place, for_tasks: bool = False
 ) -> tuple[Config, Blueprint]:
     """The run's configuration, less its layout and optimizer, under the options; validation is on.
 
-    With `as_downloaded`, a download is computed in its own type.
+    With `for_tasks`, a download is computed in its own type.
     """
     config = source.config or source.plain_config(str(source.assets), source.assets)
     without_tasks = {
@@ -38,11 +38,14 @@ def resolve(
         "checkpoint": config.checkpoint.model_copy(update={"keep_best": None}),
     }
     config = config.model_copy(update={"parallelism": Parallelism(), "optimizer": Optimizer()} | without_tasks)
+    if for_tasks:  # a run on pairs would need its reference
+        alone = config.training.model_copy(update={"preference_beta": None})
+        config = config.model_copy(update={"training": alone})
     if source.config is None:  # a download may take fewer tokens than a sequence has by default
         longest = min(config.validation.seq_len, source.blueprint.shape.max_seq_len)
         shorter = {name: getattr(config, name).model_copy(update={"seq_len": longest}) for name in _WITH_LENGTH}
         config = config.model_copy(update=shorter)
-        if as_downloaded:
+        if for_tasks:
             own = {"mixed_precision_param": str(source.dtype).removeprefix("torch.")}
             config = config.model_copy(update={"training": config.training.model_copy(update=own)})
     if source.place is not None:  # its batches and streams, which -1 would take from the ranks here

@@ -36,7 +36,8 @@ def build_scores(
     """What validates beside the loss: tasks, and on conversations the answers before and after."""
     config = run.config
     scores = TaskScores(run, forward_backward, watch) if config.validation.tasks else None
-    if not (config.validation.chat and run.blueprint.reads_text) or config.checkpoint.load_only:
+    has_pairs = config.training.preference_beta is not None  # of answers, and not one to compare with
+    if not (config.validation.chat and run.blueprint.reads_text) or has_pairs or config.checkpoint.load_only:
         return scores, None
     if run.dims.pp > 1 or run.dims.cp > 1:
         logger.info("no answers before and after: a pipeline or context parallelism has no whole sequence on a rank")

@@ -59,7 +59,7 @@ class Scorer:
     """Scores rows as the run's model sees them; a batch has at most as many tokens as one of validation."""
 
     def __init__(self, run: Run, forward_backward: ForwardBackward) -> None:
-        self.run, self.forward_backward, self.device = run, forward_backward, run.device
+        self.run, self.model, self.device = run, forward_backward.model, run.device
         config = run.config.validation
         self.local_batch_size = config.local_batch_size or run.config.training.local_batch_size
         self.batch_tokens = self.local_batch_size * config.seq_len
@@ -69,6 +69,15 @@ class Scorer:
         self._losses, self._tp = run.mesh.losses.get_group(), run.mesh.devices["tp"].get_group()
         self._multiple = math.lcm(2 * run.dims.cp if run.dims.cp > 1 else 1, run.dims.tp)
         self._rank = run.mesh.batch.get_local_rank()
+        self._look: Callable[[Tensor, Tensor], Tensor]
+        self._step = ForwardBackward(
+            self.model,
+            lambda logits, places: self._look(logits, places),
+            run.mesh,
+            run.config.training,
+            run.config.parallelism,
+            run.device,
+        )
 
     @property
     def can_write(self) -> bool:
@@ -141,31 +150,29 @@ class Scorer:
             return torch.zeros((), device=logits.device)
 
         batch = Batch(inputs, places, None, None).to(self.device)  # type: ignore[arg-type]
-        with self._looking(look, batch.labels != IGNORED):
-            self.forward_backward.evaluate(batch, height)
+        self._look = look
+        with self._only(batch.labels != IGNORED):
+            self._step.evaluate(batch, height)
         scores *= (tokens >= 0)[..., None]
         results.index_add_(0, owners.flatten(), scores.view(-1, 2))
 
     @contextmanager
-    def _looking(self, look: Callable[[Tensor, Tensor], Tensor], is_scored: Tensor) -> Iterator[None]:
-        """Inside, `look` gets the logits, of the scored positions alone where one rank has all of them."""
-        step, hook = self.forward_backward, None
-        holder: Any = step if step.pipeline is None else step.pipeline
+    def _only(self, is_scored: Tensor) -> Iterator[None]:
+        """Inside, only scored positions get logits, where one rank has all of them."""
         output = self._output()
-        if output is not None:
-            hook = output.register_forward_pre_hook(lambda _, given: (given[0].flatten(0, 1)[is_scored.flatten()],))
-        before, holder.loss = holder.loss, look
+        if output is None:
+            yield
+            return
+        hook = output.register_forward_pre_hook(lambda _, given: (given[0].flatten(0, 1)[is_scored.flatten()],))
         try:
             yield
         finally:
-            holder.loss = before
-            if hook is not None:
-                hook.remove()
+            hook.remove()
 
     def _output(self) -> nn.Module | None:
         if any(degree > 1 for degree in (self.run.dims.pp, self.run.dims.cp, self.run.dims.tp)):
             return None
-        last = dict(self.forward_backward.model.stages[0].named_modules()).get(self.run.blueprint.parts()[-1].name)
+        last = dict(self.model.stages[0].named_modules()).get(self.run.blueprint.parts()[-1].name)
         return last if isinstance(last, nn.Linear) and self.run.config.float8 is None else None
 
     def write(
@@ -178,7 +185,7 @@ class Scorer:
     ) -> list[Continuation]:
         """Continue prompts until a stop token, or until `has_ended` of what was written."""
         written: dict[int, list[int]] = {}
-        model = self.forward_backward.model.stages[0]
+        model = self.model.stages[0]
         rounds = self._rounds(range(len(prompts)), lambda number: len(prompts[number]) + max_new_tokens)
         with self._inside(), keeping_keys(model):
             for batches in rounds:
@@ -217,4 +224,4 @@ class Scorer:
         any_kernel = sdpa_kernel(_KERNELS) if self.device.type == "cuda" else nullcontext()
         with torch.compiler.set_stance("force_eager"), any_kernel:
             yield
-        free_gathered(self.forward_backward.model.stages.values())
+        free_gathered(self.model.stages.values())
