@@ -76,7 +76,7 @@ def main(config: Config, blueprint: Blueprint, place: Place) -> None:
         writer = MetricsWriter(config, records, step, training.steps, checkpoints.tokens_at, run.unit)
     run.make_trace_folder()
     reporter = Reporter(run, watch, writer, peak, checkpoints.tokens_at, checkpoints.skips_in_a_row)
-    validator = Validator(run, forward_backward, held_out, writer, checkpoints.best)
+    validator = Validator(run, forward_backward, held_out, writer, checkpoints.best, watch)
     sampler = build_sampler(run, forward_backward, writer)
     interrupt = Interrupt(config.checkpoint.enable and not config.checkpoint.load_only, has_launcher())
     profiler = run.profile(step, reporter.paused)

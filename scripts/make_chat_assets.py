@@ -1,4 +1,5 @@
-"""Makes tests/assets/chat: conversations about small numbers and letters, for a model that is to learn them at once.
+"""Makes tests/assets/chat: conversations about small numbers and letters, for a model that is to learn them at once;
+and tests/assets/tasks/questions.jsonl: the same questions, one at a time, with four answers to choose from.
 
     python scripts/make_chat_assets.py
 
@@ -14,7 +15,7 @@ import random
 from pathlib import Path
 
 OUT = Path(__file__).resolve().parents[1] / "tests" / "assets" / "chat"
-NUM_TRAIN, NUM_HELD_OUT = 2000, 100
+NUM_TRAIN, NUM_HELD_OUT, NUM_QUESTIONS = 2000, 100, 200
 WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen"
@@ -58,5 +59,23 @@ def make(out: Path) -> None:
     (out / "validation.jsonl").write_text("".join(lines[:NUM_HELD_OUT]), encoding="utf-8")
 
 
+def make_questions(file: Path) -> None:
+    """For tasks of lm-evaluation-harness; an answer begins with the space behind `Assistant:`."""
+    draw, found = random.Random(1), dict[str, str]()
+    while len(found) < NUM_QUESTIONS:
+        asked, answered = question(draw, in_words=False)
+        found[asked] = answered
+    lines = []
+    for asked, answered in found.items():
+        others = LETTERS if answered[0] in LETTERS else [str(value) for value in range(19)]
+        choices = [answered, *draw.sample([f"{other}." for other in others if f"{other}." != answered], 3)]
+        draw.shuffle(choices)
+        row = {"question": asked, "choices": [f" {choice}" for choice in choices], "answer": choices.index(answered)}
+        lines.append(json.dumps(row | {"written": answered}) + "\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(lines), encoding="utf-8")
+
+
 if __name__ == "__main__":
     make(OUT)
+    make_questions(OUT.parent / "tasks" / "questions.jsonl")

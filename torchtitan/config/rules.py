@@ -13,6 +13,7 @@ from torchtitan.refusal import Refusal
 RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
 # What a run writes by itself.
 RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", "load_only", "swarm.jsonl", "swarm.svg"]
+RUN_FILES += ["scores", "answers.json"]
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
@@ -38,7 +39,8 @@ def _uses_seldom_keys(config: Config) -> bool:
     updates = (config.optimizer.name, config.optimizer.implementation) != ("AdamW", "fused")
     updates = updates or config.training.mixed_precision_param == "float16"
     learns = config.trains_a_part or config.lora != Lora() or config.training.preference_beta is not None
-    return recomputes or early or chats or updates or learns
+    tasks = bool(config.validation.tasks) or config.validation.tasks_limit is not None
+    return recomputes or early or chats or tasks or updates or learns
 
 
 def _schedule(config: Config) -> Iterator[Finding]:

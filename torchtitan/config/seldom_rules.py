@@ -19,6 +19,7 @@ def find_seldom_conflicts(config: Config) -> list[Finding]:
         *_train_only(config),
         *_chat(config),
         *_preference(config),
+        *_tasks(config),
     ]
 
 
@@ -218,4 +219,19 @@ def _preference(config: Config) -> Iterator[Finding]:
         yield (
             (key, "parallelism.pipeline_parallel_degree"),
             f"{said} with pipeline_parallel_degree = {degree}: a loss of pairs needs two whole models; use 1",
+        )
+
+
+def _tasks(config: Config) -> Iterator[Finding]:
+    validation = config.validation
+    if validation.tasks and not validation.enable:
+        yield (
+            ("validation.tasks", "validation.enable"),
+            f"validation.tasks = {json.dumps(validation.tasks)} without validation.enable: they are answered when the "
+            "run validates; set validation.enable = true, or remove it",
+        )
+    if validation.tasks_limit is not None and not validation.tasks:
+        yield (
+            ("validation.tasks_limit", "validation.tasks"),
+            f"validation.tasks_limit = {validation.tasks_limit} without validation.tasks; name tasks, or remove it",
         )

@@ -20,8 +20,9 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
             f"checkpoint.initial_load_missing: {blueprint.name} has a whole checkpoint or none; remove it, or bring "
             "the model as a module of your own (docs/recipe/any-model.md)"
         )
-    if config.checkpoint.keep_best not in (None, "loss"):
-        yield f'checkpoint.keep_best = "{config.checkpoint.keep_best}": {blueprint.name} has no metrics; use "loss"'
+    best = config.checkpoint.keep_best
+    if best not in (None, "loss") and not ("/" in best and config.validation.tasks):  # a task and its metric
+        yield f'checkpoint.keep_best = "{best}": {blueprint.name} has no metrics; use "loss"'
     refused = list(find_tensor_parallel_refusals(blueprint, config))
     yield from refused
     # If the degree is refused, checking lengths against it would only repeat the mistake.

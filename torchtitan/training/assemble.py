@@ -44,6 +44,10 @@ def start_run(config: Config, blueprint: Blueprint, place: Place, *, records: bo
         blueprint = blueprint.with_vocabulary(tokenizer.vocab_size)
     if config.debug.deterministic:
         hardware.use_deterministic_kernels(config.debug.deterministic_warn_only)
+    if records and config.validation.tasks:
+        from torchtitan.training.scores.during import check_tasks
+
+        check_tasks(config, blueprint, place)
     folder, lock = Path(config.job.dump_folder), None
     if records and place.rank == 0:
         lock = claim(open_run_folder(config))

@@ -7,6 +7,7 @@ import torch
 from torchtitan.data.loader import Loader
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import MetricsWriter
+from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.parallel.collectives import any_says_so, sum_over
 from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.run import Run
@@ -26,11 +27,17 @@ class Validator:
         loader: Loader | None,
         writer: MetricsWriter | None = None,
         best: "Best | None" = None,
+        watch: NoWatch | None = None,
     ) -> None:
         self.config, self.device, self.group = run.config.validation, run.device, run.mesh.losses.get_group()
         self.forward_backward, self.loader, self.writer, self.best = forward_backward, loader, writer, best
         self.local_batch_size = self.config.local_batch_size or run.config.training.local_batch_size
         self._last = 0  # the step of the last validation
+        self.scores, self.answers = None, None
+        if watch is not None and loader is not None and (self.config.tasks or self.config.chat):  # in a training
+            from torchtitan.training.scores.during import build_scores
+
+            self.scores, self.answers = build_scores(run, forward_backward, watch)
 
     def due(self, step: int) -> bool:
         return self.loader is not None and step % self.config.freq == 0 and step != self._last
@@ -38,6 +45,8 @@ class Validator:
     def __call__(self, step: int) -> None:
         self._last = step
         loss, tokens, metrics = self.measure()
+        if self.scores is not None:
+            metrics |= self.scores.measure(step)
         if self.writer is not None:
             self.writer.write_validation(step, loss, tokens, metrics)
         if self.best is not None:
@@ -53,6 +62,8 @@ class Validator:
         is_due = self.loader is not None and step != self._last and (not goes_on or self.due(step))
         if is_due and not any_says_so(self.writer is not None and self.writer.has_validated(step)):
             self(step)
+        if self.answers is not None and not goes_on:
+            self.answers.finish()
         if self.best is not None and self.best.step:
             logger.info(f"the best validation: {self.best}")
 

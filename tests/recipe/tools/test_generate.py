@@ -21,9 +21,10 @@ from torchtitan.data.tokenizers.tokenizer import build_tokenizer
 from torchtitan.hardware import Place
 from torchtitan.refusal import Refusal
 from torchtitan.tools.text.perplexity import resolve
-from torchtitan.tools.text.writer import Sampling, build_model, check_tensor_parallel, generate, pick, stop_ids
+from torchtitan.tools.text.writer import build_model, check_tensor_parallel
 from torchtitan.training import run as run_module
 from torchtitan.training.data import holds_out
+from torchtitan.training.scores.generation import Sampling, generate, pick, stop_ids
 from torchtitan.weights.stored import open_model
 
 ROOT = Path(__file__).parents[3]
@@ -69,7 +70,7 @@ def test_prompts_of_unlike_length_together_give_what_each_gives_alone(tmp_path: 
 def test_keys_kept_from_a_long_prompt_in_pieces_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(store_run(tmp_path / "run"))
     whole = new_tokens(model, PROMPTS)
-    monkeypatch.setattr("torchtitan.tools.text.writer._PREFILL", 7)
+    monkeypatch.setattr("torchtitan.training.scores.generation._PREFILL", 7)
     assert new_tokens(model, PROMPTS) == whole
 
 

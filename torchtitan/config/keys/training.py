@@ -209,6 +209,14 @@ class Validation(Documents):
     steps: AllOrCount = -1
     """Number of batches in one validation. -1: all the data; ignored tokens fill the last batch."""
 
+    tasks: list[str] = []
+    """Tasks of lm-evaluation-harness that the model answers at each validation, by name or as a YAML file, as
+    `["arc_easy"]`. With `chat` they are asked by the chat template. This needs `pip install lm-eval`. Not in
+    torchtitan."""
+
+    tasks_limit: PositiveInt | None = None
+    """Number of documents of each task; None: all. Fewer make a curve, not a score to report. Not in torchtitan."""
+
     patience: PositiveInt | None = None
     """Ends the run when so many validations in a row were not better than the best before, by what
     `checkpoint.keep_best` names, or by the loss."""

@@ -22,8 +22,15 @@ class ChatPrompts:
         self.stop = ids[-1]  # the end mark, or the last token of one
 
     def ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        text = self._template.render(messages, _conversation(messages), prompt=True)
-        return self._speller.spell(encodable(text)).ids
+        return self._speller.spell(encodable(self.text(messages))).ids
+
+    def text(self, messages: Sequence[dict[str, str]], opens_answer: bool = True) -> str:
+        """The text that an answer is to follow, or without `opens_answer` the end of the last message."""
+        text = self._template.render(messages, _conversation(messages), prompt=opens_answer)
+        if opens_answer:
+            return text
+        last = messages[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
 
 
 def _conversation(messages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 import math
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan.config.layout import plan_batch, plan_layout
@@ -16,20 +17,37 @@ from torchtitan.models.spec import Blueprint
 from torchtitan.training.assemble import start_run
 from torchtitan.training.data import holds_out
 from torchtitan.training.model import give_memory
+from torchtitan.training.run import Run
+from torchtitan.training.step import ForwardBackward
 from torchtitan.training.validate import Validator
 from torchtitan.weights.stored import StoredModel, check_shape, load_weights
 
 _WITH_LENGTH = ("training", "validation")
 
 
-def resolve(source: StoredModel, options: Sequence[str], place: Place) -> tuple[Config, Blueprint]:
-    """The run's configuration, less its layout and optimizer, under the options; validation is on."""
+def resolve(
+    source: StoredModel, options: Sequence[str], place: Place, for_tasks: bool = False
+) -> tuple[Config, Blueprint]:
+    """The run's configuration, less its layout and optimizer, under the options; validation is on.
+
+    With `for_tasks`, a download is computed in its own type.
+    """
     config = source.config or source.plain_config(str(source.assets), source.assets)
-    config = config.model_copy(update={"parallelism": Parallelism(), "optimizer": Optimizer()})
+    without_tasks = {
+        "validation": config.validation.model_copy(update={"tasks": [], "tasks_limit": None}),
+        "checkpoint": config.checkpoint.model_copy(update={"keep_best": None}),
+    }
+    config = config.model_copy(update={"parallelism": Parallelism(), "optimizer": Optimizer()} | without_tasks)
+    if for_tasks:  # a run on pairs would need its reference
+        alone = config.training.model_copy(update={"preference_beta": None})
+        config = config.model_copy(update={"training": alone})
     if source.config is None:  # a download may take fewer tokens than a sequence has by default
         longest = min(config.validation.seq_len, source.blueprint.shape.max_seq_len)
         shorter = {name: getattr(config, name).model_copy(update={"seq_len": longest}) for name in _WITH_LENGTH}
         config = config.model_copy(update=shorter)
+        if for_tasks:
+            own = {"mixed_precision_param": str(source.dtype).removeprefix("torch.")}
+            config = config.model_copy(update={"training": config.training.model_copy(update=own)})
     if source.place is not None:  # its batches and streams, which -1 would take from the ranks here
         layout = source.place[1].layout
         plan = plan_batch(config.training, math.prod(int(n) for n in re.findall(r"\bdp_\w+ (\d+)", layout)))
@@ -58,14 +76,23 @@ def _under(config: Config, options: Sequence[str], world_size: int | None, rank:
 
 def evaluate(source: StoredModel, config: Config, blueprint: Blueprint, place: Place) -> tuple[float, int]:
     """Mean loss and number of tokens, on any layout."""
+    with opened(source, config, blueprint, place) as (run, forward_backward):
+        loader = run.build_validation_loader()
+        assert loader is not None
+        loss, tokens, _ = Validator(run, forward_backward, loader).measure()
+        loader.close()
+        return loss, tokens
+
+
+@contextmanager
+def opened(
+    source: StoredModel, config: Config, blueprint: Blueprint, place: Place
+) -> Iterator[tuple[Run, ForwardBackward]]:
+    """The ranks and their part of the model, with its weights."""
     with start_run(config, blueprint, place) as run:
         check_shape(source, run.blueprint)
         model = run.lay_out_model()
         give_memory(model, config, run.device)
         with source.reading():
             load_weights(source, model)
-        loader = run.build_validation_loader()
-        assert loader is not None
-        loss, tokens, _ = Validator(run, run.build_forward_backward(model), loader).measure()
-        loader.close()
-        return loss, tokens
+        yield run, run.build_forward_backward(model)

@@ -1,18 +1,14 @@
-"""Continues texts: one pass over the prompt, then a token at a time with the keys and values kept."""
+"""Continues texts with stored weights: one as it grows, or several at once."""
 
 import argparse
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.schema import Config
-from torchtitan.data.tokenizers.files import load_json
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.rules import find_tensor_parallel_refusals
@@ -20,38 +16,8 @@ from torchtitan.models.spec import Blueprint
 from torchtitan.parallel.parts import tie
 from torchtitan.parallel.tensor import split_tensors
 from torchtitan.refusal import Refusal
+from torchtitan.training.scores.generation import CachedAttention, Sampling, generate, stop_ids
 from torchtitan.weights.stored import StoredModel
-
-_PREFILL = 512  # tokens of the prompt at once: logits of them all would be large
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn; temperature 0 takes the likeliest."""
-
-    temperature: float = 0.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    seed: int = 0
-
-
-class CachedAttention(nn.Module):
-    """Attention of new queries over all keys and values so far."""
-
-    def __init__(self, core: nn.Module) -> None:
-        super().__init__()
-        self.core, self.length, self.used = core, 0, 0
-
-    def clear(self, length: int) -> None:
-        """Make room for a text of so many tokens."""
-        self.length, self.used = length, 0
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        if self.used == 0:
-            self.k, self.v = (x.new_empty(x.shape[0], self.length, *x.shape[2:]) for x in (k, v))  # [B, L, H, D]
-        begin, self.used = self.used, self.used + k.shape[1]
-        self.k[:, begin : self.used], self.v[:, begin : self.used] = k, v
-        return self.core(q, self.k[:, : self.used], self.v[:, : self.used], mask)
 
 
 def build_model(
@@ -71,78 +37,6 @@ def build_model(
             source.weights.fill(name, parameter)
     exchange_attention(model, CachedAttention)
     return model.eval()
-
-
-@torch.inference_mode()
-def generate(
-    model: nn.Module,
-    max_seq_len: int,
-    prompts: Sequence[Sequence[int]],
-    stop: set[int],
-    max_new_tokens: int,
-    sampling: Sampling,
-) -> Iterator[list[int | None]]:
-    """A token for each prompt in turn, None for those that have ended; prompts may be of unlike length."""
-    device = next(model.parameters()).device
-    longest = max(map(len, prompts))
-    if not all(prompts) or longest + max_new_tokens > max_seq_len:
-        raise Refusal(
-            f"prompts have {min(map(len, prompts))} to {longest} tokens, and {max_new_tokens} more are asked for; "
-            f"each prompt needs 1 or more, the longest and the new ones {max_seq_len} or less together, "
-            "which is all the model can see"
-        )
-    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # at the left
-    tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    everywhere = torch.arange(longest + max_new_tokens, device=device)
-    for module in model.modules():
-        if isinstance(module, CachedAttention):
-            module.clear(len(everywhere))
-
-    def advance(begin: int, new: Tensor) -> Tensor:
-        at = everywhere[begin : begin + new.shape[1], None]
-        keys = everywhere[: begin + new.shape[1]]
-        # Padding sees itself: attention to nothing is not a number, and would spread.
-        seen = (keys <= at) & ((keys >= padding[:, None, None]) | (keys == at))  # [B, S, keys]
-        positions = (at[:, 0] - padding[:, None]).clamp(min=0)
-        return model(new, positions=positions, mask=seen[:, None])[:, -1].float()  # [B, V]
-
-    generators = [torch.Generator(device).manual_seed(sampling.seed + row) for row in range(len(prompts))]
-    alive = [True] * len(prompts)
-    for begin in range(0, longest, _PREFILL):
-        logits = advance(begin, tokens[:, begin : begin + _PREFILL])
-    for end in range(longest, longest + max_new_tokens):
-        chosen = pick(logits, sampling, generators)
-        if dist.is_initialized() and dist.get_world_size() > 1:  # ranks must not come apart by a last bit
-            dist.broadcast(chosen, src=0)
-        ids = chosen.tolist()
-        yield [token if going else None for token, going in zip(ids, alive, strict=True)]
-        alive = [going and token not in stop for token, going in zip(ids, alive, strict=True)]
-        if not any(alive) or end + 1 == longest + max_new_tokens:
-            return
-        logits = advance(end, chosen[:, None])
-
-
-def pick(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """A token for each row of logits [B, V], each by its own generator, so that no row depends on another."""
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-    ordered, ids = (logits / sampling.temperature).sort(dim=-1, descending=True, stable=True)
-    if sampling.top_k:
-        ordered[:, sampling.top_k :] = -torch.inf
-    shares = ordered.softmax(-1)
-    shares[shares.cumsum(-1) - shares >= sampling.top_p] = 0  # the likeliest always stays
-    drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(shares, generators, strict=True)]
-    return ids.gather(1, torch.stack(drawn))[:, 0]
-
-
-def stop_ids(assets: Path, tokenizer: Tokenizer) -> set[int]:
-    """The ids that end a text: the tokenizer's EOS, and those of generation_config.json (as a chat's end of turn)."""
-    path = assets / "generation_config.json"
-    named = load_json(path).get("eos_token_id") if path.is_file() else None
-    ids = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(i) is int for i in ids):
-        raise Refusal(f"{path}: eos_token_id = {str(named)[:80]} is no id and no list of ids; correct it")
-    return {tokenizer.eos_id, *ids}
 
 
 def check_tensor_parallel(blueprint: Blueprint, config: Config) -> None:
