@@ -76,7 +76,9 @@ def test_every_layout_finds_the_figures_of_one_process(
 ) -> None:
     tasks = [CHOICES, PERPLEXITY, *([own] if writes else [])]
     alone = evaluated(stored, tasks, "--limit", "20")
-    on_two, _ = ranks(on_a_layout, 2, stored, tasks, ["--limit", "20", "--", f"--parallelism.{key}", "2"])
+    apart = ["--model.attn_mask_type", "block_causal"]  # as a run on conversations has it
+    split = ["--", f"--parallelism.{key}", "2", *apart]
+    on_two, _ = ranks(on_a_layout, 2, stored, tasks, ["--limit", "20", *split])
     assert on_two == pytest.approx(alone, rel=1e-5) and on_two.get("own/exact_match", 1) > 0.9
 
 
