@@ -42,6 +42,10 @@ def apply_parallelism(
     `names` are those of all modules of the whole model.
     """
     parallelism, compile_ = config.parallelism, config.compile
+    if mesh.experts is not None:
+        from torchtitan.experts.divide import divide_experts
+
+        divide_experts(model, mesh.experts["ep"])
     if mesh.dims.tp > 1:
         from torchtitan.parallel.tensor import overlap_communication, report_split, split_tensors
 
@@ -83,6 +87,10 @@ def _shard(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config: Config) -
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
     modules, units = dict(model.named_modules()), sharding_units(model, blueprint)
+    if blueprint.num_experts:
+        from torchtitan.experts.divide import shard_experts
+
+        shard_experts(model, mesh, config.training, reshard)
     apply_fsdp(model, units, mesh.fsdp, config.training, reshard, casts_inputs=not blueprint.reads_text)
     for part in blueprint.parts():
         module = modules.get(part.name)
