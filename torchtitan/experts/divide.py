@@ -11,6 +11,7 @@ from torchtitan.experts.exchange import EveryRank, Exchange
 from torchtitan.models.mixture import Experts, MixtureOfExperts
 from torchtitan.parallel.fsdp import Reshard, apply_fsdp
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.recompute import Aside
 
 
 def mixtures(model: nn.Module) -> Iterator[MixtureOfExperts]:
@@ -56,3 +57,6 @@ def shard_experts(model: nn.Module, mesh: Mesh, training: Training, reshard: Res
     units: list[list[nn.Module]] = [[mixture.experts] for mixture in mixtures(model)]
     if units:
         apply_fsdp(model, units, ranks, training, reshard, is_whole=False, place=place)
+    for (experts,) in units:
+        for hooks in (experts._forward_pre_hooks, experts._forward_hooks):
+            hooks.update({key: Aside(hook) for key, hook in hooks.items()})

@@ -24,7 +24,7 @@ class Exchange:
         own = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert, [E]
         theirs = torch.empty_like(own)  # rows from each rank for each expert here, [ranks * experts here]
         dist.all_to_all_single(theirs, own, group=self.group)
-        send, receive = self.sizes(own, theirs)
+        send, receive = self.sizes(own, theirs, len(rows))
         rows = _AllToAll.apply(rows, self.group, send, receive)  # sorted by rank, then by expert
         by_rank = theirs.unflatten(0, (self.group.size(), -1))
         place = _places(by_rank, len(rows))
@@ -33,8 +33,8 @@ class Exchange:
         rows = _Permute.apply(rows, _inverse(place))
         return _AllToAll.apply(rows, self.group, receive, send)
 
-    def sizes(self, own: Tensor, theirs: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank, and come from it."""
+    def sizes(self, own: Tensor, theirs: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
+        """How many of this rank's rows go to each rank, and how many come from it."""
         both = torch.stack([own, theirs]).unflatten(1, (self.group.size(), -1)).sum(2)
         send, receive = both.tolist()
         return send, receive

@@ -11,8 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.layout import plan_batch
 from torchtitan.config.schema import Training
+from torchtitan.models.describe import describe_size
 from torchtitan.models.mixture import MixtureOfExperts
 from torchtitan.models.spec import Blueprint
+from torchtitan.observe.log import logger
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.loss_scale import LossScale
 from torchtitan.parallel.mesh import Mesh
@@ -79,6 +81,9 @@ def build_load(
     ranks = mesh.tokens.get_group()
     if mesh.dims.tp > 1:  # a stage's tensor-parallel ranks route different positions
         ranks = mesh.devices["dp_replicate", "dp_shard", "cp", "tp"]._flatten("stage").get_group()
+    shape, means = blueprint.shape, {"loss": "an added loss of coefficient", "bias": "a bias that moves in steps of"}
+    balance = f"balanced by {means[shape.balance]} {shape.balance_rate:g}" if shape.balance in means else "not balanced"
+    logger.info(f"{blueprint.name} has {describe_size(blueprint)}, which MFU counts; its experts are {balance}")
     tokens = plan_batch(training, mesh.dims.dp).global_batch_size * training.seq_len
     return Load(stages, blueprint.layers, ranks, mesh.stage_group, tokens, loss_scale)
 

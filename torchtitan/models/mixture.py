@@ -69,11 +69,15 @@ class Experts(nn.Module):
 def grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Each row [M, in] times the matrix of its expert, of [E, out, in]."""
     # torch's product wants rows of whole 16 bytes. It needs no value on the host, as the loop does.
-    if hasattr(torch, "_grouped_mm") and all(size * weights.element_size() % 16 == 0 for size in weights.shape[1:]):
-        return torch._grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
-    return grouped_by_loop(rows, weights, ends)
+    if not hasattr(torch, "_grouped_mm") or any(size * weights.element_size() % 16 for size in weights.shape[1:]):
+        return grouped_by_loop(rows, weights, ends)
+    # Its description for the compiler knows bfloat16 alone.
+    product = torch._grouped_mm if rows.dtype == torch.bfloat16 else torch.compiler.disable(torch._grouped_mm)
+    found: Tensor = product(rows, weights.transpose(-2, -1), offs=ends)
+    return found
 
 
+@torch.compiler.disable
 def grouped_by_loop(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     stops = ends.tolist()
     parts = (rows[begin:end] for begin, end in zip([0, *stops], stops, strict=False))
@@ -137,12 +141,12 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, factor: Tensor | None) -> Tensor:
-        ctx.factor = torch.ones_like(loss) if factor is None else factor.to(loss.dtype)
+        ctx.save_for_backward(torch.ones_like(loss) if factor is None else factor.to(loss.dtype))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, ctx.factor, None
+        return gradient, ctx.saved_tensors[0], None
 
 
 class _Spread(torch.autograd.Function):

@@ -76,7 +76,8 @@ def apply_parallelism(
     if compile_.enable:
         from torchtitan.parallel.compiler import apply_compiler
 
-        apply_compiler(model, blueprint.layers, mesh, compile_, layers_differ=not blueprint.reads_text)
+        in_one = not blueprint.num_experts
+        apply_compiler(model, blueprint.layers, mesh, compile_, not blueprint.reads_text, in_one)
     if shards:
         _shard(model, blueprint, mesh, config)
 
