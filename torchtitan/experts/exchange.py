@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 
 from torchtitan.models.mixture import Experts
 
@@ -22,8 +23,7 @@ class Exchange:
     @torch.compiler.disable
     def __call__(self, experts: Experts, rows: Tensor, ends: Tensor) -> Tensor:
         own = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert, [E]
-        theirs = torch.empty_like(own)  # rows from each rank for each expert here, [ranks * experts here]
-        dist.all_to_all_single(theirs, own, group=self.group)
+        theirs = _all_to_all(own, self.group)  # rows from each rank for each expert here, [ranks * experts here]
         send, receive = self.sizes(own, theirs, len(rows))
         rows = _AllToAll.apply(rows, self.group, send, receive)  # sorted by rank, then by expert
         by_rank = theirs.unflatten(0, (self.group.size(), -1))
@@ -76,10 +76,11 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(gradient, ctx.group, ctx.receive, ctx.send), None, None, None
 
 
-def _all_to_all(rows: Tensor, group: ProcessGroup, send: list[int], receive: list[int]) -> Tensor:
-    out = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-    return out
+def _all_to_all(
+    rows: Tensor, group: ProcessGroup, send: list[int] | None = None, receive: list[int] | None = None
+) -> Tensor:
+    """Without sizes, as many to each. A function of its input, which a recompute can keep (parallel/recompute.py)."""
+    return wait_tensor(all_to_all_single(rows.contiguous(), receive, send, group))
 
 
 class EveryRank:

@@ -25,7 +25,7 @@ _SAVED_OPERATIONS = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops.aten.max.default,  # a scale of float8
     torch.ops.aten.topk.default,  # the experts of a token
-    torch.ops.c10d.alltoall_base_.default,  # rows on their way to experts
+    torch.ops._c10d_functional.all_to_all_single.default,  # rows on their way to experts
     *((torch.ops.aten._grouped_mm.default,) if hasattr(torch, "_grouped_mm") else ()),
 }
 
@@ -33,11 +33,16 @@ _ATTENTION = {"torchtitan", "torch_attn"}  # operations of these libraries keep 
 
 
 def apply_recompute(
-    model: nn.Module, layers: Sequence[str], config: ActivationCheckpoint, compiles: bool = False
+    model: nn.Module,
+    layers: Sequence[str],
+    config: ActivationCheckpoint,
+    compiles: bool = False,
+    in_one: bool = True,
 ) -> None:
     """Make layers recompute, and keep the buffers of those that recompute or compile as they were before forward.
 
-    `layers` are the names of the whole model's, so that every n-th is the same on any stage of a pipeline.
+    `layers` are the names of the whole model's, so that every n-th is the same on any stage of a pipeline. Where a
+    layer is not compiled `in_one` piece, the recompute is around its pieces, and no part of them.
     """
     if compiles:
         settings = torch._functorch.config
@@ -65,7 +70,9 @@ def apply_recompute(
         if recomputes or (compiles and places):
             if compiles and places:  # the compiler, too, is to leave out a change of a buffer when it recomputes
                 torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-            present[name].forward = _apart(present[name].forward, places, options if recomputes else None)
+            forward = _apart(present[name].forward, places, options if recomputes else None)
+            whole = in_one or not compiles
+            present[name].forward = forward if whole else torch.compiler.disable(forward, recursive=False)
 
 
 def _apart(

@@ -69,14 +69,14 @@ def apply_parallelism(
         from torchtitan.parallel.cpu_attention import AttentionByProducts
 
         exchange_attention(model, AttentionByProducts)
+    in_one = not blueprint.num_experts  # piece a layer is compiled
     if config.activation_checkpoint.mode != "none" or compile_.model:
         from torchtitan.parallel.recompute import apply_recompute
 
-        apply_recompute(model, blueprint.layers, config.activation_checkpoint, compile_.model)
+        apply_recompute(model, blueprint.layers, config.activation_checkpoint, compile_.model, in_one)
     if compile_.enable:
         from torchtitan.parallel.compiler import apply_compiler
 
-        in_one = not blueprint.num_experts
         apply_compiler(model, blueprint.layers, mesh, compile_, not blueprint.reads_text, in_one)
     if shards:
         _shard(model, blueprint, mesh, config)

@@ -234,7 +234,7 @@ def test_muon_updates_each_matrix_of_a_stack_as_if_it_were_alone() -> None:
 
 def test_muon_refuses_a_weight_that_is_no_matrix() -> None:
     message = (
-        r'optimizer.name = "Muon", but layers.0.filters has the shape \[2, 4, 3, 3\], and .* only matrices and stacks .*'
+        r'optimizer.name = "Muon", but layers.0.filters has the shape \[2, 4, 3, 3\], and .* matrices and stacks .*'
         r'set optimizer.name = "AdamW", or make the model\'s takes_muon return False'
     )
     with pytest.raises(Refusal, match=message):

@@ -45,14 +45,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def find_matrices(named: Iterable[tuple[str, nn.Parameter]], takes_muon: Callable[[str], bool]) -> list[nn.Parameter]:
-    """The matrices for Muon, also in stacks. AdamW keeps the norms and biases, and the log lists each larger weight that it keeps."""
+    """The matrices for Muon, also in stacks. AdamW keeps norms and biases, and the log lists what else it keeps."""
     matrices, left_to_adamw = [], []
     for name, parameter in named:
         if parameter.ndim > 3 and takes_muon(name):
             raise Refusal(
-                f'optimizer.name = "Muon", but {name} has the shape {list(parameter.shape)}, and torch\'s Muon updates '
-                f'only matrices and stacks of them; set optimizer.name = "AdamW", or make the model\'s takes_muon return False for this '
-                f"name, so that AdamW updates it"
+                f'optimizer.name = "Muon", but {name} has the shape {list(parameter.shape)}, and Muon updates only '
+                f'matrices and stacks of them; set optimizer.name = "AdamW", or make the model\'s takes_muon return '
+                f"False for this name, so that AdamW updates it"
             )
         if parameter.ndim in (2, 3) and takes_muon(name):
             matrices.append(parameter)
