@@ -1,6 +1,8 @@
 """Experts on any layout train as on one process, whoever has them and however the tokens choose."""
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,17 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import Ranks
 from tests.recipe.distributed import cases
 from tests.recipe.distributed.test_layouts import COMPILED, differences, layout, of_one_process, seldom
+from tests.recipe.distributed.test_qwen3_layouts import generated
+from tests.recipe.experts import own_experts
+from tests.recipe.experts.test_experts import VOCAB, store
+from tests.tiny_models import EXPERTS
 from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.__main__ import main
 from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
 from torchtitan.parallel.collectives import GlobalNorm, sum_over
 from torchtitan.training.assemble import start_run
+from torchtitan.weights.stored import open_model
 
 # With two local batches a step, so that neither balance knows the global batch before the last of them.
 FAMILY = {"model__name": "tests.tiny_models:EXPERTS", "optimizer__lr": 3e-3, "training__global_batch_size": 16}
@@ -133,3 +141,52 @@ def test_a_run_goes_on_where_other_ranks_have_the_experts(ranks: Ranks, tmp_path
         records = read_records(Path(run))
         assert differences(records, alone, "loss") <= 1e-5
         assert differences(records, alone, "grad_norm") <= 1e-4
+
+
+def test_a_family_of_experts_of_ones_own_needs_no_change_to_the_package(
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = shutil.copy(own_experts.__file__, tmp_path / "mine.py")
+    mine = FAMILY | {"model__name": f"{file}:SPEC", "model__flavor": "small", "training__steps": 6}
+    alone = train_here(tiny_config(tmp_path / "alone", **mine))
+    run, saving = tmp_path / "run", {"checkpoint__enable": True, "checkpoint__interval": 3}
+    first = mine | saving | {"training__steps": 3, "lr_scheduler__total_steps": 6}
+    ranks(cases.train, 4, str(run), first | layout(2, expert_parallel_degree=2))
+    # the shared expert and the dense first layer are split over TP
+    ranks(cases.train, 4, str(run), mine | saving | layout(4, tp=2, expert_parallel_degree=4))
+    records = read_records(run)
+    assert differences(records, alone, "loss") <= 1e-5 and differences(records, alone, "grad_norm") <= 1e-4
+    assert len(records[-1]["expert_load_by_layer"]) == 3  # one of four layers has no experts
+    capsys.readouterr()
+    main(["generate", "--checkpoint", str(run), "--prompt", "The", "--max_new_tokens", "8", "--temperature", "0"])
+    assert capsys.readouterr().out.startswith("The")
+
+
+@pytest.mark.parametrize("flavor", ["tiny"])
+def test_split_experts_write_the_same_text(flavor: str, ranks: Ranks, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {
+        name: 1 + 0.1 * torch.randn_like(p) if p.ndim == 1 else 0.15 * torch.randn_like(p)
+        for name, p in EXPERTS.build(replace(EXPERTS.flavors[flavor], vocab_size=VOCAB)).named_parameters()
+    }
+    run = store(tmp_path / "run", weights, model__name="tests.tiny_models:EXPERTS", model__flavor=flavor)
+    (expected,) = ranks(generated, 1, str(run))
+    assert ranks(generated, 4, str(run)) == [expected] * 4
+
+
+def test_an_adapter_beside_experts_leaves_them_and_their_routers_as_they_are(ranks: Ranks, tmp_path: Path) -> None:
+    keys = {"model__name": "tests.tiny_models:EXPERTS", "model__balance": "bias"}
+    shape = replace(EXPERTS.flavors["tiny"], vocab_size=VOCAB, balance="bias")
+    weights = {name: 0.1 * torch.randn_like(p) for name, p in EXPERTS.build(shape).named_parameters()}
+    base = store(tmp_path / "base", weights, **keys)
+    lora = keys | {
+        "lora__rank": 4, "checkpoint__enable": True, "checkpoint__initial_load_path": str(base),
+        "training__steps": 4, "training__global_batch_size": 16,
+    }  # fmt: skip
+    alone = train_here(tiny_config(tmp_path / "alone", **lora))
+    records = ranks(cases.train, 4, str(tmp_path / "ranks"), lora | layout(2, expert_parallel_degree=2))[0]
+    assert differences(records, alone, "loss") <= 1e-5 and differences(records, alone, "grad_norm") <= 1e-4
+    assert records[-1]["loss"] < records[0]["loss"]
+    saved = open_model(str(tmp_path / "ranks")).weights  # the adapter merged into its base
+    for name, weight in weights.items():
+        assert torch.equal(saved.read(name), weight) == (".attention.w" not in name), name
