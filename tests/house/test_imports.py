@@ -32,12 +32,15 @@ SHAPES = (
     T + "models.own_file",
     T + "models.rules",
     T + "models.pipeline_rules",
+    T + "models.seldom_rules",
     T + "models.families",
     T + "models.schedule_file",
     T + "models.downloads",
 )  # of any model, no torch
 FAMILIES = tuple(sorted(T + "models." + path.parent.name for path in ROOT.glob("torchtitan/models/*/spec.py")))
 DECODER = T + "models.decoder"  # what families share; like them, nobody names it
+WITH_EXPERTS = T + "models.experts"  # the same with experts
+MIXTURE = T + "models.mixture"  # its modules, which the recipe divides over ranks
 # What every room may import.
 BELOW = (*CONFIG, T + "root", T + "foreign", T + "packages", T + "whole_file", T + "hardware", *SHAPES)
 OWN = T + "own_model"
@@ -46,7 +49,8 @@ LAUNCH = (*START, T + "launch.preflight")
 ROOMS = (T + "parallel", T + "data", T + "checkpoint", T + "observe")
 PURE_TRAINING = tuple(T + "training." + name for name in ("loss", "optimizer"))
 LORA = T + "lora"  # adapters of any model; names.py needs no torch
-CORE = (*BELOW, *ROOMS, LORA, T + "models.layers", T + "weights", T + "training")
+EXPERTS = T + "experts"  # in a run: divided over ranks, and kept equally busy
+CORE = (*BELOW, *ROOMS, LORA, EXPERTS, T + "models.layers", MIXTURE, T + "weights", T + "training")
 RECIPE_TOOLS = {  # each tool, and the other tools that it uses
     "check": (),
     "compare": (),
@@ -127,7 +131,7 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 
 
 def family_of(module: str) -> str | None:
-    return next((family for family in (*FAMILIES, DECODER) if within(module, (family,))), None)
+    return next((family for family in (*FAMILIES, DECODER, WITH_EXPERTS) if within(module, (family,))), None)
 
 
 def allowed_rooms(module: str) -> tuple[str, ...] | None:
@@ -142,8 +146,12 @@ def allowed_rooms(module: str) -> tuple[str, ...] | None:
         return BELOW
     if module == T + "models.layers":
         return CONFIG
+    if module == MIXTURE:
+        return (*CONFIG, T + "models.layers", WITH_EXPERTS + ".args")
+    if within(module, (EXPERTS,)):
+        return (*BELOW, T + "parallel", T + "observe.log", MIXTURE, EXPERTS)
     if family := family_of(module):
-        shared = () if family == DECODER else (DECODER,)
+        shared = {DECODER: (), WITH_EXPERTS: (DECODER, MIXTURE)}.get(family, (DECODER, WITH_EXPERTS))
         below = (*CONFIG, T + "models.spec", T + "models.operations", *shared, f"{family}.args")
         return {
             f"{family}.args": below[:-1],
@@ -217,7 +225,7 @@ def broken_rules(module: str, source: str) -> list[str]:
     if rooms is None:
         return [f"{module} is in none of the rooms of docs/architecture.md; give it one there and in allowed_rooms"]
     without_torch = is_without_torch(module)
-    alone = module == T + "models.layers" or (family_of(module) is not None and not without_torch)
+    alone = module in (T + "models.layers", MIXTURE) or (family_of(module) is not None and not without_torch)
     outside = {"torch"} if alone else LIGHT if without_torch else ALWAYS_THERE
     outside = outside | OF_SWARM if within(module, (*SWARM, F + "reach")) else outside
     outside = outside | OF_CONSOLE if within(module, (F + "console",)) and module not in DOORS else outside

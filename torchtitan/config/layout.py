@@ -18,6 +18,7 @@ class ParallelDims:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1  # ranks within a stage's replica that divide the experts; no axis of the mesh
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -29,7 +30,7 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1) or "1 rank"
+        return " x ".join(f"{axis} {n}" for axis in (*AXES, "ep") if (n := getattr(self, axis)) > 1) or "1 rank"
 
 
 def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
@@ -48,7 +49,7 @@ def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
     if world_size % product:
         raise Refusal(
             f"parallelism: the product of {factors} does not divide the {world_size} ranks; "
-            f"use degrees with a product of {_some([d for d in range(1, world_size + 1) if world_size % d == 0])}"
+            f"use degrees with a product of {_divisors(world_size)}"
         )
     if shard == -1:
         shard = world_size // product
@@ -57,13 +58,14 @@ def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
             f"parallelism.data_parallel_shard_degree = {shard} times {factors} is {product * shard}, but the run has "
             f"{world_size} ranks; start {product * shard} ranks, or set data_parallel_shard_degree = -1"
         )
-    return ParallelDims(
-        pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=shard,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-    )
+    replicate, tp, cp, pp = others.values()
+    ep, ranks = parallelism.expert_parallel_degree, shard * cp * tp
+    if ranks % ep:
+        raise Refusal(
+            f"parallelism.expert_parallel_degree = {ep} does not divide the {ranks} ranks of a stage and replica "
+            f"(shards x context x tensor parallelism); use one of {_divisors(ranks)}"
+        )
+    return ParallelDims(pp, replicate, shard, cp, tp, ep)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ def plan_batch(training: Training, dp: int) -> BatchPlan:
             f"data-parallel degree {dp}; use one of {_some(fitting)}, or -1"
         )
     return BatchPlan(global_batch_size=total, num_local_batches=total // (local * dp), num_streams=streams)
+
+
+def _divisors(number: int) -> str:
+    return _some([d for d in range(1, number + 1) if number % d == 0])
 
 
 def _some(choices: list[int]) -> str:

@@ -1,12 +1,11 @@
 """Finds values that are fine alone and impossible together. Pure, without torch; all findings are listed at once."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import PurePath
 
 from torchtitan.config.layout import plan_batch, plan_layout
-from torchtitan.config.schema import Checkpoint, Config, Lora, Parallelism, other_sections
+from torchtitan.config.schema import Config, Lora, Parallelism, other_sections
 from torchtitan.config.section import Finding
 from torchtitan.refusal import Refusal
 
@@ -18,7 +17,7 @@ RUN_FILES += ["scores", "answers.json"]
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:
     """All conflicts. Rules that depend on the number of ranks are checked only if it is known."""
-    findings = [*_schedule(config), *_data(config), *_folders(config), *_checkpoint(config)]
+    findings = [*_schedule(config), *_data(config), *_folders(config)]
     if config.float8 is not None:
         from torchtitan.config.float8_rules import find_float8_conflicts
 
@@ -39,8 +38,11 @@ def _uses_seldom_keys(config: Config) -> bool:
     updates = (config.optimizer.name, config.optimizer.implementation) != ("AdamW", "fused")
     updates = updates or config.training.mixed_precision_param == "float16"
     learns = config.trains_a_part or config.lora != Lora() or config.training.preference_beta is not None
-    tasks = bool(config.validation.tasks) or config.validation.tasks_limit is not None
-    return recomputes or early or chats or tasks or updates or learns
+    usual, fields = ("enable", "folder", "interval", "keep_latest_k"), type(config.checkpoint).model_fields
+    keeps = any(value != fields[key].default for key, value in config.checkpoint if key not in usual)
+    validation = config.validation
+    judges = bool(validation.tasks) or validation.tasks_limit is not None or validation.patience is not None
+    return recomputes or early or chats or updates or learns or keeps or judges
 
 
 def _schedule(config: Config) -> Iterator[Finding]:
@@ -65,63 +67,6 @@ def _schedule(config: Config) -> Iterator[Finding]:
             keys[1:],
             f"lr_scheduler.total_steps = {total} ends before training.steps = {steps}: the last steps would train "
             f"at the final rate; use {steps} or more, or None",
-        )
-
-
-def _checkpoint(config: Config) -> Iterator[Finding]:
-    checkpoint = config.checkpoint
-    for key, missed in (
-        ("create_seed_checkpoint", "nothing would be trained or saved"),
-        ("initial_load_path", "the run would begin with drawn weights"),
-        ("initial_load_missing", "the run would begin with drawn weights"),
-        ("initial_load_in_hf", "the run would begin with drawn weights"),
-        ("last_save_in_hf", "nothing would be saved"),
-        ("load_step", "the run would begin anew"),
-        ("keep_best", "nothing would be kept"),
-    ):
-        value = getattr(checkpoint, key)
-        if not checkpoint.enable and value != Checkpoint.model_fields[key].default:
-            yield (
-                (f"checkpoint.{key}", "checkpoint.enable"),
-                f"checkpoint.{key} = {json.dumps(value)} without checkpoint.enable: {missed}; set "
-                "checkpoint.enable = true, or remove it",
-            )
-    for key, value in (
-        ("checkpoint.keep_best", checkpoint.keep_best),
-        ("validation.patience", config.validation.patience),
-    ):
-        if value is not None and not config.validation.enable:
-            yield (
-                (key, "validation.enable"),
-                f"{key} = {json.dumps(value)} without validation.enable: there is nothing to judge by; set "
-                "validation.enable = true, or remove it",
-            )
-    if checkpoint.initial_load_missing and not (checkpoint.initial_load_path and checkpoint.initial_load_model_only):
-        yield (
-            ("checkpoint.initial_load_missing",),
-            f"checkpoint.initial_load_missing = {json.dumps(checkpoint.initial_load_missing)} is for weights alone; "
-            "set checkpoint.initial_load_path, with initial_load_model_only = true, or remove it",
-        )
-    for key, lost in (("create_seed_checkpoint", "trained or saved"), ("last_save_in_hf", "saved")):
-        if getattr(checkpoint, key) and checkpoint.load_only:
-            yield (
-                (f"checkpoint.{key}", "checkpoint.load_only"),
-                f"checkpoint.{key} = true with load_only = true: nothing would be {lost}; set one of them to false",
-            )
-    for key in ("last_save_in_hf", "export_dtype"):
-        value = getattr(checkpoint, key)
-        if value != Checkpoint.model_fields[key].default and not checkpoint.last_save_model_only:
-            yield (
-                (f"checkpoint.{key}", "checkpoint.last_save_model_only"),
-                f"checkpoint.{key} = {json.dumps(value)} applies to a last save of weights alone, from which a "
-                "run cannot be resumed; set checkpoint.last_save_model_only = true, or convert the checkpoint later "
-                "(python -m torchtitan convert)",
-            )
-    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
-        yield (
-            ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only"),
-            "checkpoint.initial_load_in_hf = true with initial_load_model_only = false: safetensors are weights alone, "
-            "without optimizer, data and step; change one of the two",
         )
 
 
@@ -182,10 +127,7 @@ def _ranks(config: Config, world_size: int) -> Iterator[Finding]:
     except Refusal as error:
         yield (*degrees, *batch), str(error)
         return
-    early = "optimizer.early_step_in_backward"
     if config.optimizer.early_step_in_backward and plan.num_local_batches > 1:
-        yield (
-            (early, *degrees, *batch),
-            f"{early} = true with {plan.num_local_batches} local batches a step: their gradients are added up; set "
-            f"training.global_batch_size = {plan.global_batch_size // plan.num_local_batches}, or {early} = false",
-        )
+        from torchtitan.config.seldom_rules import of_early_step
+
+        yield of_early_step(plan, (*degrees, *batch))

@@ -5,12 +5,14 @@ import math
 import re
 from collections.abc import Iterator
 
-from torchtitan.config.schema import Config, Lora, other_sections
+from torchtitan.config.layout import BatchPlan
+from torchtitan.config.schema import Checkpoint, Config, Lora, other_sections
 from torchtitan.config.section import Finding
 
 
 def find_seldom_conflicts(config: Config) -> list[Finding]:
     return [
+        *_checkpoint(config),
         *_compile(config),
         *_early_step(config),
         *_optimizer(config),
@@ -21,6 +23,63 @@ def find_seldom_conflicts(config: Config) -> list[Finding]:
         *_preference(config),
         *_tasks(config),
     ]
+
+
+def _checkpoint(config: Config) -> Iterator[Finding]:
+    checkpoint = config.checkpoint
+    for key, missed in (
+        ("create_seed_checkpoint", "nothing would be trained or saved"),
+        ("initial_load_path", "the run would begin with drawn weights"),
+        ("initial_load_missing", "the run would begin with drawn weights"),
+        ("initial_load_in_hf", "the run would begin with drawn weights"),
+        ("last_save_in_hf", "nothing would be saved"),
+        ("load_step", "the run would begin anew"),
+        ("keep_best", "nothing would be kept"),
+    ):
+        value = getattr(checkpoint, key)
+        if not checkpoint.enable and value != Checkpoint.model_fields[key].default:
+            yield (
+                (f"checkpoint.{key}", "checkpoint.enable"),
+                f"checkpoint.{key} = {json.dumps(value)} without checkpoint.enable: {missed}; set "
+                "checkpoint.enable = true, or remove it",
+            )
+    for key, value in (
+        ("checkpoint.keep_best", checkpoint.keep_best),
+        ("validation.patience", config.validation.patience),
+    ):
+        if value is not None and not config.validation.enable:
+            yield (
+                (key, "validation.enable"),
+                f"{key} = {json.dumps(value)} without validation.enable: there is nothing to judge by; set "
+                "validation.enable = true, or remove it",
+            )
+    if checkpoint.initial_load_missing and not (checkpoint.initial_load_path and checkpoint.initial_load_model_only):
+        yield (
+            ("checkpoint.initial_load_missing",),
+            f"checkpoint.initial_load_missing = {json.dumps(checkpoint.initial_load_missing)} is for weights alone; "
+            "set checkpoint.initial_load_path, with initial_load_model_only = true, or remove it",
+        )
+    for key, lost in (("create_seed_checkpoint", "trained or saved"), ("last_save_in_hf", "saved")):
+        if getattr(checkpoint, key) and checkpoint.load_only:
+            yield (
+                (f"checkpoint.{key}", "checkpoint.load_only"),
+                f"checkpoint.{key} = true with load_only = true: nothing would be {lost}; set one of them to false",
+            )
+    for key in ("last_save_in_hf", "export_dtype"):
+        value = getattr(checkpoint, key)
+        if value != Checkpoint.model_fields[key].default and not checkpoint.last_save_model_only:
+            yield (
+                (f"checkpoint.{key}", "checkpoint.last_save_model_only"),
+                f"checkpoint.{key} = {json.dumps(value)} applies to a last save of weights alone, from which a "
+                "run cannot be resumed; set checkpoint.last_save_model_only = true, or convert the checkpoint later "
+                "(python -m torchtitan convert)",
+            )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        yield (
+            ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_model_only"),
+            "checkpoint.initial_load_in_hf = true with initial_load_model_only = false: safetensors are weights alone, "
+            "without optimizer, data and step; change one of the two",
+        )
 
 
 def _compile(config: Config) -> Iterator[Finding]:
@@ -59,6 +118,15 @@ def _early_step(config: Config) -> Iterator[Finding]:
         if value != possible:
             was, use = (f'"{each}"' if isinstance(each, str) else each for each in (value, possible))
             yield (name, key), f"{name} = true with {key} = {was}: {reason}; use {use}, or set {name} = false"
+
+
+def of_early_step(plan: BatchPlan, keys: tuple[str, ...]) -> Finding:
+    early = "optimizer.early_step_in_backward"
+    return (
+        (early, *keys),
+        f"{early} = true with {plan.num_local_batches} local batches a step: their gradients are added up; set "
+        f"training.global_batch_size = {plan.global_batch_size // plan.num_local_batches}, or {early} = false",
+    )
 
 
 def _optimizer(config: Config) -> Iterator[Finding]:

@@ -36,7 +36,6 @@ KEYS: dict[str, dict[str, Any]] = {
         "enable_compiled_autograd": False,
         "context_parallel_load_balancer": "headtail",
         "context_parallel_rotate_method": "allgather",
-        "expert_parallel_degree": 1,
         "expert_tensor_parallel_degree": 1,
         "expert_parallel_comm_backend": "standard",
     },

@@ -19,11 +19,15 @@ def flops_per_token(blueprint: Blueprint, config: Config) -> int:
     model, total, goes_back = _outline(blueprint), 0, False
     for part in blueprint.parts(config.training.seq_len):
         named = list(model.get_submodule(part.name).named_parameters())
-        trained = sum(p.numel() for n, p in named if p.requires_grad and not is_adapter(n))
+        stacks = sum(p.numel() for _, p in named if p.ndim == 3)  # of experts
+        used = 1 - part.unused / stacks if stacks else 1
+        own = [(p.numel(), used if p.ndim == 3 else 1) for n, p in named if p.requires_grad and not is_adapter(n)]
+        trained = round(sum(count * share for count, share in own))  # of what a token uses
         adapter = sum(p.numel() for n, p in named if is_adapter(n))
         goes_back = goes_back or bool(trained or adapter)
         if part.flops:  # a lookup multiplies nothing
-            total += part.flops - 2 * (part.parameters - trained) if goes_back else part.flops // 3
+            frozen = part.parameters - part.unused - trained
+            total += part.flops - 2 * frozen if goes_back else part.flops // 3
             total += 6 * adapter
     return total
 

@@ -12,6 +12,12 @@ def describe_model(blueprint: Blueprint, dtype: str, length: int | None = None) 
     shape = blueprint.shape
     if not blueprint.reads_text:
         return f"{blueprint.name}, a model of your own, {dtype}"
-    size = f"{blueprint.num_parameters:,} parameters in " if shape.vocab_size else ""
+    size = f"{describe_size(blueprint)} in " if shape.vocab_size else ""
     context = f"up to {shape.max_seq_len:,} tokens" if length is None else f"{length:,} of {shape.max_seq_len:,} tokens"
     return f"{blueprint.name}, {size}{shape.n_layers} layers of {shape.dim:,}, {dtype}, context {context}"
+
+
+def describe_size(blueprint: Blueprint) -> str:
+    unused = sum(part.unused for part in blueprint.parts()) if blueprint.num_experts else 0
+    of_token = f", of which a token uses {blueprint.num_parameters - unused:,}" if unused else ""
+    return f"{blueprint.num_parameters:,} parameters{of_token}"

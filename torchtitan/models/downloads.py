@@ -53,7 +53,7 @@ def _read_shape(path: Path, hugging_face: HuggingFace, content: dict[str, Any]) 
         raise Refusal(f"{path}: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise Refusal(f"{path} describes no model ({type(error).__name__}: {error}); get the file again") from None
-    for field in fields(shape):
+    for field in (each for each in fields(shape) if each.init and "Literal" not in str(each.type)):
         value, kinds = getattr(shape, field.name), str(field.type)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         wrong = number and not (0 < value < 2**31 and ("float" in kinds or isinstance(value, int)))

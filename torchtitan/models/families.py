@@ -20,6 +20,8 @@ FAMILIES = {
     "llama3": "torchtitan.models.llama.spec:LLAMA3",
     "llama2": "torchtitan.models.llama.spec:LLAMA2",
     "qwen3": "torchtitan.models.qwen3.spec:QWEN3",
+    "qwen3_moe": "torchtitan.models.qwen3_moe.spec:QWEN3_MOE",
+    "mixtral": "torchtitan.models.mixtral.spec:MIXTRAL",
 }
 FROM_DOWNLOAD = "config.json"  # as model.flavor: the shape that this file in model.hf_assets_path describes
 
@@ -108,6 +110,7 @@ def find_model(model: Model) -> Blueprint:
 SHAPE_KEYS = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps"),
     *("rope_theta", "rope_scaling", "tied_embeddings", "max_seq_len"),
+    *("num_experts", "experts_per_token", "balance", "balance_rate"),
 )
 
 

@@ -15,14 +15,6 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
         assert isinstance(blueprint, OwnBlueprint)
         yield from refusals(blueprint, config)
         return
-    if config.checkpoint.initial_load_missing:
-        yield (
-            f"checkpoint.initial_load_missing: {blueprint.name} has a whole checkpoint or none; remove it, or bring "
-            "the model as a module of your own (docs/recipe/any-model.md)"
-        )
-    best = config.checkpoint.keep_best
-    if best not in (None, "loss") and not ("/" in best and config.validation.tasks):  # a task and its metric
-        yield f'checkpoint.keep_best = "{best}": {blueprint.name} has no metrics; use "loss"'
     refused = list(find_tensor_parallel_refusals(blueprint, config))
     yield from refused
     # If the degree is refused, checking lengths against it would only repeat the mistake.
@@ -31,7 +23,11 @@ def find_refusals(blueprint: Blueprint, config: Config) -> Iterator[str]:
         from torchtitan.models.pipeline_rules import find_pipeline_refusals
 
         yield from find_pipeline_refusals(blueprint, config)
-    yield from _float8(blueprint, config)
+    keeps = config.checkpoint.initial_load_missing or config.checkpoint.keep_best
+    if keeps or config.float8 is not None or config.parallelism.expert_parallel_degree > 1:
+        from torchtitan.models.seldom_rules import find_seldom_refusals
+
+        yield from find_seldom_refusals(blueprint, config)
 
 
 def _lengths(blueprint: Blueprint, config: Config, tp: int) -> Iterator[str]:
@@ -60,16 +56,4 @@ def find_tensor_parallel_refusals(blueprint: Blueprint, config: Config) -> Itera
         yield (
             f"parallelism.tensor_parallel_degree = {degree}, but {blueprint.name} has no tensor_plan that says how "
             f"ranks share its weights; use 1, or give its Family one"
-        )
-
-
-def _float8(blueprint: Blueprint, config: Config) -> Iterator[str]:
-    float8 = config.float8
-    if float8 is None or not float8.enable_fsdp_float8_all_gather or blueprint.tied is None:
-        return
-    module = blueprint.tied[1].rpartition(".")[0]
-    if not any(part in module for part in float8.filter_fqns):
-        yield (
-            f"quantize.linear.float8.enable_fsdp_float8_all_gather = true would part {blueprint.name}'s {module} layer "
-            f'from the embedding that it shares its weight with; set filter_fqns = ["{module}"]'
         )

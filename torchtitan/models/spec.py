@@ -31,6 +31,7 @@ class Part:
     flops: int  # model FLOPs of forward and backward of one token
     kind: Literal["lookup", "layer", "other"] = "other"  # backward of a lookup needs no weights
     tied: int = 0  # how many of these parameters an earlier part has counted already
+    unused: int = 0  # how many of them a token passes by: those of other experts
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ class Blueprint:
     @property
     def layers(self) -> list[str]:
         return [part.name for part in self.parts() if part.kind == "layer"]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer, where the shape has some."""
+        return getattr(self.shape, "num_experts", 0)
 
     @property
     def num_parameters(self) -> int:

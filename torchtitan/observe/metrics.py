@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ class StepRecord:
     update_seconds: float
     eta_seconds: float
     skipped_updates: int
+    more: dict[str, Any] = field(default_factory=dict)  # of some models: numbers, and lists for the file alone
 
 
 # Names of the curves. TensorBoard groups them by prefix, in alphabetical order.
@@ -184,9 +185,9 @@ class MetricsWriter:
 
     def write(self, record: StepRecord) -> None:
         values = asdict(record)
-        step = values.pop("step")
-        self._write(self._records, step, values)
-        self._draw(step, values)
+        step, more = values.pop("step"), values.pop("more")
+        self._write(self._records, step, values | more)
+        self._draw(step, values, {f"experts/{n}": value for n, value in more.items() if not isinstance(value, list)})
         logger.info(self._line(record))
         if self.live is not None:
             self.live.recorded(step, record.loss, record.tokens_per_second, record.eta_seconds)
@@ -253,6 +254,8 @@ class MetricsWriter:
             (f"MFU {r.mfu:.1%}", "35"),
             (f"{r.memory_gib:.2f} GiB", "34"),
         ]
+        if "expert_load" in r.more:
+            parts.append((f"load {r.more['expert_load']:.2f}", "37"))
         if r.skipped_updates:
             parts.append((f"{r.skipped_updates} updates left out", "31"))
         return "  ".join(f"\033[{code}m{text}\033[0m" if self._color else text for text, code in parts)

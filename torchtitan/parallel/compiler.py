@@ -28,8 +28,13 @@ def check_compiler(config: Config, device: torch.device) -> None:
         )
 
 
-def apply_compiler(model: nn.Module, layers: Sequence[str], mesh: Mesh, compile_: Compile, layers_differ: bool) -> None:
-    """Compile each of the layers that this rank has, if the configuration names the model among the components."""
+def apply_compiler(
+    model: nn.Module, layers: Sequence[str], mesh: Mesh, compile_: Compile, layers_differ: bool, in_one: bool = True
+) -> None:
+    """Compile each of the layers that this rank has, if the configuration names the model among the components.
+
+    Not `in_one` piece are those in which FSDP gathers experts: the compiler stops at its hooks.
+    """
     if mesh.dims.tp > 1:
         # The code compiled for split tensors depends on the rank, but its cache key does not. With another rank's code
         # a second run would train wrongly: https://github.com/pytorch/pytorch/issues/188390
@@ -41,4 +46,4 @@ def apply_compiler(model: nn.Module, layers: Sequence[str], mesh: Mesh, compile_
     modules = dict(model.named_modules())
     for name in layers:
         if name in modules:
-            modules[name].compile(backend=compile_.backend, fullgraph=True)
+            modules[name].compile(backend=compile_.backend, fullgraph=in_one)

@@ -1,8 +1,8 @@
 """Data parallelism. FSDP2's fully_shard is the only path: on one rank, on many, and with replicas (HSDP)."""
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Training
 
+Reshard = Literal["default", "always", "never"]
+
 
 def apply_fsdp(
     model: nn.Module,
     units: list[list[nn.Module]],
     mesh: DeviceMesh,
     training: Training,
-    reshard: Literal["default", "always", "never"],
+    reshard: Reshard,
     casts_inputs: bool = False,
+    is_whole: bool = True,
+    place: Callable[[nn.Parameter], Any] | None = None,
 ) -> None:
-    """Shard each unit, and then the rest of the model as one more unit. Gradients are summed over ranks, not averaged.
+    """Shard each unit, and if `is_whole` the rest of the model as one more. Gradients are summed over ranks, no means.
 
     `reshard` says which units free their gathered parameters after forward. "default" frees all units but the last,
     because backward needs the last one first and would gather it again at once. On one rank "default" frees none,
@@ -38,16 +42,19 @@ def apply_fsdp(
     )
     # A GPU copies pinned memory while it computes. On a CPU nothing is copied, so nothing needs pinning.
     pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    place = pinned if training.enable_cpu_offload else OffloadPolicy()
+    host = pinned if training.enable_cpu_offload else OffloadPolicy()
     # FSDP shards no single number, such as a temperature: each rank keeps it, and own_model sums its gradients.
-    whole = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    whole = {p for p in model.parameters() if p.dim() == 0 or getattr(p, "is_kept_whole", False)}
     if is_alone and not training.enable_cpu_offload:  # frozen weights would only be copied
         whole |= {p for p in model.parameters() if not p.requires_grad and p.dtype == policy.param_dtype}
-    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=whole)
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": host, "ignored_params": whole}
+    shard = functools.partial(fully_shard, mesh=mesh, shard_placement_fn=place, **options)
+    others = {module for module in model.modules() if isinstance(module, FSDPModule)}  # over other ranks
     for unit in units:
         free = reshard == "always" or (reshard == "default" and not is_alone and unit is not units[-1])
         shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=free)
-    shard(model, reshard_after_forward=reshard == "always")
+    if is_whole:
+        shard(model, reshard_after_forward=reshard == "always")
     shards = mesh.get_group(-1)
     shared = mesh.device_type == "cpu" and shards.size() > 1 and dist.get_backend(shards) == "gloo"
     if shared:
@@ -58,7 +65,7 @@ def apply_fsdp(
     if mesh.device_type == "cuda":
         model.register_forward_pre_hook(lambda *_: of_one.free())
     for module in model.modules():
-        if not isinstance(module, FSDPModule):
+        if not isinstance(module, FSDPModule) or module in others:
             continue
         if not is_alone:  # on one rank these two would only divide by 1, in two more passes
             # The loss is already divided by the global number of tokens. gloo has no scaled sum, so force a plain SUM.
@@ -117,5 +124,5 @@ def copy_first_replica(parameters: Iterable[nn.Parameter], replicas: DeviceMesh)
     """Copy the first replica's parameters to all: different kinds of device draw different initial values."""
     if replicas.size() > 1:
         for parameter in parameters:
-            assert isinstance(parameter, DTensor)
-            dist.broadcast(parameter.to_local(), group=replicas.get_group(), group_src=0)
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+            dist.broadcast(local, group=replicas.get_group(), group_src=0)

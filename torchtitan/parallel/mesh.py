@@ -18,6 +18,7 @@ class Mesh:
     tokens: DeviceMesh  # ranks that see different tokens: other sequences, or other parts of the same ones
     losses: DeviceMesh  # `tokens` on all pipeline stages: they sum the loss, to which only the last stage adds
     shards: DeviceMesh  # ranks that together hold the parameters of one replica
+    experts: DeviceMesh | None = None  # the same ranks with the axes of experts, where these are others
 
     @property
     def fsdp(self) -> DeviceMesh:
@@ -32,6 +33,7 @@ class Mesh:
         return [
             *self.devices.get_all_groups(),
             *(m.get_group() for m in (self.batch, self.tokens, self.losses, self.shards)),
+            *(self.experts.get_all_groups() if self.experts else ()),
         ]
 
     @property
@@ -40,7 +42,7 @@ class Mesh:
         return self.devices.get_group("pp")
 
 
-def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:
+def build_mesh(dims: ParallelDims, device_type: str, experts: DeviceMesh | None = None) -> Mesh:
     """Lay the ranks out. The process group must already be started."""
     devices = init_device_mesh(device_type, dims.sizes, mesh_dim_names=AXES)
     batch = devices["dp_replicate", "dp_shard"]._flatten("batch")
@@ -48,4 +50,4 @@ def build_mesh(dims: ParallelDims, device_type: str) -> Mesh:
     losses = devices["pp", "dp_replicate", "dp_shard", "cp"]._flatten("losses") if dims.pp > 1 else tokens
     # Context-parallel ranks use the same parameters on other tokens, as data-parallel ranks do, so both share them.
     shards = devices["dp_shard", "cp"]._flatten("dp_shard_cp") if dims.cp > 1 else devices["dp_shard"]
-    return Mesh(dims, devices, batch, tokens, losses, shards)
+    return Mesh(dims, devices, batch, tokens, losses, shards, experts)

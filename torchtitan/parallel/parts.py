@@ -49,6 +49,7 @@ class ModelParts:
     loss_scale: "LossScale | None" = None  # with float16
     adapter: Any = None  # a lora.adapter.Adapter: then checkpoints hold no other weights
     reference: Any = None  # a preference.run.Reference: a frozen model beside it
+    load: Any = None  # an experts.load.Load, where the model has experts
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for stage in self.stages.values():

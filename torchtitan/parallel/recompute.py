@@ -24,17 +24,25 @@ _SAVED_OPERATIONS = {
     torch.ops.aten._efficient_attention_forward.default,  # a piece under context parallelism, in float32
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops.aten.max.default,  # a scale of float8
+    torch.ops.aten.topk.default,  # the experts of a token
+    torch.ops._c10d_functional.all_to_all_single.default,  # rows on their way to experts
+    *((torch.ops.aten._grouped_mm.default,) if hasattr(torch, "_grouped_mm") else ()),
 }
 
 _ATTENTION = {"torchtitan", "torch_attn"}  # operations of these libraries keep documents apart
 
 
 def apply_recompute(
-    model: nn.Module, layers: Sequence[str], config: ActivationCheckpoint, compiles: bool = False
+    model: nn.Module,
+    layers: Sequence[str],
+    config: ActivationCheckpoint,
+    compiles: bool = False,
+    in_one: bool = True,
 ) -> None:
     """Make layers recompute, and keep the buffers of those that recompute or compile as they were before forward.
 
-    `layers` are the names of the whole model's, so that every n-th is the same on any stage of a pipeline.
+    `layers` are the names of the whole model's, so that every n-th is the same on any stage of a pipeline. Where a
+    layer is not compiled `in_one` piece, the recompute is around its pieces, and no part of them.
     """
     if compiles:
         settings = torch._functorch.config
@@ -62,7 +70,9 @@ def apply_recompute(
         if recomputes or (compiles and places):
             if compiles and places:  # the compiler, too, is to leave out a change of a buffer when it recomputes
                 torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-            present[name].forward = _apart(present[name].forward, places, options if recomputes else None)
+            forward = _apart(present[name].forward, places, options if recomputes else None)
+            whole = in_one or not compiles
+            present[name].forward = forward if whole else torch.compiler.disable(forward, recursive=False)
 
 
 def _apart(
@@ -109,6 +119,35 @@ def _apart(
     return call
 
 
+class Aside:
+    """What a hook does inside a recomputed block, as FSDP's gathers, is no part of what is kept or recomputed."""
+
+    now = 0
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        Aside.now += 1
+        try:
+            return self.hook(*args, **kwargs)
+        finally:
+            Aside.now -= 1
+
+
+def _past_hooks(mode: Any) -> Any:
+    """A mode of torch's selective checkpoint that does not see what happens aside."""
+    kind = type(mode)
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Aside.now:
+            return func(*args, **(kwargs or {}))
+        return kind.__torch_dispatch__(self, func, types, args, kwargs)
+
+    mode.__class__ = type(kind.__name__, (kind,), {"__torch_dispatch__": dispatch})
+    return mode
+
+
 def keep_expensive_operations() -> Any:
     """Save attention and every second matrix product: half the products' memory for half their cost again."""
     seen: dict[str, int] = defaultdict(int)
@@ -122,4 +161,4 @@ def keep_expensive_operations() -> Any:
         saved = operation in _SAVED_OPERATIONS or operation.namespace in _ATTENTION
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return tuple(map(_past_hooks, create_selective_checkpoint_contexts(policy)))

@@ -75,7 +75,12 @@ def lay_out_ranks(
     """Lay the ranks out on the mesh; the process group must exist."""
     dims = plan_layout(config.parallelism, place.world_size)
     batch = plan_batch(config.training, dims.dp)
-    mesh = build_mesh(dims, device.type)
+    experts = None
+    if blueprint.num_experts and dims.ep * dims.tp > 1:
+        from torchtitan.experts.mesh import build_expert_mesh
+
+        experts = build_expert_mesh(dims, device.type)
+    mesh = build_mesh(dims, device.type, experts)
     folder = folder or Path(config.job.dump_folder)
     name = blueprint.run
     if blueprint.reads_text and config.training.preference_beta is not None:

@@ -53,7 +53,7 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
     for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
         with torch.device("meta"):
             stage = blueprint.spec.build(blueprint.shape).to(getattr(torch, config.training.dtype))
-        for name, _ in stage.named_buffers():
+        for name, _ in () if blueprint.num_experts else stage.named_buffers():
             raise Refusal(
                 f"{blueprint.name} has the buffer {name}, which nothing fills or saves: a family's `initialize` knows "
                 "only parameters; compute it in forward, or bring the module without a shape (docs/recipe/any-model.md)"
@@ -81,10 +81,17 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
         from torchtitan.parallel.tied import TiedWeight
 
         ties = [TiedWeight(blueprint.tied, (0, last), stages, plan.ranks, axis)]
-    return ModelParts(stages, plan.ranks, axis, shape.dim, shape.vocab_size, ties, scale)
+    load = None
+    if blueprint.num_experts:
+        from torchtitan.experts.load import build_load
+
+        load = build_load(stages.values(), blueprint, mesh, config.training, scale)
+    return ModelParts(stages, plan.ranks, axis, shape.dim, shape.vocab_size, ties, scale, load=load)
 
 
 def give_memory(model: ModelParts, config: Config, device: torch.device) -> None:
     """Allocate the parameters, without values, on the device or (`training.enable_cpu_offload`) on the host."""
     for stage in model.stages.values():
         stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+    if model.load is not None:
+        model.load.reset(device)

@@ -42,6 +42,10 @@ def apply_parallelism(
     `names` are those of all modules of the whole model.
     """
     parallelism, compile_ = config.parallelism, config.compile
+    if mesh.experts is not None:
+        from torchtitan.experts.divide import divide_experts
+
+        divide_experts(model, mesh.experts["ep"])
     if mesh.dims.tp > 1:
         from torchtitan.parallel.tensor import overlap_communication, report_split, split_tensors
 
@@ -65,14 +69,15 @@ def apply_parallelism(
         from torchtitan.parallel.cpu_attention import AttentionByProducts
 
         exchange_attention(model, AttentionByProducts)
+    in_one = not blueprint.num_experts  # piece a layer is compiled
     if config.activation_checkpoint.mode != "none" or compile_.model:
         from torchtitan.parallel.recompute import apply_recompute
 
-        apply_recompute(model, blueprint.layers, config.activation_checkpoint, compile_.model)
+        apply_recompute(model, blueprint.layers, config.activation_checkpoint, compile_.model, in_one)
     if compile_.enable:
         from torchtitan.parallel.compiler import apply_compiler
 
-        apply_compiler(model, blueprint.layers, mesh, compile_, layers_differ=not blueprint.reads_text)
+        apply_compiler(model, blueprint.layers, mesh, compile_, not blueprint.reads_text, in_one)
     if shards:
         _shard(model, blueprint, mesh, config)
 
@@ -83,6 +88,10 @@ def _shard(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config: Config) -
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
     modules, units = dict(model.named_modules()), sharding_units(model, blueprint)
+    if blueprint.num_experts:
+        from torchtitan.experts.divide import shard_experts
+
+        shard_experts(model, mesh, config.training, reshard)
     apply_fsdp(model, units, mesh.fsdp, config.training, reshard, casts_inputs=not blueprint.reads_text)
     for part in blueprint.parts():
         module = modules.get(part.name)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class Reporter:
         self._own.append(loss.own)
         self._norms.append(gradient_norm)
         self._describe.append(loss.describe or origin.describe)
+        self._read_more = loss.read_more
 
     def due(self, step: int) -> bool:
         return step == 1 or step % self.run.config.metrics.log_freq == 0 or step == self.training.steps
@@ -90,6 +92,7 @@ class Reporter:
             return
         with self.watch.reading():
             losses, largest, own, norms = self._read()
+            more = self._read_more()
         verdict = judge_window(
             losses,
             norms,
@@ -111,6 +114,7 @@ class Reporter:
             logger.warning(f"step {first + i}: update left out (loss {losses[i]}, gradient norm {norms[i]})")
         self.skips_in_a_row = verdict.in_a_row
         record = self._record(step, learning_rate, losses, largest, norms, set(verdict.skipped))
+        record = replace(record, more=more)
         self.losses.append(record.loss)
         if self.writer is not None:
             self.writer.write(record)

@@ -28,6 +28,7 @@ class StepLoss:
     own: Tensor  # the mean over this rank's own tokens
     count: Tensor | None = None  # what the gradients are still to be divided by, where it is known only afterwards
     describe: Callable[[], str] | None = None  # what this rank read; called if a loss is not finite, by all ranks
+    read_more: Callable[[], dict[str, Any]] = dict  # more of a record, called when it is written, by all ranks
 
 
 class ForwardBackward:
@@ -73,7 +74,8 @@ class ForwardBackward:
                 total += loss.detach()
         for tie in self.model.ties:
             tie.sum_gradients()
-        return StepLoss(share=total / all_tokens, own=total / own_tokens.clamp(min=1))
+        more = {} if self.model.load is None else {"read_more": self.model.load.read}
+        return StepLoss(share=total / all_tokens, own=total / own_tokens.clamp(min=1), **more)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, local_batch_size: int) -> Tensor:
@@ -101,7 +103,7 @@ class ForwardBackward:
     def _loss_of(
         self, inputs: Tensor, labels: Tensor, positions: Tensor | None, mask: "Tensor | CausalPieces | None"
     ) -> Tensor:
-        """The summed loss of a whole model. A term of the model (a router's balance) goes here."""
+        """The summed loss of a whole model."""
         # No name for the logits: they would stay through backward.
         return self.loss(self.model.stages[0](inputs, positions=positions, mask=mask), labels)
 

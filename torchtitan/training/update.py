@@ -58,6 +58,8 @@ class Update:
             scale.adapt(gradient_norm)
         if self.average is not None:
             self.average.update()
+        if self.model.load is not None:
+            self.model.load.after_update()
         self.after_update()
         return gradient_norm
 
@@ -74,7 +76,7 @@ class Update:
             self.after_update()
 
     def after_update(self) -> None:
-        """Recompute values that depend on the weights. Buffers that follow an update (a router's bias) go here."""
+        """Recompute values that depend on the weights."""
         if self.config.float8 is not None:
             from torchtitan.parallel.float8 import update_float8_scales
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchtitan.data.tokenizers.files import PATTERNS, load_json, write_json
 from torchtitan.parallel.parts import copy_part
 from torchtitan.refusal import Refusal
+from torchtitan.weights.stacks import unstacked
 from torchtitan.weights.targets import make_empty, refuse_existing
 from torchtitan.weights.tensors import Weights
 
@@ -88,7 +89,7 @@ def save_hf(
 
     target = refuse_existing(folder)
     writing = target.with_name(f"{target.name}.writing")
-    renamed = weights.renamed({to_hf_name(name): name for name in weights.outline})
+    renamed = unstacked(weights.renamed({to_hf_name(name): name for name in weights.outline}))
     mark = make_empty(writing)
     outline = {name: like.to(dtype or like.dtype) for name, like in renamed.outline.items()}
     split = split_state_dict_into_shards_factory(

@@ -30,6 +30,7 @@ from torchtitan.weights.base import Base, find_base
 from torchtitan.weights.checkpoint import open_checkpoint, save_checkpoint
 from torchtitan.weights.files import refusing_harm
 from torchtitan.weights.hugging_face import SHARD_BYTES, copy_assets, open_hf, save_hf
+from torchtitan.weights.stacks import stacked
 from torchtitan.weights.targets import refuse_existing
 from torchtitan.weights.tensors import Weights
 
@@ -113,11 +114,12 @@ def outline_of(blueprint: Blueprint) -> dict[str, Tensor]:
 
 
 def check_shape(source: StoredModel, blueprint: Blueprint) -> None:
-    """Refuse weights of another model than the run's. max_seq_len may differ, because no weight depends on it."""
+    """Refuse weights of another model than the run's. Fields on which no weight depends may differ."""
     if source.blueprint.spec.shape is not blueprint.spec.shape:
         raise Refusal(f"{source.weights.where} holds {source.blueprint.name}, this run trains {blueprint.name}")
     ours = asdict(blueprint.shape)
-    theirs = asdict(replace(source.blueprint.shape, max_seq_len=blueprint.shape.max_seq_len))
+    free = {name: ours[name] for name in ("max_seq_len", *getattr(blueprint.shape, "of_training", ()))}
+    theirs = asdict(replace(source.blueprint.shape, **free))
     if differing := [f"{k} {theirs[k]}, this run's {ours[k]}" for k in ours if ours[k] != theirs[k]]:
         raise Refusal(
             f"{source.weights.where} holds another model: its {'; its '.join(differing)}; set model.flavor and "
@@ -197,7 +199,8 @@ def _open_hf(folder: Path, family: str | None) -> StoredModel:
     family, blueprint = find_download(folder, find_families(family), family)
     assert blueprint.spec.hugging_face is not None
     to_name = blueprint.spec.hugging_face().to_name
-    weights, outline = open_hf(folder), outline_of(blueprint)
+    outline = outline_of(blueprint)
+    weights = stacked(open_hf(folder), map(to_name, outline))
     if blueprint.tied:
         weights = _without_copy(weights, *map(to_name, blueprint.tied))
     weights.check({to_name(name): like for name, like in outline.items()})

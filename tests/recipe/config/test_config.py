@@ -330,9 +330,9 @@ components = ["model", "los"]
         ('[comm]\nsave_traces_folder = "hang"', 'comm.save_traces_folder = "hang" already names something else'),
         ('[comm]\nsave_traces_file_prefix = "a/b"', 'comm.save_traces_file_prefix = "a/b": string should match'),
         ("[profiling]\nenable_profiling = true\nprofile_freq = 2", "profiling.profile_freq = 2 is shorter than"),
-        ("[parallelism]\nexpert_parallel_degree = 8",
-         "parallelism.expert_parallel_degree = 8: torchtitan v0.2.2 has this key, but this recipe does not support "
-         "it yet; remove it, or set it to 1, which changes nothing"),
+        ("[parallelism]\nexpert_tensor_parallel_degree = 8",
+         "parallelism.expert_tensor_parallel_degree = 8: torchtitan v0.2.2 has this key, but this recipe does not "
+         "support it yet; remove it, or set it to 1, which changes nothing"),
         ('[checkpoint]\ninterval_type = "seconds"', 'checkpoint.interval_type = "seconds": this recipe counts steps in '
          'checkpoint.interval, and time in checkpoint.interval_minutes ("steps" is accepted)'),
         ('[model]\nconverters = ["float8"]', 'model.converters[0] = "float8": torchtitan v0.2.2\'s own 405B file says '
@@ -354,10 +354,12 @@ def test_what_rests_on_a_refused_value_is_not_called_wrong_too(tmp_path: Path) -
 
 
 def test_a_key_not_had_is_accepted_where_it_asks_for_nothing_and_refused_elsewhere() -> None:
-    data = {"parallelism": {"expert_parallel_degree": 1}, "fault_tolerance": {"enable": False, "group_size": 7}}
+    data = {"parallelism": {"expert_tensor_parallel_degree": 1}, "fault_tolerance": {"enable": False, "group_size": 7}}
     read = torchtitan_keys.read(data | {"job": {"description": "x"}})
     assert read == torchtitan_keys.Reading({"job": {"description": "x"}})
-    read = torchtitan_keys.read({"parallelism": {"expert_parallel_degree": True}, "fault_tolerance": {"enable": True}})
+    read = torchtitan_keys.read(
+        {"parallelism": {"expert_tensor_parallel_degree": True}, "fault_tolerance": {"enable": True}}
+    )
     assert read.values == {} and len(read.refusals) == 2
     absent = {f"{section}.{key}" for section, keys in torchtitan_keys.KEYS.items() for key in keys}
     assert not absent & set(key_names())
@@ -493,13 +495,15 @@ def test_a_right_value_on_the_command_line_mends_a_wrong_one_of_the_file(tmp_pat
 
 
 def test_options_not_had_are_accepted_where_they_ask_for_nothing(tmp_path: Path) -> None:
-    load_config(["--parallelism.expert_parallel_degree=1", "--fault_tolerance.group_size=5", "--training.steps=300"])
+    load_config(
+        ["--parallelism.expert_tensor_parallel_degree=1", "--fault_tolerance.group_size=5", "--training.steps=300"]
+    )
     with pytest.raises(ConfigError) as caught:
         load_config(
-            ["--parallelism.expert-parallel-degree", "2", "--fault_tolerance.enable", "--training.steps", "300"]
+            ["--parallelism.expert-tensor-parallel-degree", "2", "--fault_tolerance.enable", "--training.steps", "300"]
         )
     assert [mistake.split(":")[0] for mistake in caught.value.mistakes] == [
-        "parallelism.expert_parallel_degree = 2",
+        "parallelism.expert_tensor_parallel_degree = 2",
         "fault_tolerance.enable = true",
     ]
 

@@ -215,13 +215,30 @@ EXPERTS = [(f"layers.{i}.experts.w1", nn.Parameter(torch.ones(2, 4, 3))) for i i
 ROUTER = ("layers.0.router.weight", nn.Parameter(torch.ones(4, 3)))
 
 
+def test_muon_updates_each_matrix_of_a_stack_as_if_it_were_alone() -> None:
+    torch.manual_seed(0)
+    whole = [nn.Parameter(torch.randn(3, *size)) for size in ((6, 8), (8, 6))]
+    alone = [nn.Parameter(matrix.detach().clone()) for stack in whole for matrix in stack]
+    together = [*whole, nn.Parameter(torch.ones(2, 2))]
+    one = build_optimizer([(f"layers.{i}", p) for i, p in enumerate(together)], Optimizer(name="Muon"))
+    each = build_optimizer([(f"layers.{i}", p) for i, p in enumerate(alone)], Optimizer(name="Muon"))
+    for _ in range(3):
+        for stack, matrices in zip(whole, (alone[:3], alone[3:]), strict=True):
+            stack.grad = torch.randn_like(stack)
+            for matrix, gradient in zip(matrices, stack.grad.clone(), strict=True):
+                matrix.grad = gradient
+        for optimizer in (one, each):
+            apply_update(optimizer, 0.1, torch.ones(()))
+    assert torch.allclose(torch.cat([stack.flatten() for stack in whole]), torch.cat([m.flatten() for m in alone]))
+
+
 def test_muon_refuses_a_weight_that_is_no_matrix() -> None:
     message = (
-        r'optimizer.name = "Muon", but layers.0.experts.w1 has the shape \[2, 4, 3\], and .* only matrices; '
+        r'optimizer.name = "Muon", but layers.0.filters has the shape \[2, 4, 3, 3\], and .* matrices and stacks .*'
         r'set optimizer.name = "AdamW", or make the model\'s takes_muon return False'
     )
     with pytest.raises(Refusal, match=message):
-        build_optimizer([ROUTER, *EXPERTS], Optimizer(name="Muon"))
+        build_optimizer([("layers.0.filters", nn.Parameter(torch.ones(2, 4, 3, 3)))], Optimizer(name="Muon"))
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])

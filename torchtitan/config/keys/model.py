@@ -86,6 +86,18 @@ class Model(Section):
     """Longest sequence, in tokens, that the model takes; a longer `seq_len` is refused. None: the flavor's. Not in
     torchtitan."""
 
+    num_experts: PositiveInt | None = None
+    """Number of experts in each layer, where the family has experts. None: the flavor's. Not in torchtitan."""
+
+    experts_per_token: PositiveInt | None = None
+    """Number of experts that each token uses. None: the flavor's. Not in torchtitan."""
+
+    balance: Literal["loss", "bias", "none"] | None = None
+    """What keeps experts equally busy: an added loss, or a bias that follows the load. Not in torchtitan."""
+
+    balance_rate: PositiveFloat | None = None
+    """Coefficient of that loss, or how far a step moves a bias. None: the flavor's. Not in torchtitan."""
+
     attn_mask_type: Literal["causal", "block_causal"] = "causal"
     """Which tokens a token attends to, besides itself: `causal` all earlier ones of its sequence, `block_causal` only
     the earlier ones of its own document. Not in torchtitan."""

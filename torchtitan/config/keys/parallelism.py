@@ -34,6 +34,10 @@ class Parallelism(Section):
     context_parallel_degree: PositiveInt = 1
     """Number of devices that each sequence is split over. 1 splits nothing."""
 
+    expert_parallel_degree: PositiveInt = 1
+    """Number of devices that the experts of a layer are divided over, among those that hold different tokens: shards,
+    context and tensor parallelism. 1: all devices have all experts, sharded like other weights."""
+
     pipeline_parallel_degree: PositiveInt = 1
     """Number of groups of devices that the layers are divided among. 1 divides nothing."""
 

@@ -1,6 +1,6 @@
 """The shape of a decoder, and what follows from it by arithmetic; no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan.config.schema import Config, RopeScaling
@@ -54,14 +54,18 @@ class DecoderArgs:
         return self.head_dim or self.dim // self.n_heads
 
 
-def parts(args: DecoderArgs, seq_len: int) -> Sequence[Part]:
+def parts(
+    args: DecoderArgs, seq_len: int, feed_forward: Callable[[int], tuple[int, int]] | None = None
+) -> Sequence[Part]:
+    """`feed_forward` gives the parameters of a layer's network, and how many a token uses, where they are others."""
     heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
-    norms = 2 * args.dim + 2 * args.head_size * args.head_norms
-    block = 2 * args.dim * (heads + kv_heads) + 3 * args.dim * args.hidden_dim + norms
+    rest = 2 * args.dim * (heads + kv_heads) + 2 * args.dim + 2 * args.head_size * args.head_norms
     ends = (args.vocab_size or 1) * args.dim  # the cut of a pipeline depends on it, not whether there is one
+    sizes = map(feed_forward or (lambda _: (3 * args.dim * args.hidden_dim,) * 2), range(args.n_layers))
+    blocks = enumerate((rest + held, rest + used) for held, used in sizes)
     return [
         Part("tok_embeddings", ends, 0, "lookup"),
-        *(Part(f"layers.{i}", block, 6 * block + 12 * heads * seq_len, "layer") for i in range(args.n_layers)),
+        *(Part(f"layers.{i}", n, 6 * k + 12 * heads * seq_len, "layer", unused=n - k) for i, (n, k) in blocks),
         Part("norm", args.dim, 6 * args.dim),
         Part("output", ends, 6 * ends, tied=ends if args.tied_embeddings else 0),
     ]
@@ -71,12 +75,13 @@ def tied(args: DecoderArgs) -> tuple[str, str] | None:
     return ("tok_embeddings.weight", "output.weight") if args.tied_embeddings else None
 
 
-def refusals(args: DecoderArgs, config: Config) -> Iterator[str]:
-    """Tensor parallelism splits heads and hidden units evenly."""
+def refusals(args: DecoderArgs, config: Config, others: Mapping[str, int] | None = None) -> Iterator[str]:
+    """Tensor parallelism splits heads evenly, and `others`: if None, hidden units."""
     degree = config.parallelism.tensor_parallel_degree
-    for what, count in [("heads", args.n_heads), ("KV heads", args.n_kv_heads), ("hidden units", args.hidden_dim)]:
+    counts = {"KV heads": args.n_kv_heads, **({"hidden units": args.hidden_dim} if others is None else others)}
+    for what, count in {"heads": args.n_heads, **counts}.items():
         if count % degree:
-            fitting = [d for d in range(1, args.n_kv_heads + 1) if args.n_kv_heads % d == args.hidden_dim % d == 0]
+            fitting = [d for d in range(1, args.n_kv_heads + 1) if all(each % d == 0 for each in counts.values())]
             yield (
                 f"parallelism.tensor_parallel_degree = {degree} does not divide the model's {count} {what}; "
                 f"use one of {', '.join(map(str, fitting))}"

@@ -22,7 +22,7 @@ _BLOCK = {
     "ffn_norm": "post_attention_layernorm",
 }
 _OUTER = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
-_SIZES = {
+SIZES = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
@@ -51,16 +51,31 @@ class DecoderFiles:
     written: Mapping[str, Any] = field(default_factory=dict)  # its keys that say no size
     may_miss: tuple[str, ...] = ()  # its keys of sizes that it may leave out
     may_scale: bool = False  # the rotation, as Llama 3.1 does
+    model_type: str = ""  # where it is not the name in small letters
 
     @property
     def hugging_face(self) -> HuggingFace:
-        return HuggingFace(self.name.lower(), self.to_name, self.to_config, self.from_config)
+        return HuggingFace(self._type, self.to_name, self.to_config, self.from_config)
+
+    @property
+    def _type(self) -> str:
+        return self.model_type or self.name.lower()
+
+    @property
+    def size_names(self) -> Mapping[str, str]:
+        """The family's keys of sizes, and the shape's fields that they are."""
+        return SIZES
+
+    @property
+    def block_names(self) -> Mapping[str, str]:
+        """Modules of a layer, and the family's names for them."""
+        return {**_BLOCK, **self.block}
 
     def to_name(self, name: str) -> str:
         """`layers.0.attention.wq.weight` -> `model.layers.0.self_attn.q_proj.weight`."""
         module = name.removesuffix(".weight")
         block = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-        renamed = {**_BLOCK, **self.block}.get(block[2]) if block else _OUTER.get(module)
+        renamed = self.block_names.get(block[2]) if block else _OUTER.get(module)
         if renamed is None:
             raise Refusal(f"{name} has no name in Hugging Face's {self.name}; give it one in models/decoder/hf.py")
         return f"model.layers.{block[1]}.{renamed}.weight" if block else f"{renamed}.weight"
@@ -70,8 +85,8 @@ class DecoderFiles:
         scaling = args.rope_scaling and {theirs: getattr(args.rope_scaling, ours) for theirs, ours in _SCALING.items()}
         return {
             "architectures": [f"{self.name}ForCausalLM"],
-            "model_type": self.name.lower(),
-            **{theirs: getattr(args, ours) for theirs, ours in _SIZES.items()},
+            "model_type": self._type,
+            **{theirs: getattr(args, ours) for theirs, ours in self.size_names.items()},
             "head_dim": args.head_size,
             "rms_norm_eps": args.norm_eps,
             "rope_theta": args.rope_theta,
@@ -92,7 +107,7 @@ class DecoderFiles:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if refused := self._refused(config, kind):
             raise Refusal(f"config.json describes no model that {self.name} can be here: {'; '.join(refused)}")
-        said: dict[str, Any] = {ours: config.get(theirs) for theirs, ours in _SIZES.items()}
+        said: dict[str, Any] = {ours: config.get(theirs) for theirs, ours in self.size_names.items()}
         said["n_kv_heads"] = said["n_kv_heads"] or said["n_heads"]
         if "head_dim" in self.may_miss and said["head_dim"] == said["dim"] // said["n_heads"]:
             del said["head_dim"]
@@ -107,13 +122,13 @@ class DecoderFiles:
         )
 
     def _refused(self, config: dict[str, Any], kind: str) -> list[str]:
-        fixed = {"model_type": (self.name.lower(),), "hidden_act": ("silu",), "attention_bias": (False,), **self.fixed}
+        fixed = {"model_type": (self._type,), "hidden_act": ("silu",), "attention_bias": (False,), **self.fixed}
         refused = [
             f"{key} = {config[key]!r}, must be {allowed[-1]!r}"
             for key, allowed in {**fixed, "quantization_config": (None,)}.items()
             if key in config and config[key] not in allowed
         ]
-        refused += [f"no {key}" for key in _SIZES if key not in self.may_miss and config.get(key) is None]
+        refused += [f"no {key}" for key in self.size_names if key not in self.may_miss and config.get(key) is None]
         if others := sorted(set(config.get("layer_types") or []) - {"full_attention"}):
             refused.append(f"layers of the type {others[0]!r}, only 'full_attention'")
         kinds = ("default", "llama3") if self.may_scale else ("default",)

@@ -4,6 +4,7 @@ Parameters have Llama's names, and map to Hugging Face's safetensors by name alo
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +40,10 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each on the normalised residual stream."""
 
-    def __init__(self, args: DecoderArgs) -> None:
+    def __init__(self, args: DecoderArgs, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         self.attention = Attention(args)
-        self.feed_forward = FeedForward(args.dim, args.hidden_dim)
+        self.feed_forward = feed_forward or FeedForward(args.dim, args.hidden_dim)
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
@@ -52,15 +53,18 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder. A part of it, with `tok_embeddings`, `norm` or `output` set to None, works as a pipeline stage."""
+    """The decoder. A part of it, with `tok_embeddings`, `norm` or `output` set to None, works as a pipeline stage.
 
-    def __init__(self, args: DecoderArgs) -> None:
+    `feed_forward` makes the network of a layer, where it is another.
+    """
+
+    def __init__(self, args: DecoderArgs, feed_forward: Callable[[int], nn.Module | None] = lambda _: None) -> None:
         super().__init__()
         assert args.vocab_size is not None
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         # Keyed by number: a part keeps the names its layers have in the whole.
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(args, feed_forward(i)) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tied_embeddings:

@@ -32,7 +32,13 @@ from torchtitan.models.stages import plan_stages
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint
-from torchtitan.tools.dry_run.kernels import apply_compiled_swiglu, apply_gpu_attention, gpu_norms, real_biases
+from torchtitan.tools.dry_run.kernels import (
+    apply_compiled_swiglu,
+    apply_gpu_attention,
+    even_routing,
+    gpu_norms,
+    real_biases,
+)
 from torchtitan.tools.dry_run.replay import Replay
 from torchtitan.training.assemble import lay_out_ranks
 from torchtitan.training.optimizer import make_states
@@ -91,6 +97,7 @@ def estimate(
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
         stack.enter_context(real_biases())
+        stack.enter_context(even_routing())
         if gpu:
             stack.enter_context(gpu_norms())
             for part in model.stages.values():

@@ -30,6 +30,10 @@ def build_model(
     if axis is not None:
         names = [name for name, _ in model.named_modules()]
         split_tensors(model, blueprint, axis, False, names, split_sequence=False)
+        if blueprint.num_experts:
+            from torchtitan.experts.divide import divide_for_generation
+
+            divide_for_generation(model, axis)
     model.to_empty(device=device)
     tie(model, blueprint.tied)  # to_empty gives both their own
     with source.reading():

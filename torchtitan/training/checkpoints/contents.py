@@ -69,6 +69,8 @@ def list_contents(
     if average is not None:
         load = partial(fill_copies, average.states)
         contents.append(Content("average", "optimizer", average.tensors, load=load, begin=average.begin))
+    if model.load is not None:
+        contents.append(Content("experts", "optimizer", model.load.tensors))
     if (scale := model.loss_scale) is not None:
         contents.append(Content("loss_scale", "optimizer", state=scale.state, load=lambda state, _: scale.load(state)))
     if model.adapter is not None:
