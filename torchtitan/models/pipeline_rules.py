@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, Parallelism
 from torchtitan.models.spec import Blueprint
-from torchtitan.models.stages import plan_microbatches, plan_stages
+from torchtitan.models.stages import StagePlan, plan_stages
 from torchtitan.refusal import Refusal
 
 
@@ -19,6 +19,37 @@ def find_pipeline_refusals(blueprint: Blueprint, config: Config) -> Iterator[str
     except Refusal as error:
         yield str(error)
     yield from find_validation_refusals(config)
+
+
+def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_size: int) -> int:
+    """How many microbatches the local batch makes, if the schedule can run as many."""
+    size, degree = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_degree
+    if local_batch_size % size:
+        fitting = ", ".join(str(d) for d in range(1, local_batch_size + 1) if local_batch_size % d == 0)
+        raise Refusal(
+            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide "
+            f"training.local_batch_size = {local_batch_size}; use one of {fitting}"
+        )
+    count, stages, schedule = local_batch_size // size, len(plan.ranks), parallelism.pipeline_parallel_schedule
+    made = f"training.local_batch_size = {local_batch_size} makes {count} microbatches of {size}"
+    if plan.csv_microbatches is not None:
+        if count != plan.csv_microbatches:
+            raise Refusal(
+                f"{made}, but parallelism.pipeline_parallel_schedule_csv schedules {plan.csv_microbatches}; "
+                f"use local_batch_size = {plan.csv_microbatches * size}"
+            )
+    elif schedule in ("1F1B", "DualPipeV") and count < stages:
+        raise Refusal(
+            f"{made}, but the schedule {schedule} needs at least one for each of {stages} stages; "
+            f"use local_batch_size = {stages * size} or more, or GPipe"
+        )
+    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % max(1, count // degree):
+        fitting_count = degree * (count // degree)
+        raise Refusal(
+            f"{made}, but the schedule {schedule} runs them in rounds of equal size, {degree} or a few more in each; "
+            f"use local_batch_size = {fitting_count * size} or {(fitting_count + degree) * size}"
+        )
+    return count
 
 
 def find_validation_refusals(config: Config) -> Iterator[str]:

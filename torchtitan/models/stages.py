@@ -78,37 +78,6 @@ def holds_an_end(parallelism: Parallelism, rank: int) -> bool:
     return rank in (0, last)
 
 
-def plan_microbatches(parallelism: Parallelism, plan: StagePlan, local_batch_size: int) -> int:
-    """How many microbatches the local batch makes, if the schedule can run as many."""
-    size, degree = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_degree
-    if local_batch_size % size:
-        fitting = ", ".join(str(d) for d in range(1, local_batch_size + 1) if local_batch_size % d == 0)
-        raise Refusal(
-            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide "
-            f"training.local_batch_size = {local_batch_size}; use one of {fitting}"
-        )
-    count, stages, schedule = local_batch_size // size, len(plan.ranks), parallelism.pipeline_parallel_schedule
-    made = f"training.local_batch_size = {local_batch_size} makes {count} microbatches of {size}"
-    if plan.csv_microbatches is not None:
-        if count != plan.csv_microbatches:
-            raise Refusal(
-                f"{made}, but parallelism.pipeline_parallel_schedule_csv schedules {plan.csv_microbatches}; "
-                f"use local_batch_size = {plan.csv_microbatches * size}"
-            )
-    elif schedule in ("1F1B", "DualPipeV") and count < stages:
-        raise Refusal(
-            f"{made}, but the schedule {schedule} needs at least one for each of {stages} stages; "
-            f"use local_batch_size = {stages * size} or more, or GPipe"
-        )
-    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % max(1, count // degree):
-        fitting_count = degree * (count // degree)
-        raise Refusal(
-            f"{made}, but the schedule {schedule} runs them in rounds of equal size, {degree} or a few more in each; "
-            f"use local_batch_size = {fitting_count * size} or {(fitting_count + degree) * size}"
-        )
-    return count
-
-
 def _check_stages_a_rank(num_stages: int, degree: int, schedule: str) -> None:
     cut = f"the model is cut into {num_stages} stages for pipeline_parallel_degree = {degree}"
     if schedule in _ONE_STAGE_A_RANK and num_stages != degree:

@@ -12,8 +12,9 @@ from torchtitan.config.schema import Config
 from torchtitan.lora.adapter import Adapter
 from torchtitan.lora.layers import attach, cast_frozen
 from torchtitan.models.own import OwnBlueprint, Structure
+from torchtitan.models.pipeline_rules import plan_microbatches
 from torchtitan.models.spec import ModelSpec
-from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS, StagePlan, place_stages, plan_microbatches, stages_a_rank
+from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS, StagePlan, place_stages, stages_a_rank
 from torchtitan.observe.log import logger
 from torchtitan.own_model.cut import Cut, Stage, cut_ways, divide, place_weights
 from torchtitan.own_model.derive import build_module, candidates_of

@@ -10,7 +10,8 @@ from torchtitan.config.schema import Parallelism
 from torchtitan.models.decoder.args import parts
 from torchtitan.models.families import load_run
 from torchtitan.models.llama.args import LLAMA3_FLAVORS as FLAVORS
-from torchtitan.models.stages import StagePlan, plan_microbatches, plan_stages
+from torchtitan.models.pipeline_rules import plan_microbatches
+from torchtitan.models.stages import StagePlan, plan_stages
 
 EIGHT = replace(FLAVORS["8B"], n_layers=8, vocab_size=32000)
 MULTI = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
