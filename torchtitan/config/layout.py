@@ -49,7 +49,7 @@ def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
     if world_size % product:
         raise Refusal(
             f"parallelism: the product of {factors} does not divide the {world_size} ranks; "
-            f"use degrees with a product of {_divisors(world_size)}"
+            f"use degrees with a product of {_some([d for d in range(1, world_size + 1) if world_size % d == 0])}"
         )
     if shard == -1:
         shard = world_size // product
@@ -63,7 +63,7 @@ def plan_layout(parallelism: Parallelism, world_size: int) -> ParallelDims:
     if ranks % ep:
         raise Refusal(
             f"parallelism.expert_parallel_degree = {ep} does not divide the {ranks} ranks of a stage and replica "
-            f"(shards x context x tensor parallelism); use one of {_divisors(ranks)}"
+            f"(shards x context x tensor parallelism); use {_some([d for d in range(1, ranks + 1) if ranks % d == 0])}"
         )
     return ParallelDims(pp, replicate, shard, cp, tp, ep)
 
@@ -96,10 +96,6 @@ def plan_batch(training: Training, dp: int) -> BatchPlan:
             f"data-parallel degree {dp}; use one of {_some(fitting)}, or -1"
         )
     return BatchPlan(global_batch_size=total, num_local_batches=total // (local * dp), num_streams=streams)
-
-
-def _divisors(number: int) -> str:
-    return _some([d for d in range(1, number + 1) if number % d == 0])
 
 
 def _some(choices: list[int]) -> str:

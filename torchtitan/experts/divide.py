@@ -1,6 +1,7 @@
 """Divides the experts of a model over ranks: whole ones over the axis `ep`, and each over the rest by FSDP."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchtitan.config.schema import Training
 from torchtitan.experts.exchange import EveryRank, Exchange
 from torchtitan.models.mixture import Experts, MixtureOfExperts
-from torchtitan.parallel.fsdp import Reshard, apply_fsdp
+from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.recompute import Aside
 
@@ -40,7 +41,9 @@ def _split(experts: Experts, axis: DeviceMesh) -> None:
         setattr(experts, name, nn.Parameter(part, requires_grad=weight.requires_grad))
 
 
-def shard_experts(model: nn.Module, mesh: Mesh, training: Training, reshard: Reshard) -> None:
+def shard_experts(
+    model: nn.Module, mesh: Mesh, training: Training, reshard: Literal["default", "always", "never"]
+) -> None:
     """Let FSDP gather the experts of a layer apart from the rest of it, over their own ranks."""
     ranks = mesh.fsdp
     if mesh.experts is not None:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.layout import plan_batch
-from torchtitan.config.schema import Training
+from torchtitan.config.schema import Config
 from torchtitan.models.describe import describe_size
 from torchtitan.models.mixture import MixtureOfExperts
 from torchtitan.models.spec import Blueprint
@@ -76,7 +76,7 @@ class Load:
 
 
 def build_load(
-    stages: Iterable[nn.Module], blueprint: Blueprint, mesh: Mesh, training: Training, loss_scale: LossScale | None
+    stages: Iterable[nn.Module], blueprint: Blueprint, mesh: Mesh, config: Config, loss_scale: LossScale | None
 ) -> Load:
     ranks = mesh.tokens.get_group()
     if mesh.dims.tp > 1:  # a stage's tensor-parallel ranks route different positions
@@ -84,7 +84,9 @@ def build_load(
     shape, means = blueprint.shape, {"loss": "an added loss of coefficient", "bias": "a bias that moves in steps of"}
     balance = f"balanced by {means[shape.balance]} {shape.balance_rate:g}" if shape.balance in means else "not balanced"
     logger.info(f"{blueprint.name} has {describe_size(blueprint)}, which MFU counts; its experts are {balance}")
-    tokens = plan_batch(training, mesh.dims.dp).global_batch_size * training.seq_len
+    if config.float8 is not None:
+        logger.info("float8 leaves experts and routers as they are: it computes the other linear layers")
+    tokens = plan_batch(config.training, mesh.dims.dp).global_batch_size * config.training.seq_len
     return Load(stages, blueprint.layers, ranks, mesh.stage_group, tokens, loss_scale)
 
 

@@ -128,8 +128,7 @@ class Blueprint:
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer, where the shape has some."""
-        return getattr(self.shape, "num_experts", 0)
+        return getattr(self.shape, "num_experts", 0)  # of a layer
 
     @property
     def num_parameters(self) -> int:

@@ -13,15 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Training
 
-Reshard = Literal["default", "always", "never"]
-
 
 def apply_fsdp(
     model: nn.Module,
     units: list[list[nn.Module]],
     mesh: DeviceMesh,
     training: Training,
-    reshard: Reshard,
+    reshard: Literal["default", "always", "never"],
     casts_inputs: bool = False,
     is_whole: bool = True,
     place: Callable[[nn.Parameter], Any] | None = None,

@@ -85,7 +85,7 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
     if blueprint.num_experts:
         from torchtitan.experts.load import build_load
 
-        load = build_load(stages.values(), blueprint, mesh, config.training, scale)
+        load = build_load(stages.values(), blueprint, mesh, config, scale)
     return ModelParts(stages, plan.ranks, axis, shape.dim, shape.vocab_size, ties, scale, load=load)
 
 

@@ -114,10 +114,9 @@ class Reporter:
             logger.warning(f"step {first + i}: update left out (loss {losses[i]}, gradient norm {norms[i]})")
         self.skips_in_a_row = verdict.in_a_row
         record = self._record(step, learning_rate, losses, largest, norms, set(verdict.skipped))
-        record = replace(record, more=more)
         self.losses.append(record.loss)
         if self.writer is not None:
-            self.writer.write(record)
+            self.writer.write(replace(record, more=more))
         self._start_window()
 
     @contextmanager

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 2 x PP 2 x FSDP 2": (8, layout(2, pp=2, expert_parallel_degree=2)),
     "FSDP 8, more ranks than experts of a token": (8, layout(1)),
 }
-OFTEN = [("EP 2 x TP 2", "loss"), ("EP 2 x FSDP 2", "bias"), ("CP 2 x EP 2", "bias"), ("EP 2 x PP 2 x FSDP 2", "loss")]
+OFTEN = [("EP 2 x TP 2", "loss"), ("CP 2 x EP 2", "bias"), ("EP 2 x PP 2 x FSDP 2", "loss")]
 CASES = [(name, balance) for name in LAYOUTS for balance in ("loss", "bias")]
 
 
@@ -130,17 +130,17 @@ def test_each_expert_gets_the_gradient_of_one_process_however_unevenly_tokens_ch
                 assert idle == {0: [], 1: [3], 2: [0, *range(3, 8)], 3: [*range(2, 8)]}[biases.index(values)]
 
 
-def test_a_run_goes_on_where_other_ranks_have_the_experts(ranks: Ranks, tmp_path: Path) -> None:
-    saving = FAMILY | {"checkpoint__enable": True, "checkpoint__interval": 5, "training__steps": 8}
-    for balance in ("loss", "bias"):
-        keys = saving | {"model__balance": balance}
-        alone = train_here(tiny_config(tmp_path / f"alone-{balance}", **keys))
-        run, first = str(tmp_path / balance), keys | {"training__steps": 4, "lr_scheduler__total_steps": 8}
-        ranks(cases.train, 4, run, first | layout(2, expert_parallel_degree=4))
-        ranks(cases.train, 4, run, keys | layout(4, tp=2, expert_parallel_degree=2))
-        records = read_records(Path(run))
-        assert differences(records, alone, "loss") <= 1e-5
-        assert differences(records, alone, "grad_norm") <= 1e-4
+@pytest.mark.parametrize("balance", seldom(["loss", "bias"], ["loss"]))
+def test_a_run_goes_on_where_other_ranks_have_the_experts(ranks: Ranks, tmp_path: Path, balance: str) -> None:
+    saving = {"checkpoint__enable": True, "checkpoint__interval": 5, "training__steps": 6, "model__balance": balance}
+    keys = FAMILY | saving
+    alone = train_here(tiny_config(tmp_path / "alone", **keys))
+    run, first = tmp_path / "run", keys | {"training__steps": 3, "lr_scheduler__total_steps": 6}
+    ranks(cases.train, 4, str(run), first | layout(2, expert_parallel_degree=4))
+    ranks(cases.train, 4, str(run), keys | layout(4, tp=2, expert_parallel_degree=2))
+    records = read_records(run)
+    assert differences(records, alone, "loss") <= 1e-5
+    assert differences(records, alone, "grad_norm") <= 1e-4
 
 
 def test_a_family_of_experts_of_ones_own_needs_no_change_to_the_package(

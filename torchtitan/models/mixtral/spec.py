@@ -16,7 +16,7 @@ class MixtralArgs(ExpertArgs):
 
 
 FLAVORS = {
-    "debugmodel": MixtralArgs(256, 4, 8, 4, 256, balance_rate=0.03),
+    "debugmodel": MixtralArgs(256, 4, 8, 4, 256, balance_rate=0.05),
     "8x7B": MixtralArgs(4096, 32, 32, 8, 14336, vocab_size=32000, balance_rate=0.02),
     "8x22B": MixtralArgs(6144, 56, 48, 8, 16384, vocab_size=32768, max_seq_len=65536),
 }

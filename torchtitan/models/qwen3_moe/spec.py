@@ -24,7 +24,7 @@ class Qwen3MoeArgs(ExpertArgs):
 _published = partial(Qwen3MoeArgs, vocab_size=151936)
 
 FLAVORS = {
-    "debugmodel": Qwen3MoeArgs(256, 4, 8, 4, 256, head_dim=32, num_experts=8, experts_per_token=2, balance_rate=0.03),
+    "debugmodel": Qwen3MoeArgs(256, 4, 8, 4, 256, head_dim=32, num_experts=8, experts_per_token=2, balance_rate=0.05),
     "30B-A3B": _published(2048, 48, 32, 4, 768),
     "235B-A22B": _published(4096, 94, 64, 4, 1536),
 }
