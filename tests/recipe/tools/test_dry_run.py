@@ -135,8 +135,8 @@ def with_unlike_feed_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_skipped_feed_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second block has the same weights and leaves half of them unused."""
 
-    def build(self: TransformerBlock, args: LlamaArgs) -> None:
-        build_plain(self, args)
+    def build(self: TransformerBlock, args: LlamaArgs, *others: Any) -> None:
+        build_plain(self, args, *others)
         self.skips = next(numbers) % 2 == 1
 
     def run(self: TransformerBlock, x: Tensor, *rest: Any) -> Tensor:
