@@ -24,6 +24,7 @@ from torchtitan.models.experts.args import ExpertArgs
 from torchtitan.models.families import find_model, find_spec, plan_model
 from torchtitan.models.mixture import MixtureOfExperts, grouped, grouped_by_loop
 from torchtitan.refusal import Refusal
+from torchtitan.tools.dry_run.estimate import estimate
 from torchtitan.weights.checkpoint import save_checkpoint
 from torchtitan.weights.stored import open_model
 
@@ -288,3 +289,15 @@ def test_a_model_with_layers_between_that_have_no_experts_is_refused() -> None:
     config = json.loads(json.dumps(hf.to_config(replace(TINY_EXPERTS, vocab_size=97), "float32", 0, 1)))
     with pytest.raises(Refusal, match="decoder_sparse_step = 2, must be 1; mlp_only_layers = .*norm_topk_prob = False"):
         hf.from_config(config | {"decoder_sparse_step": 2, "mlp_only_layers": [0], "norm_topk_prob": False})
+
+
+def test_a_dry_run_counts_each_expert_once_and_frees_what_fsdp_gathers() -> None:
+    keys = {"model__name": FAMILY, "parallelism__expert_parallel_degree": 4, "activation_checkpoint__mode": "full"}
+    size = {"training__local_batch_size": 1, "training__global_batch_size": 16, "model__n_layers": 8}
+    config = tiny_config("unused", 16, **keys | size)
+    blueprint = plan_model(config).with_vocabulary(64)
+    found = estimate(config, blueprint, 0, 16)
+    assert found.parameters == blueprint.num_parameters
+    assert found.peak["optimizer"] == pytest.approx(8 * blueprint.num_parameters / 16, rel=0.01)  # two moments
+    layer = 4 * max(part.parameters for part in blueprint.parts())
+    assert found.peak["parameters"] < 4 * blueprint.num_parameters / 16 + 2 * layer

@@ -187,7 +187,7 @@ def blank_samples(spec: ModelSpec, count: int) -> Any:
 
 def can_replay(config: Config, blueprint: Blueprint) -> bool:
     """Whether blocks are known to do the same, and the schedule runs backward of a block in one piece."""
-    if not blueprint.reads_text:
+    if not blueprint.reads_text or blueprint.num_experts:  # FSDP gathers experts inside a block, which no replay knows
         return False
     return not plan_stages(blueprint.parts(config.training.seq_len), config.parallelism).backward_in_two_parts
 

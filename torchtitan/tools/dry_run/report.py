@@ -46,7 +46,9 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
     limits = config.parallelism.pipeline_parallel_memory_gib
     if limits and config.parallelism.pipeline_parallel_layer_counts is None:
         config = with_counts(config, fit(config, blueprint, place.world_size))
-    if blueprint.reads_text and not can_replay(config, blueprint):
+    if blueprint.num_experts:
+        logger.info("FSDP gathers experts inside a block, so the dry run has to run every block and takes longer")
+    elif blueprint.reads_text and not can_replay(config, blueprint):
         logger.info("the schedule runs backward in two parts, so the dry run has to run every block and takes longer")
     capacities = [int(gib * 2**30) for gib in limits] if limits else [gpu_memory_bytes()] * dims.pp
     estimates = []
