@@ -198,7 +198,7 @@ class MetricsWriter:
         self._write(self._validations, step, {"validation_loss": loss, "validation_tokens": num_tokens, **metrics})
         single = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         self._draw(step, {"validation_loss": loss}, {f"validation/{name}": value for name, value in single.items()})
-        unit = "tokens" if self._unit == "tokens" and not metrics else "targets"
+        unit = "targets" if self._unit != "tokens" else "pairs" if "margin" in metrics else "tokens"
         more = "".join(f", {name} {value:.4f}" for name, value in single.items())
         logger.info(f"validation after step {step}: loss {loss:.4f}{more} over {num_tokens:,} {unit}")
 
