@@ -88,10 +88,14 @@ class Layouts:
         network, (work, layout) = self.network, self._asked(choice)
         seconds = self._of_nodes(work, layout, choice)
         layers, replicas = work.num_layers, choice.dp * choice.tp // network.per_node
+        every = work.num_parameters + layers * work.layer.experts
         peak = self._peak(work, layout, choice)
         limits = FILLED * 2**30 * network.of("memory_gib", 0)
         most = {limit: (peak <= limit).sum(0) for limit in np.unique(limits)}
-        once, spread = work.layer.parameters, choice.tp / 1e9  # GB of all tensor-parallel ranks together
+        once, spread = (
+            work.layer.parameters + work.layer.experts,
+            choice.tp / 1e9,
+        )  # GB of all tensor-parallel ranks together
         return Load(
             choice.pp, replicas, layers,
             seconds[:, 0],
@@ -103,7 +107,7 @@ class Layouts:
             microbatches=choice.microbatches if choice.pp > 1 else 1,
             passes=choice.passes if choice.pp > 1 else choice.microbatches,
             update=max(
-                float(machine.updating(work.num_parameters / choice.pp / choice.dp, layout.states))
+                float(machine.updating(every / choice.pp / choice.dp, layout.states))
                 for machine in self.machines().values()
             ),
             beside=choice.pp == 1,

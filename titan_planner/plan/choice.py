@@ -19,6 +19,7 @@ _KEYS = {
     "parallelism.context_parallel_degree": "cp",
     "parallelism.data_parallel_replicate_degree": "replicas",
     "parallelism.data_parallel_shard_degree": "dp",
+    "parallelism.expert_parallel_degree": "ep",
     "parallelism.pipeline_parallel_microbatch_size": "microbatch",
     "parallelism.pipeline_parallel_schedule": "schedule",
     "parallelism.fsdp_reshard_after_forward": "regathers",
@@ -93,6 +94,7 @@ _PLAIN: dict[str, Any] = {
     "pipeline_parallel_degree": 1,
     "data_parallel_replicate_degree": 1,
     "data_parallel_shard_degree": -1,
+    "expert_parallel_degree": 1,
     "pipeline_parallel_schedule": "1F1B",
     "pipeline_parallel_schedule_csv": "",
     "pipeline_parallel_microbatch_size": 1,
@@ -116,6 +118,7 @@ def changed(
         "data_parallel_shard_degree": choice.dp,
         "context_parallel_degree": choice.cp,
         "tensor_parallel_degree": choice.tp,
+        "expert_parallel_degree": choice.ep,
     }
     if choice.pp > 1:
         parallelism |= {

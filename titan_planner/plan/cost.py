@@ -60,6 +60,7 @@ class Layout:
     tp: Number = 1
     pp: Number = 1
     cp: Number = 1
+    ep: Number = 1  # ranks among dp, cp and tp that the experts are divided over
     microbatches: Number = 1  # of one pass of a rank through its stages; without a pipeline, of a step
     passes: Number = 1  # of a step, with a pipeline
     stages_per_rank: Number = 1
@@ -78,6 +79,11 @@ class Layout:
     sends_beside: bool | np.ndarray = False  # messages between stages run beside products
     wide: float = 1.0  # bytes of an activation or gathered weight, of those of 16 bits
     states: float = 8.0  # bytes a parameter that the optimizer keeps: AdamW's moments in float32
+
+    @property
+    def expert_shards(self) -> Number:
+        """Ranks of a replica that have the same experts."""
+        return self.dp * self.cp * self.tp / self.ep
 
 
 @dataclass(frozen=True)
@@ -123,14 +129,16 @@ class Machine:
             more = layout.wide * (1.0 if layout.compiled else rates.unfused) if operation.fuses else 1.0
             return self.moving(operation.forward * more), self.moving(operation.backward * more)
         assert isinstance(operation, Exchange)
+        if operation.axis == "ep":
+            one = self.all_to_all(layout.wide * operation.bytes, layout.ep)
+            return one * operation.count, one * operation.back
         size = layout.tp if operation.axis == "tp" else layout.cp
         one = self.collective(layout.wide * operation.bytes, size, layout.tp if operation.axis == "cp" else 1)
         one = one * (2 if operation.kind == "all-reduce" else 1)
         one = one + np.where(np.asarray(size) > 1, rates.tensor, 0.0)
         if operation.axis == "tp" and layout.async_tp:
             one = one * (1 - rates.overlap)
-        back = operation.count if operation.backward_count is None else operation.backward_count
-        return one * operation.count, one * back
+        return one * operation.count, one * operation.back
 
     def moving(self, size: Number) -> Number:
         return size / (self.device.memory_bandwidth * self.rates.memory)
@@ -153,13 +161,26 @@ class Machine:
         delay = rates.latency + rates.hop * (nodes - 1)
         return np.where(np.asarray(ranks) > 1, (ranks - 1) / ranks * size / rate + delay, 0.0)
 
+    def all_to_all(self, size: Number, ranks: Number) -> Number:
+        """Each of `ranks` neighbours sends every other one its part of so many bytes, over its own links."""
+        device, rates = self.device, self.rates
+        near = np.minimum(ranks, device.per_node) / ranks  # of the bytes, for its node and itself
+        inside = size * (near - 1 / ranks) / (device.inside * rates.inside)
+        across = size * (1 - near) / (device.between * rates.between)
+        delay = np.where(near < 1, rates.hop, rates.latency)
+        return np.where(np.asarray(ranks) > 1, np.maximum(inside, across) + delay, 0.0)
+
     def block(self, block: Block, layout: Layout) -> tuple[Number, Number]:
         """Forward, and backward with what it computes once more."""
         each = [self.seconds(operation, layout) for operation in block.operations]
         return sum(forward for forward, _, _ in each), sum(backward + again for _, backward, again in each)
 
-    def exchange(self, parameters: Number, layout: Layout) -> tuple[Number, Number]:
+    def exchange(self, parameters: Number, layout: Layout, experts: Number = 0) -> tuple[Number, Number]:
         """Gather weights in 16 bits over the ranks that shard them; scatter gradients in 32, and sum over replicas."""
+        if np.any(experts):
+            gather, scatter = self.exchange(parameters, layout)
+            more, less = self.exchange(experts, replace(layout, dp=layout.expert_shards, cp=1, tp=layout.ep))
+            return gather + more, scatter + less
         group = layout.dp * layout.cp
         near = np.where(group * layout.tp <= self.device.per_node, self.rates.fsdp, 1.0)
         gather = near * self.collective(2 * layout.wide * parameters, group, layout.tp)
@@ -167,15 +188,21 @@ class Machine:
         return gather, scatter + 2 * self.collective(4 * parameters / group, layout.replicas, group * layout.tp)
 
     def beside(
-        self, forward: Number, backward: Number, parameters: Number, layout: Layout, regathers: Number
+        self,
+        forward: Number,
+        backward: Number,
+        parameters: Number,
+        layout: Layout,
+        regathers: Number,
+        experts: Number = 0,
     ) -> Number:
         """Both, while weights are gathered beside forward, and gradients scattered beside backward.
 
         The bytes that pass through a device slow its products, by as much as within a node, however slow the network.
         """
-        gather, scatter = self.exchange(parameters, layout)
+        gather, scatter = self.exchange(parameters, layout, experts)
         near = replace(self, device=replace(self.device, per_node=_ALL))
-        half, whole = near.exchange(parameters, layout)
+        half, whole = near.exchange(parameters, layout, experts)
 
         def both(computed: Number, exchanged: Number, inside: Number) -> Number:
             longer = np.maximum(computed + self.rates.shared * inside, exchanged)
@@ -202,20 +229,20 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     of_layer: Number = forward + backward
     if layout.shards:
         if not piped.all():
-            alone = machine.beside(forward, backward, work.layer.parameters, layout, layout.regathers)
+            layer = work.layer
+            alone = machine.beside(forward, backward, layer.parameters, layout, layout.regathers, layer.experts)
             of_layer = np.where(piped, of_layer, alone)
             ends = np.where(piped, ends, machine.beside(*of_ends, work.ends.parameters, layout, 0.0))
-        own, first, last = (
-            sum(machine.exchange(size, layout)) for size in (work.layer.parameters, work.lookup, work.ends.parameters)
-        )
+        own: Number = sum(machine.exchange(work.layer.parameters, layout, work.layer.experts))
+        first, last = (sum(machine.exchange(size, layout)) for size in (work.lookup, work.ends.parameters))
         longest = np.maximum(per_rank * own + first, of_last * own + last)
         is_tied = work.num_parameters - work.num_layers * work.layer.parameters <= work.ends.parameters
         # Nothing runs beside the gather of the table that looks tokens up, the first, and its scatter, the last.
         once: Number = np.where(piped, longest, np.where(is_tied, 0.0, layout.microbatches * first))
     else:  # a step gathers whole weights beside its first forward, and scatters gradients beside its last backward
-        own = work.num_parameters / layout.pp
-        both = machine.beside(per_rank * forward, per_rank * backward, own, layout, 0.0)
-        once = both - per_rank * of_layer if layout.overlaps else sum(machine.exchange(own, layout))
+        own, experts = work.num_parameters / layout.pp, even * work.layer.experts
+        both = machine.beside(per_rank * forward, per_rank * backward, own, layout, 0.0, experts)
+        once = both - per_rank * of_layer if layout.overlaps else sum(machine.exchange(own, layout, experts))
     each, beyond = per_rank * of_layer, np.maximum(0, ends - (per_rank - of_last) * of_layer)
     near = group * layout.replicas * layout.tp < device.per_node  # the next stage is in the same node
     link = np.where(near, device.inside * rates.inside, device.between * rates.between)
@@ -227,7 +254,9 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     )
     messages = np.where(layout.sends_beside, shown, 4 * count * hop)
     runs = np.where(piped, layout.passes, 1)
-    held = work.num_parameters / layout.pp / (group if layout.shards or layout.splits_optimizer else 1)
+    splits = layout.shards or layout.splits_optimizer
+    held = work.num_parameters / layout.pp / (group if splits else 1)
+    held = held + even * work.layer.experts / (layout.expert_shards if splits else 1)
     return Seconds(
         {
             "layers": each * layout.microbatches * runs,

@@ -177,6 +177,7 @@ def _listing(job: Job, cluster: Cluster, answer: Answer) -> str:
 
 def named(choice: Choice) -> str:
     axes = {"pp": choice.pp, "dp_replicate": choice.replicas, "dp_shard": choice.dp, "cp": choice.cp, "tp": choice.tp}
+    axes["ep"] = choice.ep
     parts = [" x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "1 rank"]
     if choice.pp > 1:
         parts.append(f"{choice.schedule}, {choice.stages_per_rank} stages" if choice.stages_per_rank > 1 else "1F1B")

@@ -23,11 +23,12 @@ def operations(job: Job, cluster: Cluster, choice: Choice, counts: Mapping[int, 
     machine, rates = cluster.machine, cluster.machine.rates
     assert job.blueprint.spec.operations is not None
     work = job.blueprint.spec.operations(
-        job.blueprint.shape, Share(choice.microbatch, job.seq_len, choice.tp, choice.cp)
+        job.blueprint.shape, Share(choice.microbatch, job.seq_len, choice.tp, choice.cp, choice.ep)
     )
     layout = Layout(
         tp=choice.tp,
         cp=choice.cp,
+        ep=choice.ep,
         dp=choice.dp,
         replicas=choice.replicas,
         recompute=choice.recompute,
@@ -54,7 +55,7 @@ def operations(job: Job, cluster: Cluster, choice: Choice, counts: Mapping[int, 
         if place == "layer":
             lines.append(f"  {1000 * rates.layer:9.3f} {1000 * rates.layer:9.3f} {0:9.3f}  whatever a layer computes")
         again = choice.regathers * (place == "layer")
-        gather, scatter = (1000 * float(part) for part in machine.exchange(block.parameters, layout))
+        gather, scatter = (1000 * float(part) for part in machine.exchange(block.parameters, layout, block.experts))
         how_often = "once a pass" if choice.pp > 1 else "beside the layer before"
         lines.append(f"  {gather:9.3f} {again * gather + scatter:9.3f} {0:9.3f}  FSDP, {how_often}")
     return "\n".join(lines)
@@ -62,7 +63,7 @@ def operations(job: Job, cluster: Cluster, choice: Choice, counts: Mapping[int, 
 
 def described(one: Operation) -> str:
     if isinstance(one, Product):
-        times = f"{one.count} x " if one.count != 1 else ""
+        times = f"{one.count:g} x " if one.count != 1 else ""
         return f"{times}product [{one.rows:,.0f}, {one.inner:,.0f}] [{one.inner:,.0f}, {one.columns:,.0f}]"
     if isinstance(one, Attention):
         return f"attention, {one.flops / 1e9:,.1f} GFLOP"

@@ -28,9 +28,12 @@ class Held:
 def whole(work: Work, layout: Layout) -> Held:
     """A rank with the whole model, which takes one local batch after another."""
     shards, layer, out = layout.dp * layout.cp, work.layer.parameters, work.ends.parameters
-    own, more_shards = 4 * work.num_parameters / shards, 4 * out / shards
+    experts, of_experts = work.layer.experts, work.num_layers * work.layer.experts
+    own, more_shards = 4 * work.num_parameters / shards + 4 * of_experts / layout.expert_shards, 4 * out / shards
     states = layout.states / 4 * own
     # Weights that stay gathered, or cast: of all units that backward has not reached.
+    stays_too = (layout.expert_shards == 1) | (layout.regathers == 0)
+    one = np.where(stays_too, 2 * of_experts, 2 * experts)  # experts that are gathered in the last layer
     stays, table = (shards == 1) | (layout.regathers == 0), np.where(layout.regathers == 0, 2 * work.lookup, 0)
     every = 2 * (work.num_parameters - work.lookup) + table  # backward of a lookup needs no weights
     kept, working, of_layer = _backward(work, layout)
@@ -41,19 +44,21 @@ def whole(work: Work, layout: Layout) -> Held:
     scattered = np.where(many, own, more_shards)
     adds, sums = np.where(many, more_shards, 0), np.where(many & replicated, more_shards, 0)
     summed = np.where(many & replicated, own, 0)  # over the replicas; torch keeps it until backward ends
-    of_layers = own + np.where(stays, every - 2 * out, 4 * layer)
-    before = own - 4 * (layer + work.lookup) / shards  # of all units that the first layer's backward follows
+    of_layers = own + np.where(stays, every - 2 * out, 4 * layer) + one
+    before = (
+        own - 4 * (layer + work.lookup) / shards - 4 * experts / layout.expert_shards
+    )  # of all units that the first layer's backward follows
     almost = np.where(many, own, before) + np.where(many & replicated, before, 0)
     return _fullest(
         {
             "the loss": _kinds(
-                own + np.where(stays, every, 2 * (out + layer)),
+                own + np.where(stays, every, 2 * (out + layer)) + one,
                 earlier + 2 * out,
                 states,
                 waiting + work.ends.kept["none"],
             ),
             "the exchange of the output layer": _kinds(
-                own + np.where(stays, every - 2 * out, 2 * layer),
+                own + np.where(stays, every - 2 * out, 2 * layer) + one,
                 scattered + adds + (2 + reads) * out,
                 states,
                 waiting + work.sent,
@@ -62,7 +67,7 @@ def whole(work: Work, layout: Layout) -> Held:
                 of_layers, scattered + sums + reads * out + of_layer, states, waiting + working
             ),
             "the first layer's backward": _kinds(
-                own + table + 2 * layer, almost + (reads + 2) * layer, states, kept + working
+                own + table + 2 * layer + 2 * experts, almost + (reads + 2) * layer, states, kept + working
             ),
             "the table's backward": _kinds(own + table, own + summed + (reads + 2) * work.lookup, states, 0.0),
         },
@@ -104,7 +109,8 @@ def staged(
     is_first, is_last = np.equal(rank, 0), np.equal(rank, layout.pp - 1)
     sums = np.array([sum(own) for own in layers])[which]
     every = sums * work.layer.parameters + is_first * work.lookup + is_last * work.ends.parameters
-    own, passed = 4 * every / shards, layout.passes > 1
+    own = 4 * every / shards + 4 * sums * work.layer.experts / layout.expert_shards
+    passed = layout.passes > 1
     # torch's stages allocate a buffer for each message of a pass that they receive.
     always = _kinds(
         own,
@@ -137,15 +143,17 @@ def staged(
 
 def sizes_of(work: Work, layout: Layout) -> Sizes:
     """Bytes of each thing in COUNTED for each layout, and their kinds."""
-    shards, units = layout.dp * layout.cp, (work.layer.parameters, work.lookup, work.ends.parameters)
+    shards, experts = layout.dp * layout.cp, work.layer.experts
+    units = work.layer.parameters + experts, work.lookup, work.ends.parameters
+    own = work.layer.parameters / shards + experts / layout.expert_shards, work.lookup / shards, units[2] / shards
     alone, once = shards == 1, layout.passes == 1
     kept, waits, gradient = _backward(work, layout)
     sizes = {f"gathered {name}": 2 * size for name, size in zip(UNITS, units, strict=True)}
     sizes |= {f"gradient {name}": 4 * size for name, size in zip(UNITS, units, strict=True)}
-    sizes |= {f"scattered {name}": 4 * size / shards * once for name, size in zip(UNITS, units, strict=True)}
-    sizes |= {f"new {name}": 4 * size / shards * ~alone for name, size in zip(UNITS, units, strict=True)}
+    sizes |= {f"scattered {name}": 4 * size * once for name, size in zip(UNITS, own, strict=True)}
+    sizes |= {f"new {name}": 4 * size * ~alone for name, size in zip(UNITS, own, strict=True)}
     summed = ~once & (layout.replicas > 1)  # over the replicas; torch keeps it until the stage's exchange ends
-    sizes |= {f"summed {name}": 4 * size / shards * summed for name, size in zip(UNITS, units, strict=True)}
+    sizes |= {f"summed {name}": 4 * size * summed for name, size in zip(UNITS, own, strict=True)}
     sizes |= {"of layer": gradient, "cast": 2 * work.layer.working["none"][1][1]}
     sizes |= {"waits": kept, "backward": waits, "message": work.sent, "entering": work.entering}
     sizes |= {"loss": work.ends.kept["none"], "logits": work.ends.kept["output"]}

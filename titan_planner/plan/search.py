@@ -22,7 +22,8 @@ Entry = tuple[float, float, int, int]  # seconds, bytes, the number of a table, 
 _AT_ONCE = 8192  # layouts: their arrays stay in a core's cache
 _MOST_STAGES = 8  # on a rank; more gain little, and cost a message each
 RECOMPUTES = ("none", "selective op", "full")
-_NAMES = ("pp", "tp", "cp", "replicas", "dp", "stages_per_rank", "microbatch", "microbatches", "passes", "regathers")
+_BATCH = ("stages_per_rank", "microbatch", "microbatches", "passes", "regathers")
+_NAMES = ("pp", "tp", "cp", "replicas", "dp", *_BATCH, "ep")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Choice:
     passes: int
     regathers: int
     recompute: str
+    ep: int = 1
 
     @property
     def local_batch(self) -> int:
@@ -154,7 +156,7 @@ def evaluate(
 ) -> Table:
     """Seconds and bytes of these layouts, which all have a pipeline, or all have none. `counts` are found only once."""
     c, counts = columns, {} if counts is None else counts
-    work = _work(job, Share(c["microbatch"], job.seq_len, c["tp"], c["cp"]))
+    work = _work(job, Share(c["microbatch"], job.seq_len, c["tp"], c["cp"], c["ep"]))
     pp, per_rank = c["pp"], c["stages_per_rank"]
     keys, which = np.unique(pp * _MOST_STAGES + per_rank - 1, return_inverse=True)
     cuts = [(key // _MOST_STAGES, key % _MOST_STAGES + 1) for key in keys.tolist()]
@@ -193,7 +195,7 @@ def _kept(work: Work, recompute: str) -> Number:
 def moved(job: Job, table: Table, index: int) -> list[dict[str, int]]:
     """Bytes in a step by collective, of the first rank, and of the last one of a pipeline."""
     choice = table.choice(index)
-    work = _work(job, Share(choice.microbatch, job.seq_len, choice.tp, choice.cp))
+    work = _work(job, Share(choice.microbatch, job.seq_len, choice.tp, choice.cp, choice.ep))
     layout = Layout(
         **{name: getattr(choice, name) for name in _NAMES if name != "microbatch"}, recompute=choice.recompute
     )
@@ -249,7 +251,10 @@ def _rows(job: Job, cluster: Cluster) -> Iterator[np.ndarray]:
                 if ranks % replicas == 0 and ranks // replicas in allowed(job, "dp", [ranks // replicas])
             ]
             each = np.array(degrees, int).reshape(-1, 5)
-            yield np.hstack([each.repeat(len(batches), 0), np.tile(batches, (len(each), 1))])
+            rows = np.hstack([each.repeat(len(batches), 0), np.tile(batches, (len(each), 1))])
+            for ep in allowed(job, "ep", divisors(job.blueprint.num_experts or 1)):
+                some = rows[rows[:, 4] * cp * tp % ep == 0]
+                yield np.hstack([some, np.full((len(some), 1), ep)])
 
 
 def _batches(job: Job, sequences: int, pp: int, layers: int) -> Iterator[tuple[int, ...]]:

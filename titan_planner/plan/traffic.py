@@ -5,13 +5,14 @@ As there, a gather and a scatter count with the whole tensor, whatever the part 
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import mul
 
 from titan_planner.plan.cost import Layout
 from titan_planner.plan.pipeline.waiting import active, one_f_one_b
 from torchtitan.models.operations import Block, Exchange, Work
 
-_BACKWARD = {"gather": "scatter", "scatter": "gather", "all-reduce": "all-reduce"}
-_NAMES = {"gather": "all-gather", "scatter": "reduce-scatter", "all-reduce": "all-reduce"}
+_BACKWARD = {"gather": "scatter", "scatter": "gather", "all-reduce": "all-reduce", "all-to-all": "all-to-all"}
+_NAMES = {"gather": "all-gather", "scatter": "reduce-scatter", "all-reduce": "all-reduce", "all-to-all": "all-to-all"}
 _DOUBLE = 8  # bytes of a count of tokens, and of a norm
 
 
@@ -31,15 +32,21 @@ def traffic(work: Work, layout: Layout, layers: Sequence[int], rank: int, is_tie
     stages = [count * work.layer.parameters for count in layers]
     stages[0] += is_first * work.lookup
     stages[-1] += is_last * (work.ends.parameters - (not piped and is_tied) * work.lookup)
+    times = _gathers(layout, rank) if piped else [1]
     if shards > 1:
-        times = _gathers(layout, rank) if piped else [1]
         # The last unit stays gathered: the output layer, or where it is tied, the last layer.
         again = 0 if piped else layout.regathers * work.layer.parameters * (sum(layers) - is_tied)
         gathered = again + sum(size * number for size, number in zip(stages, times, strict=True))
         moved["all-gather"] += 2 * gathered * exchanges
         moved["reduce-scatter"] += 4 * sum(stages) * exchanges
+    experts = work.layer.experts
+    if layout.expert_shards > 1:  # the last layer's experts stay gathered
+        again = 0 if piped else layout.regathers * (sum(layers) - 1)
+        moved["all-gather"] += 2 * experts * (again + sum(map(mul, layers, times))) * exchanges
+        moved["reduce-scatter"] += 4 * experts * sum(layers) * exchanges
     if layout.replicas > 1:
-        moved["all-reduce"] += 4 * sum(stages) / shards * exchanges
+        own = sum(stages) / shards + experts * sum(layers) / layout.expert_shards
+        moved["all-reduce"] += 4 * own * exchanges
     if layout.tp > 1:  # gradients that wait are in float32
         replicated = sum(layers) * work.layer.replicated + is_last * work.ends.replicated
         moved["all-reduce"] += replicated * (4 if piped else 2) * exchanges
@@ -59,11 +66,10 @@ def _exchanged(block: Block, layout: Layout, recompute: str) -> Counter[str]:
     """By one microbatch in a block."""
     found: Counter[str] = Counter()
     for one in block.operations:
-        if isinstance(one, Exchange) and (layout.tp if one.axis == "tp" else layout.cp) > 1:
+        if isinstance(one, Exchange) and getattr(layout, one.axis) > 1:
             again = 1.0 if recompute == "full" else one.again.get(recompute, 0.0)
-            back = one.count if one.backward_count is None else one.backward_count
             found[_NAMES[one.kind]] += one.bytes * one.count * (1 + again)
-            found[_NAMES[_BACKWARD[one.kind]]] += one.bytes * back
+            found[_NAMES[_BACKWARD[one.kind]]] += one.bytes * one.back
     return found
 
 

@@ -27,6 +27,7 @@ _NAMES = NAMES | {
     "tp": "tp tensor_parallel",
     "pp": "pp pipeline_parallel",
     "cp": "cp context_parallel",
+    "ep": "ep expert_parallel",
     "dp": "dp_shard data_parallel dp",
     "replicas": "dp_replicate replicas",
     "microbatch": "microbatch microbatch_size micro_batch_size",
@@ -173,6 +174,7 @@ def _layout(keys: Keys, by_megatron: bool) -> tuple[Layout, Share]:
         tp=tp,
         pp=pp,
         cp=cp,
+        ep=keys.number("ep", 1),
         microbatches=microbatches,
         passes=passes,
         stages_per_rank=stages,
@@ -186,7 +188,7 @@ def _layout(keys: Keys, by_megatron: bool) -> tuple[Layout, Share]:
         overlaps=keys.flag("overlaps_gradients", not by_megatron),
         splits_optimizer=keys.flag("distributed_optimizer", by_megatron),
     )
-    return layout, Share(micro, keys.number("seq_len"), tp, cp)
+    return layout, Share(micro, keys.number("seq_len"), tp, cp, layout.ep)
 
 
 def _named(tables: Mapping[str, Any], kind: str, row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,9 +31,13 @@ _EXPERTS = ("experts", "num_experts", "n_experts", "expert_num", "expert_paralle
 
 def read_work(keys: Keys, share: Share, by_megatron: bool) -> Work:
     """A family of this recipe, or a shape; computed as this recipe does, or as Megatron-LM does."""
-    if found := next((key for key in _EXPERTS if keys.find(key, 1) not in (0, 1)), None):
-        raise keys.refusal(f"has {found} = {keys.find(found)}", "a mixture of experts is not predicted: leave it out")
+    experts = next((key for key in _EXPERTS if keys.find(key, 1) not in (0, 1)), None)
     family, flavor = keys.find("model"), str(keys.find("flavor", ""))
+    if experts and (by_megatron or not isinstance(family, str)):
+        raise keys.refusal(
+            f"has {experts} = {keys.find(experts)}",
+            "a mixture of experts is predicted as a family of this recipe computes it: give model and flavor",
+        )
     if not isinstance(family, str):
         return work(*_shape(keys, share, None, by_megatron), share)
     try:

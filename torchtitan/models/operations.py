@@ -18,6 +18,7 @@ class Share:
     seq_len: Number
     tp: Number = 1
     cp: Number = 1
+    ep: Number = 1
 
     @property
     def tokens(self) -> Number:
@@ -65,11 +66,15 @@ class Pass(Operation):
 class Exchange(Operation):
     """Collectives over the ranks that share a layer, of a tensor of so many bytes; as many in backward."""
 
-    kind: Literal["gather", "scatter", "all-reduce"]
+    kind: Literal["gather", "scatter", "all-reduce", "all-to-all"]
     bytes: Number
     count: Number = 1
     backward_count: Number | None = None  # None: as many as in forward
-    axis: Literal["tp", "cp"] = "tp"
+    axis: Literal["tp", "cp", "ep"] = "tp"
+
+    @property
+    def back(self) -> Number:
+        return self.count if self.backward_count is None else self.backward_count
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Block:
     # Moments of backward, without and with recompute ("none", "again"): bytes beyond those that wait under "none" (or
     # fewer), and parameters that have a gradient by then.
     working: Mapping[str, Sequence[tuple[Number, Number]]] = field(default_factory=dict)
+    experts: Number = 0  # parameters, beside those above, that only the ranks with the same experts share
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class Work:
     num_layers: int
     ends: Block  # what follows the last layer; a lookup before the first costs nothing
     sent: Number  # bytes of what one stage sends the next
-    num_parameters: Number  # of one tensor-parallel rank, with both ends
+    num_parameters: Number  # of one tensor-parallel rank, with both ends; without experts
     lookup: Number = 0  # parameters of the table before the first layer, likewise
     start: tuple[Exchange, ...] = ()  # what follows that table
     entering: Number = 0  # bytes of a microbatch that wait for backward before the first layer, beside its input

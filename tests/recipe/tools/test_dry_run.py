@@ -100,8 +100,8 @@ OFTEN = "debug_model", "llama3_8b", "llama3_70b", "qwen3_0.6b"
 )
 def test_every_shipped_configuration_fits_the_gpus_its_header_states(path: Path) -> None:
     header = path.read_text().partition("[job]")[0]
-    ranks, gigabytes = re.search(r"NGPU=(\d+)", header), re.search(r"GPUs of (\d+) GB", header)
-    world_size = int(ranks[1]) if ranks else 1
+    gigabytes = re.search(r"GPUs of (\d+) GB", header)
+    world_size = math.prod(map(int, re.findall(r"(?:NGPU|NNODES)=(\d+)", header)))
     config, blueprint = load_run(
         ["--job.config_file", str(path), "--comm.mode", "fake_backend", *UNCOMPILED], world_size
     )

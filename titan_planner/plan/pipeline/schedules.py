@@ -54,9 +54,9 @@ def stage_seconds(
     """Of each stage's actions, and of a message. Backward's part for weights is one of a product's two products."""
     machine, rates = cluster.machine, cluster.machine.rates
     assert job.blueprint.spec.operations is not None
-    share = Share(choice.microbatch, job.seq_len, choice.tp, choice.cp)
+    share = Share(choice.microbatch, job.seq_len, choice.tp, choice.cp, choice.ep)
     work = job.blueprint.spec.operations(job.blueprint.shape, share)
-    layout = Layout(tp=choice.tp, cp=choice.cp, recompute=choice.recompute)
+    layout = Layout(tp=choice.tp, cp=choice.cp, ep=choice.ep, recompute=choice.recompute)
     layout = replace(layout, compiled=job.compiled, float8=job.float8, wide=job.wide)
     seconds: dict[tuple[int, str], float] = {}
     forward, backward = (float(part) + rates.layer for part in machine.block(work.layer, layout))

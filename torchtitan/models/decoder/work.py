@@ -3,7 +3,7 @@
 from typing import Any
 
 from torchtitan.models.decoder.args import DecoderArgs
-from torchtitan.models.operations import Attention, Block, Exchange, Pass, Product, Share, Work
+from torchtitan.models.operations import Attention, Block, Exchange, Operation, Pass, Product, Share, Work
 
 _HALF, _BY_OPERATION = {"selective op": 0.5}, {"selective op": 1.0}  # every second product is kept, and attention
 _LAST = {"stopped": 0.0}  # a recompute that stops early ends before the last product, whose output nothing keeps
@@ -13,24 +13,11 @@ def operations(args: DecoderArgs, share: Share) -> Work:
     """Bytes are those of bfloat16. Between layers, activations are split along the sequence over tensor parallelism."""
     tokens, tp = share.tokens, share.tp
     heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
-    hidden, vocabulary = args.hidden_dim / tp, (args.vocab_size or 1) / tp
+    hidden, of_norms = args.hidden_dim / tp, 2 * args.dim + 2 * args.head_size * args.head_norms
     stream = 2 * tokens * args.dim  # bytes of the residual stream
-    inner = 2 * tokens * (heads + 2 * kv_heads) / tp
-    turned, of_norms = 2 * tokens * (heads + kv_heads) / tp, 2 * args.dim + 2 * args.head_size * args.head_norms
-    norms = (Pass(2 * turned, 3 * turned, again=_BY_OPERATION),) if args.head_norms else ()
     layer = Block(
         (
-            Pass(8 * stream / tp, 13 * stream / tp, again=_BY_OPERATION),  # two norms, two residual additions
-            Exchange("gather", stream, count=2, again=_BY_OPERATION),
-            Product(tokens, heads / tp, args.dim, again=_HALF),
-            Product(tokens, kv_heads / tp, args.dim, count=2, again=_HALF),
-            *norms,
-            Pass(2 * inner, 2 * inner, again=_BY_OPERATION),  # rotation
-            Attention(2 * tokens * share.seq_len * heads / tp),
-            # keys and values of all ranks
-            Exchange("gather", 2 * tokens * share.cp * 2 * kv_heads / tp, axis="cp", again=_BY_OPERATION),
-            Product(tokens, args.dim, heads / tp, again=_HALF),
-            Exchange("scatter", stream),
+            *attention(args, share, gathers=2),
             Product(tokens, hidden, args.dim, count=2, again=_HALF),
             Pass(6 * tokens * hidden, 10 * tokens * hidden, again=_BY_OPERATION),  # SwiGLU
             Product(tokens, args.dim, hidden, again=_HALF | _LAST),
@@ -41,6 +28,34 @@ def operations(args: DecoderArgs, share: Share) -> Work:
         of_norms,
         _working(args, share),
     )
+    return whole(args, share, layer)
+
+
+def attention(args: DecoderArgs, share: Share, gathers: int) -> tuple[Operation, ...]:
+    """What a layer computes before its feed-forward network, with both norms, and the gathers of both."""
+    tokens, tp, stream = share.tokens, share.tp, 2 * share.tokens * args.dim
+    heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
+    inner, turned = 2 * tokens * (heads + 2 * kv_heads) / tp, 2 * tokens * (heads + kv_heads) / tp
+    norms = (Pass(2 * turned, 3 * turned, again=_BY_OPERATION),) if args.head_norms else ()
+    return (
+        Pass(8 * stream / tp, 13 * stream / tp, again=_BY_OPERATION),  # two norms, two residual additions
+        Exchange("gather", stream, count=gathers, again=_BY_OPERATION),
+        Product(tokens, heads / tp, args.dim, again=_HALF),
+        Product(tokens, kv_heads / tp, args.dim, count=2, again=_HALF),
+        *norms,
+        Pass(2 * inner, 2 * inner, again=_BY_OPERATION),  # rotation
+        Attention(2 * tokens * share.seq_len * heads / tp),
+        # keys and values of all ranks
+        Exchange("gather", 2 * tokens * share.cp * 2 * kv_heads / tp, axis="cp", again=_BY_OPERATION),
+        Product(tokens, args.dim, heads / tp, again=_HALF),
+        Exchange("scatter", stream),
+    )
+
+
+def whole(args: DecoderArgs, share: Share, layer: Block) -> Work:
+    """The model of such layers."""
+    tokens, tp, stream = share.tokens, share.tp, 2 * share.tokens * args.dim
+    vocabulary = (args.vocab_size or 1) / tp
     ends = Block(
         (
             Pass(2 * stream / tp, 3 * stream / tp),

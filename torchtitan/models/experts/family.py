@@ -21,7 +21,7 @@ EXPERTS = replace(
     build=partial(_call, "model", "build"),
     initialize=partial(_call, "model", "initialize"),
     tensor_plan=partial(_call, "parallelize", "tensor_plan"),
-    operations=None,  # the planner does not know yet what experts compute and send
+    operations=partial(_call, "work", "operations"),
     takes_muon=lambda name: name.startswith("layers.") and ".router." not in name,  # its rows are experts
     refusals=refusals,
 )

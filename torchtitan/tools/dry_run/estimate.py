@@ -32,13 +32,7 @@ from torchtitan.models.stages import plan_stages
 from torchtitan.parallel.collectives import stop_process_group
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint
-from torchtitan.tools.dry_run.kernels import (
-    apply_compiled_swiglu,
-    apply_gpu_attention,
-    even_routing,
-    gpu_norms,
-    real_biases,
-)
+from torchtitan.tools.dry_run.kernels import apply_compiled_swiglu, apply_gpu_attention, gpu_norms, real_biases
 from torchtitan.tools.dry_run.replay import Replay
 from torchtitan.training.assemble import lay_out_ranks
 from torchtitan.training.optimizer import make_states
@@ -55,6 +49,7 @@ class Estimate:
     parameters: int  # in the rank's pipeline stages, counting the shards of all ranks
     peak: dict[str, int]  # bytes by kind, at the moment when their sum is largest
     moved: dict[str, int]  # bytes in one step, by collective
+    at_twice_the_load: int = 0  # bytes at the peak of a rank whose experts get twice an even load of tokens
 
     @property
     def peak_bytes(self) -> int:
@@ -97,7 +92,6 @@ def estimate(
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_AllAgree())
         stack.enter_context(real_biases())
-        stack.enter_context(even_routing())
         if gpu:
             stack.enter_context(gpu_norms())
             for part in model.stages.values():
@@ -108,6 +102,10 @@ def estimate(
         # FSDP warns of views that a block may write to in place. Only fake collectives return such views.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         footprint = stack.enter_context(Footprint(fake))
+        if blueprint.num_experts:
+            from torchtitan.tools.dry_run.experts import even_load
+
+            stack.enter_context(even_load(footprint))
 
         for part in model.stages.values():
             part.to_empty(device=DEVICE)
@@ -134,7 +132,7 @@ def estimate(
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
         update.apply(loss.count)
         parameters = sum(p.numel() for p in model.parameters())
-        return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved))
+        return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved), footprint.peak_at_twice_the_load())
 
 
 def with_counts(config: Config, counts: Sequence[int]) -> Config:
@@ -186,10 +184,16 @@ def blank_samples(spec: ModelSpec, count: int) -> Any:
 
 
 def can_replay(config: Config, blueprint: Blueprint) -> bool:
-    """Whether blocks are known to do the same, and the schedule runs backward of a block in one piece."""
-    if not blueprint.reads_text or blueprint.num_experts:  # FSDP gathers experts inside a block, which no replay knows
-        return False
-    return not plan_stages(blueprint.parts(config.training.seq_len), config.parallelism).backward_in_two_parts
+    return blueprint.reads_text and runs_every_block(config, blueprint) is None
+
+
+def runs_every_block(config: Config, blueprint: Blueprint) -> str | None:
+    """Why the record of one block does not serve for others."""
+    if blueprint.num_experts:
+        return "FSDP gathers the experts of a block apart from the rest of it"
+    if plan_stages(blueprint.parts(config.training.seq_len), config.parallelism).backward_in_two_parts:
+        return "the schedule runs backward in two parts"
+    return None
 
 
 @contextmanager

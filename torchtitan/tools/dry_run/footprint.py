@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")  # "activations" is everything else
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "send", "recv")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "recv")
 
 # The operations with which FSDP2 gathers parameters and scatters gradients; tensor parallelism uses other ones.
 _FSDP = {
@@ -38,6 +38,8 @@ class Footprint(TorchDispatchMode):
         self._fake = fake
         self.events: list[Event] = []
         self.moved: Counter[str] = Counter()
+        self.is_routed = False  # what appears now grows with the load of this rank's experts
+        self._routed: set[int] = set()
         self._kinds: dict[int, str] = {}
         self._live: dict[int, tuple[int, weakref.ref]] = {}  # by id: its number, and a reference that reports its end
         self._sizes: dict[int, int] = {}
@@ -69,6 +71,8 @@ class Footprint(TorchDispatchMode):
         for tensor in tensors_in(result):
             self.number(tensor)
         namespace, _, name = func.name().partition("::")
+        if name == "cat.out":  # FSDP gathers so what it does not shard by rows, as experts may be
+            self.mark(tensors_in(kwargs), "parameters")
         if namespace in ("c10d", "_c10d_functional", "fsdp"):
             tensors = tensors_in([args, kwargs, result])
             kind = _FSDP.get(f"{namespace}::{name.partition('.')[0]}")
@@ -97,6 +101,8 @@ class Footprint(TorchDispatchMode):
         if known is not None:
             return known[0]
         number, address = next(self._numbers), id(storage)
+        if self.is_routed:
+            self._routed.add(number)
 
         def gone(_: Any) -> None:
             del self._live[address]
@@ -119,6 +125,11 @@ class Footprint(TorchDispatchMode):
         for number, change in self.events[: totals.index(max(totals)) + 1]:
             at_peak[self._kinds.get(number, "activations")] += change
         return at_peak
+
+    def peak_at_twice_the_load(self) -> int:
+        """Live bytes at the fullest moment of a rank whose experts have twice as much to do."""
+        routed = self._routed - self._kinds.keys()
+        return max(accumulate(change * (1 + (number in routed)) for number, change in self.events))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

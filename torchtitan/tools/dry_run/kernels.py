@@ -13,8 +13,6 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.experts.exchange import Exchange
-from torchtitan.models import mixture
 from torchtitan.models.layers import FeedForward
 from torchtitan.parallel import context
 from torchtitan.parallel.context import GatheredAttention
@@ -60,33 +58,6 @@ def real_biases() -> Iterator[None]:
 
     with mock.patch.object(context, "causal_lower_right", without_modes):
         yield
-
-
-@contextmanager
-def even_routing() -> Iterator[None]:
-    """Inside, as many rows travel to each rank's experts: the choices of fake tokens are not known."""
-
-    def sizes(exchange: Exchange, own: Tensor, theirs: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
-        even = [num_rows // exchange.group.size()] * exchange.group.size()
-        even[0] += num_rows - sum(even)
-        return even, even
-
-    with mock.patch.object(mixture, "grouped", _GroupedProduct.apply), mock.patch.object(Exchange, "sizes", sizes):
-        yield
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """The rows of each expert times its matrix, without values: torch's own knows only bfloat16."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        return rows.new_empty(len(rows), weights.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, arriving: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, weights = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(weights), None
 
 
 def apply_compiled_swiglu(model: nn.Module) -> None:

@@ -15,7 +15,14 @@ from torchtitan.models.stages import StagePlan, plan_stages
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.cut import fit
-from torchtitan.tools.dry_run.estimate import Estimate, can_replay, check_estimable, derived, estimate, with_counts
+from torchtitan.tools.dry_run.estimate import (
+    Estimate,
+    check_estimable,
+    derived,
+    estimate,
+    runs_every_block,
+    with_counts,
+)
 from torchtitan.tools.dry_run.footprint import COLLECTIVES, KINDS
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
@@ -46,10 +53,8 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
     limits = config.parallelism.pipeline_parallel_memory_gib
     if limits and config.parallelism.pipeline_parallel_layer_counts is None:
         config = with_counts(config, fit(config, blueprint, place.world_size))
-    if blueprint.num_experts:
-        logger.info("FSDP gathers experts inside a block, so the dry run has to run every block and takes longer")
-    elif blueprint.reads_text and not can_replay(config, blueprint):
-        logger.info("the schedule runs backward in two parts, so the dry run has to run every block and takes longer")
+    if blueprint.reads_text and (reason := runs_every_block(config, blueprint)):
+        logger.info(f"{reason}, so the dry run has to run every block and takes longer")
     capacities = [int(gib * 2**30) for gib in limits] if limits else [gpu_memory_bytes()] * dims.pp
     estimates = []
     for stage in range(dims.pp):
@@ -57,9 +62,13 @@ def dry_run(config: Config, blueprint: Blueprint, place: Place) -> list[Estimate
         if stage == 0:
             unit = unit_of(estimates[0].peak_bytes)
             print(f"{unit} held at the peak, and {unit} moved in a step:")
-            print(_row("rank", "stages have", [*KINDS, "peak", *COLLECTIVES], ""))
-        print(describe(estimates[-1], capacities[stage], unit), flush=True)
+            moves = [name for name in COLLECTIVES if name != "all-to-all" or dims.ep > 1]
+            print(_row("rank", "stages have", [*KINDS, "peak", *moves], ["peak", *moves]))
+        print(describe(estimates[-1], capacities[stage], unit, moves), flush=True)
     print(bars(estimates))
+    if dims.ep > 1:
+        most = _in_words(max(each.at_twice_the_load for each in estimates))
+        print(f"this takes the load of experts as even; a rank whose experts get twice as many tokens holds {most}")
     if dims.pp > 1 and blueprint.reads_text:
         print(cut(plan_stages(blueprint.parts(), config.parallelism), place.world_size // dims.pp))
     print(verdict(estimates, capacities))
@@ -81,20 +90,21 @@ def _in_words(size: int) -> str:
     return f"{size / _UNITS[unit]:.2f} {unit}"
 
 
-def describe(estimate: Estimate, capacity: int | None, unit: str) -> str:
+def describe(estimate: Estimate, capacity: int | None, unit: str, moves: Sequence[str]) -> str:
     """The rank's line of the table."""
-    values = [*estimate.peak.values(), estimate.peak_bytes, *(estimate.moved.get(name, 0) for name in COLLECTIVES)]
+    values = [*estimate.peak.values(), estimate.peak_bytes, *(estimate.moved.get(name, 0) for name in moves)]
     passes = capacity is None or estimate.peak_bytes <= capacity
     return _row(
         str(estimate.rank),
         f"{estimate.parameters:,}",
         [f"{value / _UNITS[unit]:.3f}" for value in values],
+        ["peak", *moves],
         "  passes" if passes else "  too large",
     )
 
 
-def _row(rank: str, parameters: str, values: list[str], last: str) -> str:
-    columns = zip([*KINDS, "peak", *COLLECTIVES], values, strict=True)
+def _row(rank: str, parameters: str, values: list[str], names: Sequence[str], last: str = "") -> str:
+    columns = zip([*KINDS, *names], values, strict=True)
     return f"{rank:>5} {parameters:>15} " + " ".join(f"{value:>{max(8, len(name))}}" for name, value in columns) + last
 
 
