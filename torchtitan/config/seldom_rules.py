@@ -275,7 +275,7 @@ def _preference(config: Config) -> Iterator[Finding]:
         yield (
             (key, "checkpoint.enable", "checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"),
             f"{said} holds the run to the model that it begins with; set checkpoint.enable = true, and "
-            "checkpoint.initial_load_path to a run, a download or a file of weights",
+            "checkpoint.initial_load_path to a run or a download",
         )
     if config.lora.initial_load_path:
         yield (

@@ -29,11 +29,13 @@ class Load:
         layers: Sequence[str],
         ranks: ProcessGroup,
         pipeline: ProcessGroup,
+        num_experts: int,
         batch_tokens: int,
         loss_scale: LossScale | None = None,
     ) -> None:
         """`ranks` hold the same stages, `pipeline` the others; `layers` are the names of the whole model's."""
-        self.layers, self.ranks, self.pipeline = layers, ranks, pipeline
+        self.layers, self.ranks, self.pipeline, self.num_experts = layers, ranks, pipeline, num_experts
+        self.device = torch.device("cpu")
         modules = {name: module for stage in stages for name, module in stage.named_modules()}
         self.mixtures = {name: m for name, m in modules.items() if isinstance(m, MixtureOfExperts)}
         for mixture in self.mixtures.values():
@@ -42,6 +44,7 @@ class Load:
 
     def reset(self, device: torch.device) -> None:
         """Begin with no choices, on the device of the activations."""
+        self.device = device
         for mixture in self.mixtures.values():
             mixture.counts, mixture.before = (torch.zeros_like(mixture.counts, device=device) for _ in range(2))
 
@@ -66,11 +69,10 @@ class Load:
 
     def read(self) -> dict[str, Any]:
         """The load since the last call, in all layers; all ranks call it, and the host waits for the device."""
-        if self._seen is None:
-            return {}
         numbers = [self.layers.index(".".join(name.split(".")[:2])) for name in self.mixtures]
-        every = self._seen.new_zeros(len(self.layers), self._seen.shape[1])
-        every[numbers] = self._seen
+        every = torch.zeros(len(self.layers), self.num_experts, dtype=torch.int64, device=self.device)
+        if self._seen is not None:  # a stage may hold no mixture, and still sums with the others
+            every[numbers] = self._seen
         self._seen = None
         return describe_load([row for row in sum_over(every, self.pipeline).tolist() if any(row)])
 
@@ -87,13 +89,13 @@ def build_load(
     if config.float8 is not None:
         logger.info("float8 leaves experts and routers as they are: it computes the other linear layers")
     tokens = plan_batch(config.training, mesh.dims.dp).global_batch_size * config.training.seq_len
-    return Load(stages, blueprint.layers, ranks, mesh.stage_group, tokens, loss_scale)
+    return Load(stages, blueprint.layers, ranks, mesh.stage_group, blueprint.num_experts, tokens, loss_scale)
 
 
 def describe_load(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Numbers of a record, of how often each expert of each layer was chosen."""
     shares = [[count / sum(row) for count in row] for row in counts]
-    entropies = [-sum(share * math.log(share) for share in row if share) / math.log(len(row)) for row in shares]
+    entropies = [-sum(share * math.log(share) for share in row if share) / math.log(max(2, len(row))) for row in shares]
     largest = [max(row) * len(row) for row in shares]
     return {
         "expert_load": max(largest),  # largest over mean, in the worst layer

@@ -82,6 +82,7 @@ class Reference:
 def _without_adapter(parts: ModelParts) -> Logits:
     model = parts.stages[0]
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    assert layers, "a run on pairs has a reference or an adapter"
 
     @contextmanager
     def switched_off() -> Iterator[None]:

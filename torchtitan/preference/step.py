@@ -40,7 +40,8 @@ class PreferenceStep(ForwardBackward):
             loss = (-F.logsigmoid(margins) * is_pair).sum()
             (loss / divisor).backward()
             total += loss.detach()
-        return StepLoss(share=total / all_pairs / cp, own=total / own_pairs.clamp(min=1))
+        more = {} if self.model.load is None else {"read_more": self.model.load.read}
+        return StepLoss(share=total / all_pairs / cp, own=total / own_pairs.clamp(min=1), **more)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, local_batch_size: int) -> Tensor:

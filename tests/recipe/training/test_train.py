@@ -324,6 +324,7 @@ def test_every_key_is_read_by_a_run(tmp_path: Path) -> None:
     read.add("profiling.save_memory_snapshot_folder")
     read.update({"comm.trace_buf_size", "comm.save_traces_file_prefix"})  # NCCL's, which only a GPU has
     read.add("checkpoint.on_failure")  # none fails here
+    read.add("validation.tasks_limit")  # of tasks (tests/recipe/scores)
     read.add("comm.mode")  # read at the head of train.py, before there is a run
     unread = set(key_names()) - read
     # The fleet's, and those of adapters (tests/recipe/lora/test_lora_files.py).

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Config, other_sections
 from torchtitan.models.decoder import args as decoder
 from torchtitan.models.spec import Part
 from torchtitan.refusal import Refusal
@@ -67,6 +67,10 @@ def parts(args: ExpertArgs, seq_len: int) -> Sequence[Part]:
 
 def refusals(args: ExpertArgs, config: Config) -> Iterator[str]:
     """Tensor parallelism splits heads; experts it does not split, and their tokens go to whole ones."""
+    if args.balance == "bias" and any(section.joins is not None for section in other_sections(config)):
+        yield 'model.balance = "bias": sites that meet exchange what is trained, and no bias; use "loss"'
+    if args.balance == "bias" and config.training.enable_cpu_offload:
+        yield 'model.balance = "bias" with training.enable_cpu_offload: the bias is needed on the device; use "loss"'
     others = {"hidden units": args.dense_hidden_dim} if args.num_dense_layers else {}
     if args.num_shared_experts:
         others["hidden units of shared experts"] = args.num_shared_experts * args.hidden_dim

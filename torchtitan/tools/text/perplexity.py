@@ -37,10 +37,9 @@ def resolve(
         "validation": config.validation.model_copy(update={"tasks": [], "tasks_limit": None}),
         "checkpoint": config.checkpoint.model_copy(update={"keep_best": None}),
     }
-    config = config.model_copy(update={"parallelism": Parallelism(), "optimizer": Optimizer()} | without_tasks)
-    if for_tasks:  # a run on pairs would need its reference
-        alone = config.training.model_copy(update={"preference_beta": None})
-        config = config.model_copy(update={"training": alone})
+    # A run on pairs would need its reference: what is measured is the model alone.
+    alone = {"training": config.training.model_copy(update={"preference_beta": None})}
+    config = config.model_copy(update={"parallelism": Parallelism(), "optimizer": Optimizer()} | without_tasks | alone)
     if source.config is None:  # a download may take fewer tokens than a sequence has by default
         longest = min(config.validation.seq_len, source.blueprint.shape.max_seq_len)
         shorter = {name: getattr(config, name).model_copy(update={"seq_len": longest}) for name in _WITH_LENGTH}

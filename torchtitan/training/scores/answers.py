@@ -51,7 +51,8 @@ class Answers:
         self.conversations: list[Conversation] = []
         self.record: dict[str, Any] = {}
         if run.place.rank == 0:
-            self.conversations = list(islice(_read(run.config, run), _COUNT))
+            found = _read(run.config, run, self.scorer.longest - _NEW_TOKENS - run.dims.tp)
+            self.conversations = list(islice(found, _COUNT))
             self.record = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {}
         if any_says_so(bool(self.conversations) and "before" not in self.record):
             self._measure("before")
@@ -117,8 +118,8 @@ def _short(answer: Answer) -> str:
     return repr(answer.text[:30]) + ("" if answer.ended else "...")
 
 
-def _read(config: Config, run: Run) -> Iterator[Conversation]:
-    """Held-out conversations that are not cut, in the order of their file."""
+def _read(config: Config, run: Run, longest: int) -> Iterator[Conversation]:
+    """Held-out conversations that are not cut, in the order of their file; questions leave room for an answer."""
     assert run.tokenizer is not None
     divided = holds_out(config)
     source = source_of(config.training if divided else config.validation)
@@ -131,5 +132,5 @@ def _read(config: Config, run: Run) -> Iterator[Conversation]:
             end = begin + len(list(group))
             places += [(begin, end)] if is_learned else []
             begin = end
-        if places and len(tokens) <= config.validation.seq_len:
+        if places and len(tokens) <= config.validation.seq_len and places[-1][0] <= longest:
             yield Conversation([token if token >= 0 else ~token for token in tokens], places)
