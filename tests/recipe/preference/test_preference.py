@@ -16,6 +16,7 @@ from tests.recipe.distributed import cases
 from tests.recipe.distributed.test_layouts import COMPILED, differences, layout, seldom
 from tests.stored_models import store_run
 from tests.tiny_runs import read_records, tiny_config, train_here
+from torchtitan.__main__ import main
 from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Config
 from torchtitan.data.chat.pairs import Pair
@@ -163,6 +164,8 @@ def test_a_run_goes_on_beside_its_first_model_also_with_an_adapter_and_is_valida
     adapter |= {"validation__seq_len": 128, "validation__steps": 2, "validation__chat": "all"}
     adapter["validation__dataset"] = "pydocs_validation"  # so that pairs are held out
     whole = train_here(tiny_config(tmp_path / "whole", **adapter))
+    with pytest.raises(SystemExit, match="hold no conversation"):  # and not the loss of a model beside itself
+        main(["eval", "--checkpoint", str(tmp_path / "whole")])
     for steps in (3, 6):
         train_here(tiny_config(tmp_path / "adapter", **adapter | {"training__steps": steps}))
     assert differences(read_records(tmp_path / "adapter"), whole, "loss") == 0
