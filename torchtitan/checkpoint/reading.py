@@ -76,7 +76,8 @@ def differences(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor])
 
 def unknown(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], group: Any) -> list[str]:
     """What no rank asks for, among the kinds (model, optimizer) that are loaded; called by all ranks."""
-    kinds = {name.partition(".")[0] for name in tensors} - {"data"}  # the run may have fewer streams now
+    # The run may have fewer streams now, and a stage of a pipeline no experts: all ranks take the same names.
+    kinds = {name.partition(".")[0] for name in tensors} - {"data", "experts"}
     names = [name for name in shapes if name.partition(".")[0] in kinds]
     known = torch.tensor([name in tensors for name in names], dtype=torch.int32)
     dist.all_reduce(known, dist.ReduceOp.MAX, group=group)

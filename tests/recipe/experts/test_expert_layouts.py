@@ -149,9 +149,13 @@ def test_a_family_of_experts_of_ones_own_needs_no_change_to_the_package(
     file = shutil.copy(own_experts.__file__, tmp_path / "mine.py")
     mine = FAMILY | {"model__name": f"{file}:SPEC", "model__flavor": "small", "training__steps": 6}
     alone = train_here(tiny_config(tmp_path / "alone", **mine))
-    run, saving = tmp_path / "run", {"checkpoint__enable": True, "checkpoint__interval": 3}
-    first = mine | saving | {"training__steps": 3, "lr_scheduler__total_steps": 6}
-    ranks(cases.train, 4, str(run), first | layout(2, expert_parallel_degree=2))
+    run, saving = tmp_path / "run", {"checkpoint__enable": True, "checkpoint__interval": 2}
+    for steps, more in (
+        (2, layout(2, expert_parallel_degree=2)),
+        (4, layout(4, pp=2, layer_counts=[1, 3], expert_parallel_degree=2)),  # the first stage has no experts
+    ):
+        part = {"training__steps": steps, "lr_scheduler__total_steps": 6}
+        ranks(cases.train, 4, str(run), mine | saving | part | more)
     # the shared expert and the dense first layer are split over TP
     ranks(cases.train, 4, str(run), mine | saving | layout(4, tp=2, expert_parallel_degree=4))
     records = read_records(run)
