@@ -61,7 +61,7 @@ def goes_far(method: str, rate: float, momentum: float, meetings: int) -> Answer
         )
     return Answer(
         way > 1 and meetings <= FEW_MEETINGS,
-        f'{said}; with 50 and 90 meetings the mean alone lost 1 to 2 % less: use method = "average"',
+        f'{said}; with 50 and 90 meetings the mean alone lost 1 % less: use method = "average"',
     )
 
 
