@@ -92,7 +92,7 @@ def compare(trial: Trial) -> dict[str, Any]:
     serve: list[Any] = [*"-m torchtitan swarm serve".split(), CONFIG, "--keys", out / "keys/syncer"]
     serve += ["--out", out / "syncer", "--host", "127.0.0.1", "--port", port, "--", *trial.of("swarm")]
     syncer, runs = _start(serve, out / "syncer.log"), dict[str, subprocess.Popen[bytes]]()
-    common: list[Any] = ["--job.config_file", ROOT / CONFIG, "--validation.freq", max(1, trial.steps // 10)]
+    common: list[Any] = ["--job.config_file", ROOT / CONFIG, "--validation.freq", max(1, trial.steps // 4)]
     try:
         for name in ("single", "alone", *trial.names):
             joins: list[Any] = ["--swarm.syncer", f"https://127.0.0.1:{port}", "--swarm.site", name]
