@@ -92,12 +92,14 @@ def compare(trial: Trial) -> dict[str, Any]:
     serve: list[Any] = [*"-m torchtitan swarm serve".split(), CONFIG, "--keys", out / "keys/syncer"]
     serve += ["--out", out / "syncer", "--host", "127.0.0.1", "--port", port, "--", *trial.of("swarm")]
     syncer, runs = _start(serve, out / "syncer.log"), dict[str, subprocess.Popen[bytes]]()
-    common: list[Any] = ["--job.config_file", ROOT / CONFIG, "--validation.freq", max(1, trial.steps // 4)]
     try:
         for name in ("single", "alone", *trial.names):
             joins: list[Any] = ["--swarm.syncer", f"https://127.0.0.1:{port}", "--swarm.site", name]
             joins += ["--swarm.keys", out / "keys" / name]
-            words = [ROOT / "train.py", *common, *trial.of(name), "--job.dump_folder", out / name]
+            words = [ROOT / "train.py", "--job.config_file", ROOT / CONFIG, *trial.of(name)]
+            # The anchors of all sites are equal, so the curve is that of the first.
+            freq = trial.steps if name in trial.names[1:] else max(1, trial.steps // 4)
+            words += ["--job.dump_folder", out / name, "--validation.freq", freq]
             # The one run has as much to do as all sites together, so they leave it a core.
             runs[name] = _start(words + joins * (name in trial.names), out / f"{name}.log", name != "single")
         _wait(trial, runs, syncer)
