@@ -2,6 +2,7 @@
 
     python -m benchmarks.fleet.swarm.trial --way swarm one alone --optimizer Muon --lr 0.016
     python -m benchmarks.fleet.swarm.trial --way swarm --optimizer Muon --lr 0.016 --every 30 --momentum 0.3
+    python -m benchmarks.fleet.swarm.trial --way swarm --lr 0.024 --rate 1 --momentum 0 --steps 500 --keep 0.05
 
 The model and the text of train_configs/swarm_debug.toml, but sequences are drawn from the whole text in one random
 order. Sites meet with all weights at once, without delay, in float32. A line of JSON each, with the settings, the loss
@@ -32,11 +33,14 @@ def main() -> None:
     parser.add_argument("--lr", nargs="+", type=float, default=[0.016])
     parser.add_argument("--seed", nargs="+", type=int, default=[0])
     parser.add_argument("--optimizer", choices=["AdamW", "Muon"], default="Muon")
-    for name, value in (("sites", 3), ("steps", 900), ("batch", 16), ("every", 10)):
+    for name, value in (("sites", 3), ("steps", 900), ("batch", 16), ("every", 10), ("dim", 64), ("layers", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--own", action="store_true", help="each site draws from its own part of the text")
     parser.add_argument("--rate", type=float, default=0.7, help="of the outer step; 1 with momentum 0 is the mean")
     parser.add_argument("--momentum", type=float, default=0.6, help="of the outer step")
+    parser.add_argument(
+        "--keep", type=float, default=1.0, help="share of a difference that is sent: its largest values"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     training, held_out = sequences("train"), sequences("validation")[:512]
@@ -61,12 +65,13 @@ def train(
 ) -> dict[str, float]:
     count = args.sites if way == "swarm" else 1
     batch = args.batch * (args.sites if way == "one" else 1)
-    models = [build(seed) for _ in range(count)]
+    models = [build(seed, args.dim, args.layers) for _ in range(count)]
     config = Optimizer(name=args.optimizer, lr=lr, implementation="foreach")
     optimizers = [build_optimizer(model.named_parameters(), config) for model in models]
     weights = [list(model.parameters()) for model in models]
     anchor = [weight.detach().clone() for weight in weights[0]]
     average, velocity = [each.clone() for each in anchor], [torch.zeros_like(each) for each in anchor]
+    left = [[torch.zeros_like(each) for each in anchor] for _ in models]
     outer, batches = Outer(args.rate, args.momentum), [shuffled(training, batch, seed)] * count
     if args.own and way == "swarm":
         batches = [shuffled(training[number::count], batch, seed) for number in range(count)]
@@ -83,7 +88,7 @@ def train(
         if way != "swarm":
             torch._foreach_lerp_(average, [weight.detach() for weight in weights[0]], 0.01)
         elif step % args.every == 0 or step == args.steps:
-            meet(anchor, velocity, weights, outer)
+            meet(anchor, velocity, weights, left, args.keep, outer)
             torch._foreach_lerp_(average, anchor, 0.2)
     losses = {"loss": evaluate(models[0], held_out)}
     take(weights[:1], average)
@@ -91,9 +96,22 @@ def train(
 
 
 @torch.no_grad()
-def meet(anchor: list[Tensor], velocity: list[Tensor], weights: list[list[nn.Parameter]], outer: Outer) -> None:
+def meet(
+    anchor: list[Tensor],
+    velocity: list[Tensor],
+    weights: list[list[nn.Parameter]],
+    left: list[list[Tensor]],
+    keep: float,
+    outer: Outer,
+) -> None:
     for number, each in enumerate(anchor):
-        mean = each - sum(own[number].detach() for own in weights) / len(weights)
+        mean = torch.zeros_like(each)
+        for own, rest in zip(weights, left, strict=True):
+            difference = rest[number] + each - own[number]
+            least = difference.abs().flatten().topk(math.ceil(keep * each.numel())).values[-1]
+            sent = difference * (difference.abs() >= least)
+            rest[number].copy_(difference - sent)  # comes along at the next meeting
+            mean += sent / len(weights)
         each -= outer.step(mean, velocity[number])
     take(weights, anchor)
 
@@ -105,8 +123,8 @@ def take(weights: list[list[nn.Parameter]], values: list[Tensor]) -> None:
             weight.copy_(value)
 
 
-def build(seed: int) -> Transformer:
-    args = LlamaArgs(64, 2, 4, 4, 192, vocab_size=VOCABULARY, tied_embeddings=True)
+def build(seed: int, dim: int, num_layers: int) -> Transformer:
+    args = LlamaArgs(dim, num_layers, dim // 16, dim // 16, dim * 3, vocab_size=VOCABULARY, tied_embeddings=True)
     model, generator = Transformer(args), torch.Generator().manual_seed(seed * 7919 + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -53,44 +53,49 @@ def test_a_gpu_trains_in_bfloat16_and_the_loss_falls(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def first_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """Keys with which a run begins with a flavor's weights as a CPU drew them: a GPU draws others."""
+def first_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Keys with which a run begins with a model's weights as a CPU drew them: a GPU draws others."""
     stored: dict[str, dict[str, Any]] = {}
 
-    def of_flavor(flavor: str) -> dict[str, Any]:
-        if flavor not in stored:
-            folder = tmp_path_factory.mktemp(flavor)
-            config = tiny_config(
-                folder, model__flavor=flavor, checkpoint__enable=True, checkpoint__create_seed_checkpoint=True
-            )
+    def of_model(overrides: dict[str, Any]) -> dict[str, Any]:
+        model = {key: value for key, value in overrides.items() if key.startswith("model__")}
+        if str(model) not in stored:
+            folder = tmp_path_factory.mktemp("first")
+            config = tiny_config(folder, **model, checkpoint__enable=True, checkpoint__create_seed_checkpoint=True)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(hardware, "pick_device", lambda _: torch.device("cpu"))
                 train_here(config)
-            stored[flavor] = {
-                "model__flavor": flavor,
-                "checkpoint__enable": True,
-                "checkpoint__initial_load_path": str(folder / "checkpoint"),
-            }
-        return stored[flavor]
+            path = str(folder / "checkpoint")
+            stored[str(model)] = {"checkpoint__enable": True, "checkpoint__initial_load_path": path}
+        return stored[str(model)]
 
-    return of_flavor
+    return of_model
 
 
-@pytest.mark.parametrize("option", ["plain", *(option for option in OPTIONS if option != "bfloat16")])
+MORE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "Muon": {"optimizer__name": "Muon"},
+    "experts, balanced by a loss": {"model__name": "tests.tiny_models:EXPERTS", "model__balance": "loss"},
+    "experts, balanced by a bias": {"model__name": "tests.tiny_models:EXPERTS", "model__balance": "bias"},
+}
+
+
+@pytest.mark.parametrize("option", [*MORE, *(option for option in OPTIONS if option != "bfloat16")])
 def test_a_gpu_trains_as_a_cpu_does_in_float32(
-    tmp_path: Path, first_weights: Callable[[str], dict[str, Any]], option: str
+    tmp_path: Path, first_weights: Callable[[dict[str, Any]], dict[str, Any]], option: str
 ) -> None:
     """One rank over NCCL is held to the bars of any layout, with what does not change a run's numbers beside it."""
-    overrides = {} if option == "plain" else with_option({}, option)
-    overrides |= first_weights(overrides.get("model__flavor", "tiny"))
+    overrides = dict(MORE[option]) if option in MORE else with_option({}, option)
+    overrides |= first_weights(overrides)
     if "compile__backend" in overrides:
         overrides["compile__backend"] = "inductor"
     on_gpu = train_here(tiny_config(tmp_path / "gpu", **overrides))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "pick_device", lambda _: torch.device("cpu"))
         on_cpu = train_here(tiny_config(tmp_path / "cpu", **of_one_process(overrides)))
-    assert differences(on_gpu, on_cpu, "loss") <= 1e-5
-    assert differences(on_gpu, on_cpu, "grad_norm") <= 1e-4
+    rounds = 100 if option == "Muon" else 1  # to bfloat16, and where sums fall on the other side the update differs
+    assert differences(on_gpu, on_cpu, "loss") <= 1e-5 * rounds
+    assert differences(on_gpu, on_cpu, "grad_norm") <= 1e-4 * rounds
 
 
 def test_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
