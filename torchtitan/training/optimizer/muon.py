@@ -1,5 +1,6 @@
 """Muon for some of the matrices, AdamW for everything else, behind one optimizer."""
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torchtitan.observe.log import logger
 from torchtitan.refusal import Refusal
 from torchtitan.training.optimizer.apply import divide_gradients
+
+# On CPUs a change of rank gathers, of which DTensor warns on every rank.
+logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
