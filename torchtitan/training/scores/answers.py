@@ -20,7 +20,8 @@ from torchtitan.training.data import holds_out, shape_of, source_of
 from torchtitan.training.run import Run
 from torchtitan.training.scores.generation import Sampling, stop_ids
 from torchtitan.training.scores.led import Led
-from torchtitan.training.scores.scorer import Row, Scorer
+from torchtitan.training.scores.lines import Row
+from torchtitan.training.scores.scorer import Scorer
 from torchtitan.training.step import ForwardBackward
 from torchtitan.whole_file import write_whole
 

@@ -1,7 +1,7 @@
 """Continues prompts: one pass over them, then a token at a time with the keys and values kept."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +51,14 @@ class CachedAttention(nn.Module):
         return self.core(q, self.k[:, : self.used], self.v[:, : self.used], mask)
 
 
-@contextmanager
-def keeping_keys(model: nn.Module) -> Iterator[None]:
+def keeping_keys(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, the attention of a model that trains keeps the keys and values it saw."""
+    return attending(model, lambda: CachedAttention(CausalAttention()))
+
+
+@contextmanager
+def attending(model: nn.Module, make: Callable[[], nn.Module]) -> Iterator[None]:
+    """Inside, the attention of a model that trains is another, under any mask."""
     found = [
         (parent, name, core)
         for parent in model.modules()
@@ -61,7 +66,7 @@ def keeping_keys(model: nn.Module) -> Iterator[None]:
         if isinstance(core, _ATTENTION) and not isinstance(parent, _ATTENTION)  # the outermost
     ]
     for parent, name, _ in found:
-        setattr(parent, name, CachedAttention(CausalAttention()))
+        setattr(parent, name, make())
     try:
         yield
     finally:

@@ -20,7 +20,8 @@ from torchtitan.data.chat.prompts import ChatPrompts
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.training.scores.generation import Sampling, stop_ids
 from torchtitan.training.scores.led import Led
-from torchtitan.training.scores.scorer import Continuation, Row, Score, Scorer
+from torchtitan.training.scores.lines import Row
+from torchtitan.training.scores.scorer import Continuation, Score, Scorer
 from torchtitan.training.scores.tasks import MOST_NEW_TOKENS
 
 

@@ -6,7 +6,7 @@ All ranks call the same methods with the same arguments. Those with other data t
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,11 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan.data.batch import Batch
 from torchtitan.data.documents import document_starts
+from torchtitan.models.layers import CausalAttention
 from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.run import Run
-from torchtitan.training.scores.generation import Peers, Sampling, generate, keeping_keys
+from torchtitan.training.scores.generation import Peers, Sampling, attending, generate, keeping_keys
+from torchtitan.training.scores.lines import Line, Row, places_and_mask, plan_lines
 from torchtitan.training.step import ForwardBackward
 
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -30,13 +32,6 @@ _CPU_TOKENS = 4096
 _LOGITS = 1 << 26  # in float32 at once
 
 Item = TypeVar("Item")
-
-
-class Row(NamedTuple):
-    """Token ids, of which those from `first` on are scored."""
-
-    ids: Sequence[int]
-    first: int
 
 
 class Score(NamedTuple):
@@ -47,14 +42,6 @@ class Score(NamedTuple):
 class Continuation(NamedTuple):
     ids: list[int]  # with the end mark
     has_ended: bool
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Inputs that some rows have in common, such as a question whose answers are one token each."""
-
-    inputs: Sequence[int]
-    rows: list[int]
 
 
 class Scorer:
@@ -87,12 +74,10 @@ class Scorer:
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
         results = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.device)  # log-probability, misses
-        by_inputs: dict[tuple[int, ...], list[int]] = {}
-        for number, row in enumerate(rows):
-            by_inputs.setdefault(tuple(row.ids[:-1]), []).append(number)
-        shared = [_Shared(*each) for each in by_inputs.items()]
-        with self._inside():
-            for batches in self._rounds(shared, lambda each: len(each.inputs)):
+        lines = plan_lines(rows, self.can_write, self.longest)
+        under_masks = attending(self.model.stages[0], CausalAttention) if self.can_write else nullcontext()
+        with self._inside(), under_masks:
+            for batches in self._rounds(lines, lambda line: line.length):
                 self._score(rows, batches[self._rank], results)
         sum_over(results, self._losses)
         return [Score(log_probability, misses == 0) for log_probability, misses in results.tolist()]
@@ -112,22 +97,23 @@ class Scorer:
         return [batches[begin : begin + dp] for begin in range(0, len(batches), dp)]
 
     @torch.no_grad()
-    def _score(self, rows: Sequence[Row], part: Sequence[_Shared], results: Tensor) -> None:
+    def _score(self, rows: Sequence[Row], part: Sequence[Line], results: Tensor) -> None:
         """Add the log-probabilities of a batch's tokens, each to its row."""
-        longest = max((len(each.inputs) for each in part), default=1)
+        longest = max((line.length for line in part), default=1)
         if self.run.dims.pp > 1:  # a schedule is kept for each length
             longest = 1 << (longest - 1).bit_length()
         length = -(-longest // self._multiple) * self._multiple
         height = self.local_batch_size if self.run.dims.pp > 1 else max(1, len(part))
         inputs = torch.zeros(height, length, dtype=torch.long)
         places = torch.full_like(inputs, IGNORED)  # in the place of labels: the number of each position that is scored
-        wanted: list[list[tuple[int, int]]] = []  # of each number: tokens, and whose they are
-        for line, each in enumerate(part):
-            inputs[line, : len(each.inputs)] = torch.tensor(each.inputs)
-            first = min(rows[number].first for number in each.rows) - 1
-            for place in range(first, len(each.inputs)):
-                places[line, place] = len(wanted)
-                wanted.append([(rows[n].ids[place + 1], n) for n in each.rows if rows[n].first <= place + 1])
+        by_place: dict[tuple[int, int], list[tuple[int, int]]] = {}  # tokens, and whose they are
+        for row, line in enumerate(part):
+            inputs[row, : line.length] = torch.tensor([*line.begin, *chain.from_iterable(line.ends)])
+            for place, token, owner in line.scored(rows):
+                by_place.setdefault((row, place), []).append((token, owner))
+        for number, where in enumerate(by_place):
+            places[where] = number
+        wanted = list(by_place.values())
         most = max(map(len, wanted), default=1)
         table = torch.tensor([[*pairs, *[(-1, 0)] * (most - len(pairs))] for pairs in wanted])
         table = table.to(self.device, torch.long)
@@ -151,15 +137,23 @@ class Scorer:
                 scores[some] = torch.stack([of_tokens.double(), misses.double()], -1)
             return torch.zeros((), device=logits.device)
 
-        documents = None  # each row is one
-        if self.run.config.model.attn_mask_type == "block_causal":
-            documents = torch.from_numpy(document_starts(np.zeros(inputs.shape, np.int32)))
-        batch = Batch(inputs, places, documents, None).to(self.device)  # type: ignore[arg-type]
+        batch = Batch(inputs, places, self._documents(inputs), None).to(self.device)  # type: ignore[arg-type]
         self._look = look
         with self._only(batch.labels != IGNORED):
-            self._step.evaluate(batch, height)
+            if self.can_write:
+                apart = places_and_mask(part, inputs.shape, self.device)
+                positions, mask = apart or (None, None)
+                look(self.model.stages[0](batch.inputs, positions=positions, mask=mask), batch.labels)
+            else:
+                self._step.evaluate(batch, height)
         scores *= (tokens >= 0)[..., None]
         results.index_add_(0, owners.flatten(), scores.view(-1, 2))
+
+    def _documents(self, inputs: Tensor) -> Tensor | None:
+        """Each row is one."""
+        if self.run.config.model.attn_mask_type != "block_causal":
+            return None
+        return torch.from_numpy(document_starts(np.zeros(inputs.shape, np.int32)))
 
     @contextmanager
     def _only(self, is_scored: Tensor) -> Iterator[None]:
