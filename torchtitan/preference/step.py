@@ -61,16 +61,18 @@ class PreferenceStep(ForwardBackward):
         for local, (ids, all_labels, all_ids) in zip(self._local_batches(own, size), parts, strict=True):
             inputs, labels, mask = local
             with torch.no_grad():
-                differences = self._summed(self.reference(inputs, positions=positions, mask=mask), labels, ids)
-            logits = self.model.stages[0](inputs, positions=positions, mask=mask)
-            # A cross-entropy is minus a logarithm of a probability.
-            differences = differences - self._summed(logits, labels, ids)
-            del logits
+                costs = self._costs(self.reference, inputs, labels, positions, mask)
+            # Subtract token by token, because sums of many tokens have lost the last bits of a small difference.
+            differences = self._summed(costs - self._costs(self.model.stages[0], inputs, labels, positions, mask), ids)
             yield self.beta * (differences[:, 0] - differences[:, 1]), self._pairs_in(all_labels, all_ids)
 
-    def _summed(self, logits: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
-        """The cross-entropy of each document, [B, chosen or rejected, most pairs]."""
-        sums = _by_document(cross_entropy(logits, labels).view(labels.shape), ids, self._most(ids))
+    def _costs(self, model: Logits, inputs: Tensor, labels: Tensor, positions: Tensor | None, mask: Any) -> Tensor:
+        """The cross-entropy of each token, minus the logarithm of its probability. The logits go without a name."""
+        return cross_entropy(model(inputs, positions=positions, mask=mask), labels).view(labels.shape)
+
+    def _summed(self, values: Tensor, ids: Tensor) -> Tensor:
+        """The sum of each document's values, [B, chosen or rejected, most pairs]."""
+        sums = _by_document(values, ids, self._most(ids))
         if self.cp_axis.size() > 1:  # other ranks have other positions; a gradient goes to this rank's own
             everyone = sum_over(sums.detach().clone(), self.cp_axis.get_group())
             sums = sums + (everyone - sums.detach())
