@@ -56,6 +56,14 @@ def test_a_resumed_run_compares_with_its_own_beginning(tmp_path: Path, caplog: p
     second = json.loads((tmp_path / "answers.json").read_text())
     assert second["before"] == first["before"] and second["after"] != first["after"]
 
+    fewer = (ROOT / "tests/assets/chat/validation.jsonl").read_text().splitlines(keepends=True)[3:]
+    (tmp_path / "fewer.jsonl").write_text("".join(fewer))
+    others = {"validation__dataset_path": tmp_path / "fewer.jsonl", "lr_scheduler__total_steps": 8}
+    _, said = trained(tmp_path, caplog, training__steps=8, **saving | others)
+    third = json.loads((tmp_path / "answers.json").read_text())
+    assert "this run began with other held-out conversations; from here on the table compares with answers" in said
+    assert third["asked"][0] == first["asked"][3] and third["before"][0] == pytest.approx(second["after"][3])
+
 
 def test_a_fine_tune_shows_in_the_score(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model of 0.4 million parameters learns it in seconds."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,24 @@ class Answers:
         self.conversations: list[Conversation] = []
         self.record: dict[str, Any] = {}
         if run.place.rank == 0:
-            found = _read(run.config, run, self.scorer.longest - _NEW_TOKENS - run.dims.tp)
+            found = _read(run.config, run, self.scorer.longest - _NEW_TOKENS)
             self.conversations = list(islice(found, _COUNT))
-            self.record = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {}
+            self.record = self._begun()
         if any_says_so(bool(self.conversations) and "before" not in self.record):
             self._measure("before")
+
+    def _begun(self) -> dict[str, Any]:
+        """What was measured of the same conversations before the run's first step."""
+        conversations = sha256(repr(self.conversations).encode()).hexdigest()
+        found: dict[str, Any] = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {}
+        if found.get("conversations") == conversations:
+            return found
+        if found:
+            logger.info(
+                f"{self.file}: this run began with other held-out conversations; from here on the table compares with "
+                "answers before this start"
+            )
+        return {"conversations": conversations}
 
     def finish(self) -> None:
         """Measure again, and log the table."""

@@ -101,12 +101,12 @@ def generate(
     """
     device = next(model.parameters()).device
     longest, width = (max(map(len, prompts)), 1) if peers is None else (peers.longest, peers.width)
-    longest = -(-longest // width) * width
     if not all(prompts) or longest + max_new_tokens > max_seq_len:
         raise Refusal(
             f"prompts have {min(map(len, prompts))} to {longest} tokens, and {max_new_tokens} more are asked for; each "
             f"needs 1 or more, the longest and the new ones {max_seq_len} or less together, all that the model can see"
         )
+    longest = -(-longest // width) * width  # with padding, which has no positions of its own
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # at the left
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     everywhere = torch.arange(longest + max_new_tokens, device=device)
