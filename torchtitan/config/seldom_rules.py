@@ -207,12 +207,6 @@ def _lora(config: Config) -> Iterator[Finding]:
             f"{json.dumps(checkpoint.initial_load_missing)}: what is missing would be frozen as it was drawn; remove "
             "one of them",
         )
-    if lora.dropout and (degree := config.parallelism.tensor_parallel_degree) > 1:
-        yield (
-            ("lora.dropout", "parallelism.tensor_parallel_degree"),
-            f"lora.dropout = {lora.dropout} with tensor_parallel_degree = {degree}: ranks that hold different inputs "
-            "of a layer would draw the same zeros; set dropout = 0.0, or the degree to 1",
-        )
     if config.training.train_only:
         yield (
             ("lora.rank", "training.train_only"),

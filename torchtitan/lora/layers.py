@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from torchtitan.config.schema import Config, Lora
 from torchtitan.lora.names import find_targets, find_trained, is_adapter
@@ -31,10 +31,11 @@ class LoraLinear(nn.Linear):
         return out + F.linear(F.linear(self._dropped(x), self.lora_A) * self.scaling, self.lora_B)
 
     def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self._drops() else x
+
+    def _drops(self) -> bool:
         # Validation and samples run the training's model without gradients.
-        if self.dropout and self.training and torch.is_grad_enabled():
-            return F.dropout(x, self.dropout)
-        return x
+        return bool(self.dropout) and self.training and torch.is_grad_enabled()
 
     def _of_shards(self, x: Tensor, out: Tensor) -> Tensor:
         """The same on tensor-parallel ranks, of plain tensors, so that no activation travels for the adapter.
@@ -44,9 +45,19 @@ class LoraLinear(nn.Linear):
         """
         assert isinstance(x, DTensor) and isinstance(out, DTensor)
         of_input = [Partial()] if out.placements[0].is_shard() else x.placements
-        hidden = F.linear(x.to_local(grad_placements=of_input), _local(self.lora_A)) * self.scaling
+        own = self._dropped_part(x.to_local(grad_placements=of_input), x)
+        hidden = F.linear(own, _local(self.lora_A)) * self.scaling
         delta = F.linear(hidden, _local(self.lora_B))
         return out + DTensor.from_local(delta, out.device_mesh, out.placements, run_check=False)
+
+    def _dropped_part(self, own: Tensor, x: DTensor) -> Tensor:
+        """Each rank draws for the whole input, so that its part is what one process would drop there."""
+        if own.shape == x.shape or not self._drops():
+            return self._dropped(own)
+        (placement,) = x.placements
+        assert isinstance(placement, Shard)
+        factors = self._dropped(own.new_ones(x.shape))
+        return own * factors.chunk(x.device_mesh.size(), placement.dim)[x.device_mesh.get_local_rank()]
 
     def split_adapter(self) -> None:
         """Share the adapter over tensor-parallel ranks as the layer is: of A and B, one is split and one is whole.

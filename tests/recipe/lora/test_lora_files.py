@@ -211,10 +211,6 @@ def test_a_name_that_the_model_has_not_is_refused_with_those_that_it_has(
             {"lora__rank": None, "training__train_only": ["norm"], "model__converters": ["quantize.linear.float8"]},
             r'training.train_only = \["norm"\] with quantize.linear.float8',
         ),
-        (
-            {"world_size": 2, "lora__dropout": 0.1, "parallelism__tensor_parallel_degree": 2},
-            "lora.dropout = 0.1 with tensor_parallel_degree = 2",
-        ),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

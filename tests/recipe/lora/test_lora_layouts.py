@@ -62,6 +62,14 @@ def test_every_layout_trains_the_adapter_of_one_process(
     adapter.check()  # all of each tensor that the ranks held is in the checkpoint
 
 
+def test_ranks_of_tensor_parallelism_drop_what_one_process_drops(ranks: Ranks, base: Path, tmp_path: Path) -> None:
+    keys = lora(base, 4, lora__dropout=0.4, optimizer__lr=3e-2)
+    alone = train_here(tiny_config(tmp_path / "alone", **keys))
+    assert_same(ranks(cases.train, 2, str(tmp_path / "run"), layout(**TP) | FULL | keys)[0], alone)
+    plain = train_here(tiny_config(tmp_path / "plain", **keys | {"lora__dropout": 0.0}))
+    assert differences(plain, alone, "loss") > 1e-3
+
+
 def test_an_adapter_goes_from_layout_to_layout_as_if_nothing_had_happened(
     ranks: Ranks, base: Path, alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:
