@@ -21,6 +21,7 @@ from torchtitan.own_model.forms import Form, Sizes, sizes_of
 from torchtitan.own_model.record import leaves_of
 from torchtitan.own_model.rows import check_constants, check_rows, cut, output_dims
 from torchtitan.own_model.samples import LocalBatch, SampleBatch
+from torchtitan.own_model.used import Used
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import build_schedule
@@ -45,6 +46,7 @@ class OwnForwardBackward:
             functools.partial(torch.autocast, device.type, used) if known.mixes_types else nullcontext
         )
         self._numbers = [p for p in model.parameters() if p.dim() == 0]  # which FSDP does not shard
+        self._used = Used(model.stages.values(), self.replicas)
         self._kept: list[tuple[Any, Any]] = []  # outputs and targets, for metrics of all
         self._pipeline = OwnPipeline(self, config) if mesh.dims.pp > 1 else None
 
@@ -60,6 +62,7 @@ class OwnForwardBackward:
                 self.scaled(summed).backward()
             total += summed.detach()
             count += counted
+        self._used.settle()
         for tie in self.model.ties:
             tie.sum_gradients()
         for parameter in self._numbers:

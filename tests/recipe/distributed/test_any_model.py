@@ -93,6 +93,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TIED_SGD, PP 2, ZBVZeroBubble": (2, keys("TIED_SGD", pp=2, size=4, schedule="ZBVZeroBubble")),
     "TOWERS, FSDP 2": (2, keys("TOWERS", 4)),
     "GAN, FSDP 2": (2, keys("GAN", 4)),
+    "CHOOSING, FSDP 2, a rank of which may not use an expert": (2, keys("CHOOSING", 2)),
+    "CHOOSING, HSDP 2 x 2": (4, keys("CHOOSING", 2, replicate=2)),
 }
 
 

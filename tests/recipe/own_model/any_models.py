@@ -80,6 +80,35 @@ INCOMPLETE = replace(CONTAINED, tensor_plan=plan(blocks__each__0="columns"))
 NOTHING_SPLIT = replace(CONTAINED, tensor_plan=lambda *_: {})
 
 
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.strength = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.strength * torch.tanh(self.linear(x))
+
+
+class Choosing(nn.Module):
+    """A mixture as many write it: an expert that nobody chose is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 8), nn.ModuleList(Expert() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = x.clone()
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return out
+
+
+CHOOSING = replace(MLP, build=lambda: nn.Sequential(Choosing(), Choosing(), nn.Linear(8, 3)))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
