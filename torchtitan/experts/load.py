@@ -92,14 +92,16 @@ def build_load(
     return Load(stages, blueprint.layers, ranks, mesh.stage_group, blueprint.num_experts, tokens, loss_scale)
 
 
-def describe_load(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def describe_load(counts: Sequence[list[int]]) -> dict[str, Any]:
     """Numbers of a record, of how often each expert of each layer was chosen."""
     shares = [[count / sum(row) for count in row] for row in counts]
     entropies = [-sum(share * math.log(share) for share in row if share) / math.log(max(2, len(row))) for row in shares]
-    largest = [max(row) * len(row) for row in shares]
+    largest, dead = [max(row) * len(row) for row in shares], [row.count(0) for row in counts]
     return {
         "expert_load": max(largest),  # largest over mean, in the worst layer
-        "dead_experts": sum(count == 0 for row in counts for count in row),
+        "dead_experts": sum(dead),
         "expert_entropy": sum(entropies) / len(entropies),  # 1: all experts alike; 0: one takes all
         "expert_load_by_layer": [round(each, 4) for each in largest],
+        "dead_experts_by_layer": dead,
+        "expert_entropy_by_layer": [round(each, 4) for each in entropies],
     }

@@ -249,12 +249,14 @@ def test_a_run_learns_and_keeps_its_experts_busy(balance: str, tmp_path: Path) -
     assert last["loss"] < records[0]["loss"] - 0.3
     assert last["dead_experts"] == 0 and 0.85 < last["expert_entropy"] <= 1
     assert round(last["expert_load"], 4) == max(last["expert_load_by_layer"]) < 4
+    assert (tmp_path / "experts.png").is_file()
 
 
 def test_the_load_is_described_in_numbers() -> None:
     found = describe_load([[2, 2, 2, 2], [8, 0, 0, 0]])
     assert found == {
         "expert_load": 4.0, "dead_experts": 3, "expert_entropy": 0.5, "expert_load_by_layer": [1.0, 4.0],
+        "dead_experts_by_layer": [0, 3], "expert_entropy_by_layer": [1.0, 0.0],
     }  # fmt: skip
 
 
