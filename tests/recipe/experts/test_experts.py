@@ -151,6 +151,18 @@ def test_torchs_grouped_product_equals_a_loop(dtype: torch.dtype) -> None:
         assert a is not None and b is not None and torch.equal(a, b)
 
 
+def test_rows_between_experts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = randomized(MixtureOfExperts(ExpertArgs(16, 2, 2, 2, 24, num_experts=4, experts_per_token=2))).bfloat16()
+    x = torch.randn(512, 16, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for multiple in (32, 2**20):  # 2**20: none
+        monkeypatch.setattr("torchtitan.models.mixture._MULTIPLE", multiple)
+        out = mixture(x)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), [x, *mixture.parameters()])))
+    for a, b in zip(*results, strict=True):
+        assert torch.linalg.vector_norm((a - b).float()) < 1e-2 * torch.linalg.vector_norm(b.float())
+
+
 def balancing_of_transformers(logits: Tensor, args: ExpertArgs) -> Tensor:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
