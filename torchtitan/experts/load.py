@@ -49,8 +49,11 @@ class Load:
             mixture.counts, mixture.before = (torch.zeros_like(mixture.counts, device=device) for _ in range(2))
 
     @torch.no_grad()
-    def after_update(self) -> None:
-        """Sum the counts over the global batch, and move each bias against them (arXiv:2408.15664)."""
+    def after_update(self, gradient_norm: Tensor) -> None:
+        """Sum the counts over the global batch, and move each bias against them (arXiv:2408.15664).
+
+        An update that is left out, since the norm is not finite, moves none.
+        """
         if not self.mixtures:
             return
         counts = sum_over(torch.stack([mixture.counts for mixture in self.mixtures.values()]), self.ranks)
@@ -60,7 +63,8 @@ class Load:
             bias, router = mixture.router.bias, mixture.router
             if bias is not None and router.weight.requires_grad:  # a frozen router keeps its bias
                 whole = bias.to_local() if isinstance(bias, DTensor) else bias
-                whole.add_((now.sum() - now * len(now)).sign(), alpha=router.args.balance_rate)
+                step = (now.sum() - now * len(now)).sign() * gradient_norm.to(now.device).isfinite()
+                whole.add_(step, alpha=router.args.balance_rate)
         self._seen = counts if self._seen is None else self._seen + counts
 
     def tensors(self) -> dict[str, Tensor]:

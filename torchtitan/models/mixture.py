@@ -28,6 +28,13 @@ class Router(nn.Module):
             self.bias = nn.Parameter(torch.empty(args.num_experts), requires_grad=False)
             self.bias.is_kept_whole = True  # type: ignore[attr-defined]  # by FSDP, which would round it
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
+        """Keep the bias in float32 whatever the weights become: 16 bits would round its small steps away."""
+        super()._apply(fn, recurse)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.float()
+        return self
+
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of tokens [N, C]: weights and numbers of their experts [N, K], and the scores of all [N, E]."""
         logits = F.linear(tokens.float(), local(self.weight).float())

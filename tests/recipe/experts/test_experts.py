@@ -18,7 +18,7 @@ from torchtitan.__main__ import main
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Model
-from torchtitan.experts.load import describe_load
+from torchtitan.experts.load import Load, describe_load
 from torchtitan.models.describe import describe_size
 from torchtitan.models.experts.args import ExpertArgs
 from torchtitan.models.families import find_model, find_spec, plan_model
@@ -262,6 +262,19 @@ def test_a_run_learns_and_keeps_its_experts_busy(balance: str, tmp_path: Path) -
     assert last["dead_experts"] == 0 and 0.85 < last["expert_entropy"] <= 1
     assert round(last["expert_load"], 4) == max(last["expert_load_by_layer"]) < 4
     assert (tmp_path / "experts.png").is_file()
+
+
+def test_the_bias_is_in_float32_and_follows_no_update_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.experts.load.sum_over", lambda tensor, _: tensor)
+    mixture = randomized(MixtureOfExperts(ARGS["sigmoid, bias, groups, shared"])).to(torch.bfloat16)
+    load, bias = Load([mixture], [""], None, None, 8, 8), mixture.router.bias  # type: ignore[arg-type]
+    load.reset(torch.device("cpu"))
+    assert bias.dtype == torch.float32 and mixture.router.weight.dtype == torch.bfloat16
+    bias.zero_()
+    for norm, most in ((torch.inf, 0.0), (1.0, 0.001)):
+        mixture(torch.randn(8, 16, dtype=torch.bfloat16))
+        load.after_update(torch.tensor(norm))
+        assert bias.abs().max() == torch.tensor(most) and mixture.counts.sum() == 0 < mixture.before.sum()
 
 
 def test_the_load_is_described_in_numbers() -> None:
