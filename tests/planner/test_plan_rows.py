@@ -165,6 +165,11 @@ def test_mixtures_of_experts_are_predicted_worse(machine: str, bar: float) -> No
     assert statistics.mean(errors) == pytest.approx(bar, abs=0.0005)
 
 
+def test_a_mixture_under_fsdp_is_predicted_half_too_slow() -> None:
+    (row,) = read_rows(PLANNING / "nemo_automodel_qwen3.toml")
+    assert row.error(Rates()) == pytest.approx(0.502, abs=0.0005)
+
+
 @pytest.mark.parametrize(
     ("file", "count", "mean", "most"), [("torchtitan_tables", 18, 0.051, 0.139), ("simumax_b200", 24, 0.035, 0.086)]
 )

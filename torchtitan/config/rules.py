@@ -12,7 +12,7 @@ from torchtitan.refusal import Refusal
 RECORDS = ["config.toml", "metrics.jsonl", "validation.jsonl"]
 # What a run writes by itself.
 RUN_FILES = [*RECORDS, "wandb", "loss.png", "plan_measured.json", "hang", "hf", "load_only", "swarm.jsonl", "swarm.svg"]
-RUN_FILES += ["scores", "answers.json"]
+RUN_FILES += ["scores", "answers.json", "experts.png"]
 
 
 def find_conflicts(config: Config, world_size: int | None) -> list[Finding]:

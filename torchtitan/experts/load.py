@@ -49,8 +49,11 @@ class Load:
             mixture.counts, mixture.before = (torch.zeros_like(mixture.counts, device=device) for _ in range(2))
 
     @torch.no_grad()
-    def after_update(self) -> None:
-        """Sum the counts over the global batch, and move each bias against them (arXiv:2408.15664)."""
+    def after_update(self, gradient_norm: Tensor) -> None:
+        """Sum the counts over the global batch, and move each bias against them (arXiv:2408.15664).
+
+        An update that is left out, since the norm is not finite, moves none.
+        """
         if not self.mixtures:
             return
         counts = sum_over(torch.stack([mixture.counts for mixture in self.mixtures.values()]), self.ranks)
@@ -60,7 +63,8 @@ class Load:
             bias, router = mixture.router.bias, mixture.router
             if bias is not None and router.weight.requires_grad:  # a frozen router keeps its bias
                 whole = bias.to_local() if isinstance(bias, DTensor) else bias
-                whole.add_((now.sum() - now * len(now)).sign(), alpha=router.args.balance_rate)
+                step = (now.sum() - now * len(now)).sign() * gradient_norm.to(now.device).isfinite()
+                whole.add_(step, alpha=router.args.balance_rate)
         self._seen = counts if self._seen is None else self._seen + counts
 
     def tensors(self) -> dict[str, Tensor]:
@@ -92,14 +96,16 @@ def build_load(
     return Load(stages, blueprint.layers, ranks, mesh.stage_group, blueprint.num_experts, tokens, loss_scale)
 
 
-def describe_load(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def describe_load(counts: Sequence[list[int]]) -> dict[str, Any]:
     """Numbers of a record, of how often each expert of each layer was chosen."""
     shares = [[count / sum(row) for count in row] for row in counts]
     entropies = [-sum(share * math.log(share) for share in row if share) / math.log(max(2, len(row))) for row in shares]
-    largest = [max(row) * len(row) for row in shares]
+    largest, dead = [max(row) * len(row) for row in shares], [row.count(0) for row in counts]
     return {
         "expert_load": max(largest),  # largest over mean, in the worst layer
-        "dead_experts": sum(count == 0 for row in counts for count in row),
+        "dead_experts": sum(dead),
         "expert_entropy": sum(entropies) / len(entropies),  # 1: all experts alike; 0: one takes all
         "expert_load_by_layer": [round(each, 4) for each in largest],
+        "dead_experts_by_layer": dead,
+        "expert_entropy_by_layer": [round(each, 4) for each in entropies],
     }

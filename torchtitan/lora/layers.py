@@ -162,5 +162,6 @@ def cast_frozen(model: nn.Module, config: Config) -> None:
     Without adapters frozen weights are saved, and keep the type of the others.
     """
     for parameter in model.parameters() if config.lora.rank is not None else ():
-        if not parameter.requires_grad and parameter.is_floating_point():
+        is_kept = getattr(parameter, "is_kept_whole", False)  # a router's bias: rounded, it would choose other experts
+        if not parameter.requires_grad and parameter.is_floating_point() and not is_kept:
             parameter.data = parameter.data.to(getattr(torch, config.training.mixed_precision_param))

@@ -28,6 +28,13 @@ class Router(nn.Module):
             self.bias = nn.Parameter(torch.empty(args.num_experts), requires_grad=False)
             self.bias.is_kept_whole = True  # type: ignore[attr-defined]  # by FSDP, which would round it
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
+        """Keep the bias in float32 whatever the weights become: 16 bits would round its small steps away."""
+        super()._apply(fn, recurse)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.float()
+        return self
+
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of tokens [N, C]: weights and numbers of their experts [N, K], and the scores of all [N, E]."""
         logits = F.linear(tokens.float(), local(self.weight).float())
@@ -118,6 +125,8 @@ class MixtureOfExperts(nn.Module):
                 weights = _AddLoss.apply(weights, self.balancing_loss(scores), factor)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=x.device)
+        if self.exchange is None and x.device.type == "cpu" and x.element_size() == 2:
+            order, place, ends = round_up(order, place, ends, chosen.flatten())
         rows = _Spread.apply(tokens, order, place, chosen.shape[1])  # [N * K, C]
         ends = ends.int()
         rows = self.experts(rows, ends) if self.exchange is None else self.exchange(self.experts, rows, ends)
@@ -134,6 +143,25 @@ class MixtureOfExperts(nn.Module):
         share = self.before / self.batch_tokens
         part = scores / scores.sum(-1, keepdim=True)
         return self.coefficient / self.batch_tokens * (part @ share.to(part.dtype)).sum()
+
+
+_MULTIPLE = 32
+
+
+def round_up(order: Tensor, place: Tensor, ends: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Let an expert's rows be a multiple of 32: to multiply 16 bits, a CPU compiles a program for each number of rows.
+
+    The rows between are the first token's. Nobody collects them, so their gradient is 0.
+    """
+    if len(order) < 4 * _MULTIPLE * len(ends):  # they would be many beside the others
+        return order, place, ends
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    rounded = (counts + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+    stops = rounded.cumsum(0)
+    place = place + (stops - rounded - ends + counts)[chosen]
+    longer = order.new_zeros(len(order) + _MULTIPLE * len(ends))
+    longer[place] = torch.arange(len(order), device=order.device)
+    return longer, place, stops
 
 
 class _AddLoss(torch.autograd.Function):
@@ -169,12 +197,15 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
+        ctx.save_for_backward(order, place)
         return rows[place]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient[ctx.saved_tensors[0]], None, None
+        order, place = ctx.saved_tensors
+        if len(order) == len(place):
+            return gradient[order], None, None
+        return gradient.new_zeros(len(order), gradient.shape[1]).index_copy_(0, place, gradient), None, None
 
 
 def local(weight: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Draws the losses of a run, as loss.png in the run folder."""
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -15,25 +16,24 @@ def read_losses(file: Path, key: str) -> Points:
     """The finite values of this key; a line that was cut short is left out."""
     points: Points = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record.get(key) is not None:
-            points.append((record["step"], record[key]))
+        with contextlib.suppress(ValueError):
+            if (record := json.loads(line)).get(key) is not None:
+                points.append((record["step"], record[key]))
     return points
 
 
 def draw(folder: Path) -> None:
-    """Write loss.png beside the records of this folder, unless they have fewer than two losses."""
+    """Write loss.png beside the records of this folder if they have two losses, and experts.png if they have loads."""
     training = read_losses(folder / "metrics.jsonl", "loss")
     if len(training) > 1:
         write_png(folder / "loss.png", training, read_losses(folder / "validation.jsonl", "validation_loss"))
+    if loads := read_losses(folder / "metrics.jsonl", "expert_load_by_layer"):
+        from torchtitan.observe.heat import write_loads
+
+        write_loads(folder / "experts.png", loads, nice_ticks(0, loads[-1][0]))
 
 
-def write_png(
-    path: Path, training: Points, validation: Points, names: tuple[str, str] = ("loss", "validation")
-) -> None:
+def write_png(path: Path, training: Points, validation: Points, names: Sequence[str] = ("loss", "validation")) -> None:
     """The first points as a line, the others as dots."""
     from PIL import Image, ImageDraw  # TensorBoard needs it too
 

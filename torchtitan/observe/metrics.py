@@ -239,7 +239,7 @@ class MetricsWriter:
         try:
             draw(self._folder)
         except OSError as error:
-            logger.warning(f"{self._folder / 'loss.png'} could not be written: {error.strerror or error}")
+            logger.warning(f"{self._folder}: a picture could not be written: {error.strerror or error}")
         if self.live is not None:
             self.live.close()
 

@@ -59,7 +59,7 @@ class Update:
         if self.average is not None:
             self.average.update()
         if self.model.load is not None:
-            self.model.load.after_update()
+            self.model.load.after_update(gradient_norm)
         self.after_update()
         return gradient_norm
 

@@ -25,14 +25,13 @@ from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
 from torchtitan.models.families import find_model
 
-# name -> the program that trains, its packages besides torch, and its options
+# name -> the program that trains, its packages besides torch, and its options ("experts": how it computes a mixture)
+_TRAINER = ["transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2"]
 PEERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
-    "Trainer": ("trainer.py", ["transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2"], {"compile": False}),
-    "Trainer, torch_compile": (
-        "trainer.py",
-        ["transformers==5.23.0", "accelerate==1.15.0", "peft==0.21.2"],
-        {"compile": True},
-    ),
+    "Trainer": ("trainer.py", _TRAINER, {"compile": False, "experts": "eager"}),
+    "Trainer, torch_compile": ("trainer.py", _TRAINER, {"compile": True, "experts": "eager"}),
+    "Trainer, grouped_mm": ("trainer.py", _TRAINER, {"compile": False, "experts": "grouped_mm"}),
+    "Trainer, grouped_mm, torch_compile": ("trainer.py", _TRAINER, {"compile": True, "experts": "grouped_mm"}),
     "LitGPT, compiled": ("lit.py", ["litgpt==0.5.13"], {"compile": True}),
     "torchtitan 0.2.2, compiled": ("titan.py", ["torchtitan==0.2.2", "torchao==0.18.0"], {}),
 }
@@ -43,6 +42,11 @@ IN_BFLOAT16 = ["--training.dtype", "bfloat16", "--optimizer.moments_dtype", "bfl
 def why_not(name: str, config: Config, has_gpu: bool) -> str:
     """Return why a peer cannot train this preset here, or "" if it can."""
     is_titan = PEERS[name][0] == "titan.py"
+    has_experts = hasattr(find_model(config.model).shape, "num_experts")
+    if has_experts and PEERS[name][0] != "trainer.py":
+        return "is not given experts here"
+    if not has_experts and PEERS[name][2].get("experts") == "grouped_mm":
+        return "differs only with experts"
     if is_titan and not has_gpu:
         return "trains on GPUs only"
     return "does not train in float8" if config.model.converters and not is_titan else ""

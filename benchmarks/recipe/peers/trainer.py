@@ -29,7 +29,8 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def main() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    import transformers
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Times(TrainerCallback):
         def on_step_end(self, *args: object, **kwargs: object) -> None:
@@ -39,8 +40,13 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     shape = asked["model"]
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    family, experts = "Llama", {}
+    if "num_experts" in shape:
+        family, experts = "Mixtral", {"experts_implementation": asked["experts"], "output_router_logits": True}
+        experts |= {"num_local_experts": shape["num_experts"], "num_experts_per_tok": shape["experts_per_token"]}
+        experts |= {"router_aux_loss_coef": shape["balance_rate"]}
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(
             vocab_size=shape["vocab_size"],
             hidden_size=shape["dim"],
             intermediate_size=shape["hidden_dim"],
@@ -52,6 +58,7 @@ def main() -> None:
             tie_word_embeddings=shape["tied_embeddings"],
             use_cache=False,
             attn_implementation="sdpa",
+            **experts,
         )
     )
     if asked["lora"]:

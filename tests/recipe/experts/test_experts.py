@@ -18,7 +18,7 @@ from torchtitan.__main__ import main
 from torchtitan.checkpoint.storage import Storage
 from torchtitan.config.load import ConfigError
 from torchtitan.config.schema import Model
-from torchtitan.experts.load import describe_load
+from torchtitan.experts.load import Load, describe_load
 from torchtitan.models.describe import describe_size
 from torchtitan.models.experts.args import ExpertArgs
 from torchtitan.models.families import find_model, find_spec, plan_model
@@ -151,6 +151,18 @@ def test_torchs_grouped_product_equals_a_loop(dtype: torch.dtype) -> None:
         assert a is not None and b is not None and torch.equal(a, b)
 
 
+def test_rows_between_experts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = randomized(MixtureOfExperts(ExpertArgs(16, 2, 2, 2, 24, num_experts=4, experts_per_token=2))).bfloat16()
+    x = torch.randn(512, 16, dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for multiple in (32, 2**20):  # 2**20: none
+        monkeypatch.setattr("torchtitan.models.mixture._MULTIPLE", multiple)
+        out = mixture(x)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), [x, *mixture.parameters()])))
+    for a, b in zip(*results, strict=True):
+        assert torch.linalg.vector_norm((a - b).float()) < 1e-2 * torch.linalg.vector_norm(b.float())
+
+
 def balancing_of_transformers(logits: Tensor, args: ExpertArgs) -> Tensor:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -249,12 +261,27 @@ def test_a_run_learns_and_keeps_its_experts_busy(balance: str, tmp_path: Path) -
     assert last["loss"] < records[0]["loss"] - 0.3
     assert last["dead_experts"] == 0 and 0.85 < last["expert_entropy"] <= 1
     assert round(last["expert_load"], 4) == max(last["expert_load_by_layer"]) < 4
+    assert (tmp_path / "experts.png").is_file()
+
+
+def test_the_bias_is_in_float32_and_follows_no_update_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.experts.load.sum_over", lambda tensor, _: tensor)
+    mixture = randomized(MixtureOfExperts(ARGS["sigmoid, bias, groups, shared"])).to(torch.bfloat16)
+    load, bias = Load([mixture], [""], None, None, 8, 8), mixture.router.bias  # type: ignore[arg-type]
+    load.reset(torch.device("cpu"))
+    assert bias.dtype == torch.float32 and mixture.router.weight.dtype == torch.bfloat16
+    bias.zero_()
+    for norm, most in ((torch.inf, 0.0), (1.0, 0.001)):
+        mixture(torch.randn(8, 16, dtype=torch.bfloat16))
+        load.after_update(torch.tensor(norm))
+        assert bias.abs().max() == torch.tensor(most) and mixture.counts.sum() == 0 < mixture.before.sum()
 
 
 def test_the_load_is_described_in_numbers() -> None:
     found = describe_load([[2, 2, 2, 2], [8, 0, 0, 0]])
     assert found == {
         "expert_load": 4.0, "dead_experts": 3, "expert_entropy": 0.5, "expert_load_by_layer": [1.0, 4.0],
+        "dead_experts_by_layer": [0, 3], "expert_entropy_by_layer": [1.0, 0.0],
     }  # fmt: skip
 
 

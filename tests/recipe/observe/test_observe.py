@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan import hardware
 from torchtitan.config.schema import Config, Job, Metrics
-from torchtitan.observe import curve, interrupt, live, metrics
+from torchtitan.observe import curve, heat, interrupt, live, metrics
 from torchtitan.observe.health import judge_window
 from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
@@ -171,7 +171,17 @@ def test_the_losses_are_drawn_at_the_end(tmp_path: Path) -> None:
     with Image.open(tmp_path / "loss.png") as image:
         colors = {color for _, color in image.getcolors(100_000)}
     assert {curve._TRAINING, curve._VALIDATION} <= colors
+    assert not (tmp_path / "experts.png").exists()
     assert curve.nice_ticks(0.2, 8) == [0, 2, 4, 6, 8] and len(curve.nice_ticks(3.0, 3.0)) > 1
+
+
+def test_the_loads_of_experts_are_drawn_at_the_end(tmp_path: Path) -> None:
+    records = [{"step": step, "expert_load_by_layer": [4.5, 1.0 if step > 2000 else 4.0]} for step in range(1, 4001)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    curve.draw(tmp_path)
+    with Image.open(tmp_path / "experts.png") as image:
+        rows = [[image.getpixel((heat._LEFT + x, heat._TOP + y)) for x in (100, 700)] for y in (12, 36)]
+    assert rows == [[heat._UNEVEN, heat._UNEVEN], [heat._UNEVEN, heat._EVEN]]
 
 
 def test_a_terminal_shows_a_line_below_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
