@@ -88,7 +88,7 @@ class Layouts:
         network, (work, layout) = self.network, self._asked(choice)
         seconds = self._of_nodes(work, layout, choice)
         layers, replicas = work.num_layers, choice.dp * choice.tp // network.per_node
-        every = work.num_parameters + work.of_experts
+        every = work.num_parameters + layers * work.layer.experts
         peak = self._peak(work, layout, choice)
         limits = FILLED * 2**30 * network.of("memory_gib", 0)
         most = {limit: (peak <= limit).sum(0) for limit in np.unique(limits)}

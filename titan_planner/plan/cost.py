@@ -211,16 +211,6 @@ class Machine:
         return both(forward, gather, half) + both(backward, regathers * gather + scatter, regathers * half + whole)
 
 
-def _of_layer(machine: Machine, block: Block, layout: Layout) -> Number:
-    """Forward and backward of a layer; without a pipeline, beside the exchange of its weights."""
-    forward, backward = (seconds + machine.rates.layer for seconds in machine.block(block, layout))
-    piped = np.asarray(layout.pp) > 1
-    if not layout.shards or piped.all():
-        return forward + backward
-    alone = machine.beside(forward, backward, block.parameters, layout, layout.regathers, block.experts)
-    return np.where(piped, forward + backward, alone)
-
-
 def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     """One optimizer step. With a pipeline, 1F1B or its interleaved form.
 
@@ -228,32 +218,32 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     once a pass, and stay.
     """
     rates, device = machine.rates, machine.device
+    forward, backward = machine.block(work.layer, layout)
+    forward, backward = forward + rates.layer, backward + rates.layer
     of_ends = machine.block(work.ends, replace(layout, recompute="none"))  # the output layer is not recomputed
     ends: Number = sum(of_ends)
     group, piped = layout.dp * layout.cp, np.asarray(layout.pp) > 1
     even = work.num_layers / layout.pp
     per_rank = np.where(layout.most_layers, layout.most_layers, even)
     of_last = np.where(layout.most_layers, layout.last_layers, even)
-    of_layer = _of_layer(machine, work.layer, layout)
-    of_first = of_layer if work.first is None else _of_layer(machine, work.first, layout)
+    of_layer: Number = forward + backward
     if layout.shards:
         if not piped.all():
+            layer = work.layer
+            alone = machine.beside(forward, backward, layer.parameters, layout, layout.regathers, layer.experts)
+            of_layer = np.where(piped, of_layer, alone)
             ends = np.where(piped, ends, machine.beside(*of_ends, work.ends.parameters, layout, 0.0))
         own: Number = sum(machine.exchange(work.layer.parameters, layout, work.layer.experts))
         first, last = (sum(machine.exchange(size, layout)) for size in (work.lookup, work.ends.parameters))
         longest = np.maximum(per_rank * own + first, of_last * own + last)
-        is_tied = work.num_parameters - work.of_layers <= work.ends.parameters
+        is_tied = work.num_parameters - work.num_layers * work.layer.parameters <= work.ends.parameters
         # Nothing runs beside the gather of the table that looks tokens up, the first, and its scatter, the last.
         once: Number = np.where(piped, longest, np.where(is_tied, 0.0, layout.microbatches * first))
     else:  # a step gathers whole weights beside its first forward, and scatters gradients beside its last backward
-        forward, backward = (seconds + rates.layer for seconds in machine.block(work.layer, layout))
-        own, experts = work.num_parameters / layout.pp, work.of_experts / layout.pp
+        own, experts = work.num_parameters / layout.pp, even * work.layer.experts
         both = machine.beside(per_rank * forward, per_rank * backward, own, layout, 0.0, experts)
         once = both - per_rank * of_layer if layout.overlaps else sum(machine.exchange(own, layout, experts))
-    # A pipeline waits for the first rank, which has the first layers, or for the others.
-    more = np.minimum(work.num_first, per_rank) * (of_first - of_layer)
-    each = per_rank * of_layer + np.where(piped, np.maximum(0, more), more)
-    beyond = np.maximum(0, ends - (per_rank - of_last) * of_layer)
+    each, beyond = per_rank * of_layer, np.maximum(0, ends - (per_rank - of_last) * of_layer)
     near = group * layout.replicas * layout.tp < device.per_node  # the next stage is in the same node
     link = np.where(near, device.inside * rates.inside, device.between * rates.between)
     sent, count = layout.wide * work.sent / link, layout.stages_per_rank * layout.microbatches
@@ -266,7 +256,7 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
     runs = np.where(piped, layout.passes, 1)
     splits = layout.shards or layout.splits_optimizer
     held = work.num_parameters / layout.pp / (group if splits else 1)
-    held = held + work.of_experts / layout.pp / (layout.expert_shards if splits else 1)
+    held = held + even * work.layer.experts / (layout.expert_shards if splits else 1)
     return Seconds(
         {
             "layers": each * layout.microbatches * runs,

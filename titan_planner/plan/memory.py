@@ -28,7 +28,7 @@ class Held:
 def whole(work: Work, layout: Layout) -> Held:
     """A rank with the whole model, which takes one local batch after another."""
     shards, layer, out = layout.dp * layout.cp, work.layer.parameters, work.ends.parameters
-    experts, of_experts = work.layer.experts, work.of_experts
+    experts, of_experts = work.layer.experts, work.num_layers * work.layer.experts
     own, more_shards = 4 * work.num_parameters / shards + 4 * of_experts / layout.expert_shards, 4 * out / shards
     states = layout.states / 4 * own
     # Weights that stay gathered, or cast: of all units that backward has not reached.
@@ -38,8 +38,6 @@ def whole(work: Work, layout: Layout) -> Held:
     every = 2 * (work.num_parameters - work.lookup) + table  # backward of a lookup needs no weights
     kept, working, of_layer = _backward(work, layout)
     waiting = work.num_layers * kept
-    if work.first is not None:
-        waiting = waiting + work.num_first * (_backward(replace(work, layer=work.first), layout)[0] - kept)
     earlier = np.where(layout.microbatches > 1, own, 0)  # gradients of the local batches before
     reads = np.where(shards > 1, 4.0, 0.0)  # bytes a parameter that a scatter reads; one rank has nothing to scatter
     many, replicated = layout.microbatches > 1, layout.replicas > 1

@@ -21,12 +21,8 @@ def traffic(work: Work, layout: Layout, layers: Sequence[int], rank: int, is_tie
     piped, is_first, is_last = layout.pp > 1, rank == 0, rank == layout.pp - 1
     runs = layout.microbatches * layout.passes
     moved: Counter[str] = Counter()
-    other = work.first or work.layer
-    few = min(work.num_first, layers[0]) * is_first  # of the others
-    mixed, more = [layers[0] - few, *layers[1:]], few * (other.parameters - work.layer.parameters)
     for block, count, recompute in (
-        (work.layer, sum(mixed), layout.recompute),
-        (other, few, layout.recompute),
+        (work.layer, sum(layers), layout.recompute),
         (work.ends, is_last, "none"),
         (Block(work.start, 0), is_first, "none"),
     ):
@@ -34,25 +30,25 @@ def traffic(work: Work, layout: Layout, layers: Sequence[int], rank: int, is_tie
             moved[name] += size * count * runs
     shards, exchanges = layout.dp * layout.cp, layout.passes if piped else runs
     stages = [count * work.layer.parameters for count in layers]
-    stages[0] += is_first * work.lookup + more
+    stages[0] += is_first * work.lookup
     stages[-1] += is_last * (work.ends.parameters - (not piped and is_tied) * work.lookup)
     times = _gathers(layout, rank) if piped else [1]
     if shards > 1:
         # The last unit stays gathered: the output layer, or where it is tied, the last layer.
-        again = 0 if piped else layout.regathers * (work.layer.parameters * (sum(layers) - is_tied) + more)
+        again = 0 if piped else layout.regathers * work.layer.parameters * (sum(layers) - is_tied)
         gathered = again + sum(size * number for size, number in zip(stages, times, strict=True))
         moved["all-gather"] += 2 * gathered * exchanges
         moved["reduce-scatter"] += 4 * sum(stages) * exchanges
     experts = work.layer.experts
     if layout.expert_shards > 1:  # the last layer's experts stay gathered
-        again = 0 if piped else layout.regathers * (sum(mixed) - 1)
-        moved["all-gather"] += 2 * experts * (again + sum(map(mul, mixed, times))) * exchanges
-        moved["reduce-scatter"] += 4 * experts * sum(mixed) * exchanges
+        again = 0 if piped else layout.regathers * (sum(layers) - 1)
+        moved["all-gather"] += 2 * experts * (again + sum(map(mul, layers, times))) * exchanges
+        moved["reduce-scatter"] += 4 * experts * sum(layers) * exchanges
     if layout.replicas > 1:
-        own = sum(stages) / shards + experts * sum(mixed) / layout.expert_shards
+        own = sum(stages) / shards + experts * sum(layers) / layout.expert_shards
         moved["all-reduce"] += 4 * own * exchanges
     if layout.tp > 1:  # gradients that wait are in float32
-        replicated = sum(mixed) * work.layer.replicated + few * other.replicated + is_last * work.ends.replicated
+        replicated = sum(layers) * work.layer.replicated + is_last * work.ends.replicated
         moved["all-reduce"] += replicated * (4 if piped else 2) * exchanges
     # The count of tokens; the norm of the gradient over stages, shards, and tensor-parallel ranks, which split weights
     # by rows, by columns, or not at all.

@@ -101,17 +101,4 @@ class Work:
     num_parameters: Number  # of one tensor-parallel rank, with both ends; without experts
     lookup: Number = 0  # parameters of the table before the first layer, likewise
     start: tuple[Exchange, ...] = ()  # what follows that table
-    first: Block | None = None  # the first layers, where they differ from the others
-    num_first: int = 0
     entering: Number = 0  # bytes of a microbatch that wait for backward before the first layer, beside its input
-
-    @property
-    def of_layers(self) -> Number:
-        """Parameters of all layers, without experts."""
-        more = 0 if self.first is None else self.num_first * (self.first.parameters - self.layer.parameters)
-        return self.num_layers * self.layer.parameters + more
-
-    @property
-    def of_experts(self) -> Number:
-        """Parameters of all layers' experts."""
-        return (self.num_layers - self.num_first) * self.layer.experts

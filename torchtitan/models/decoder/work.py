@@ -1,6 +1,5 @@
 """What a decoder computes and keeps, for the planner; no torch."""
 
-from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.decoder.args import DecoderArgs
@@ -12,16 +11,11 @@ _LAST = {"stopped": 0.0}  # a recompute that stops early ends before the last pr
 
 def operations(args: DecoderArgs, share: Share) -> Work:
     """Bytes are those of bfloat16. Between layers, activations are split along the sequence over tensor parallelism."""
-    return whole(args, share, block(args, share))
-
-
-def block(args: DecoderArgs, share: Share) -> Block:
-    """A layer with one network."""
     tokens, tp = share.tokens, share.tp
     heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
     hidden, of_norms = args.hidden_dim / tp, 2 * args.dim + 2 * args.head_size * args.head_norms
     stream = 2 * tokens * args.dim  # bytes of the residual stream
-    return Block(
+    layer = Block(
         (
             *attention(args, share, gathers=2),
             Product(tokens, hidden, args.dim, count=2, again=_HALF),
@@ -34,6 +28,7 @@ def block(args: DecoderArgs, share: Share) -> Block:
         of_norms,
         _working(args, share),
     )
+    return whole(args, share, layer)
 
 
 def attention(args: DecoderArgs, share: Share, gathers: int) -> tuple[Operation, ...]:
@@ -57,8 +52,8 @@ def attention(args: DecoderArgs, share: Share, gathers: int) -> tuple[Operation,
     )
 
 
-def whole(args: DecoderArgs, share: Share, layer: Block, first: Block | None = None, num_first: int = 0) -> Work:
-    """The model of such layers, of which the first may differ."""
+def whole(args: DecoderArgs, share: Share, layer: Block) -> Work:
+    """The model of such layers."""
     tokens, tp, stream = share.tokens, share.tp, 2 * share.tokens * args.dim
     vocabulary = (args.vocab_size or 1) / tp
     ends = Block(
@@ -76,20 +71,17 @@ def whole(args: DecoderArgs, share: Share, layer: Block, first: Block | None = N
     # A table is split by columns. torch on a CPU, and so the dry run, gathers all columns and cuts its part out.
     columns = Exchange("gather", stream, backward_count=0), Exchange("scatter", stream, count=0, backward_count=1)
     tables = (1 if args.tied_embeddings else 2) * args.dim * vocabulary
-    work = Work(
+    return Work(
         layer,
         args.n_layers,
         ends,
         stream / tp,
-        0,
+        args.n_layers * layer.parameters + tables + args.dim,
         args.dim * vocabulary,
         (Exchange("scatter", stream),) if args.tied_embeddings else columns,
         # The part of a single sequence is a view, so all columns wait.
-        entering=(stream - stream / tp) * (share.sequences == 1) * (not args.tied_embeddings),
-        first=first,
-        num_first=num_first,
+        (stream - stream / tp) * (share.sequences == 1) * (not args.tied_embeddings),
     )
-    return replace(work, num_parameters=work.of_layers + tables + args.dim)
 
 
 def _kept(args: DecoderArgs, share: Share) -> dict[str, Any]:

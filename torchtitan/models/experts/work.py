@@ -1,15 +1,19 @@
 """What a decoder with experts computes, keeps and sends, for the planner, which takes their load as even; no torch."""
 
-from dataclasses import replace
-
-from torchtitan.models.decoder.work import attention, block, whole
+from torchtitan.models.decoder.work import attention, whole
 from torchtitan.models.experts.args import ExpertArgs
 from torchtitan.models.operations import Block, Exchange, Number, Pass, Product, Share, Work
+from torchtitan.refusal import Refusal
 
 _BY_OPERATION = {"selective op": 1.0}  # of a mixture, it keeps products, and the rows that travelled
 
 
 def operations(args: ExpertArgs, share: Share) -> Work:
+    if args.num_dense_layers:
+        raise Refusal(
+            f"the shape has num_dense_layers = {args.num_dense_layers}, and the planner predicts models whose layers "
+            "are alike; use dry_run for the memory of a layout, and compare for the speed of two"
+        )
     dim, hidden, tp, tokens = args.dim, args.hidden_dim, share.tp, share.tokens
     heads, kv_heads = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
     own = tokens / tp  # tokens that this rank routes
@@ -42,10 +46,7 @@ def operations(args: ExpertArgs, share: Share) -> Work:
         _working(args, share),
         3 * here * dim * hidden,
     )
-    if not args.num_dense_layers:
-        return whole(args, share, layer)
-    first = block(replace(args, hidden_dim=args.dense_hidden_dim or 0), share)
-    return whole(args, share, layer, first, args.num_dense_layers)
+    return whole(args, share, layer)
 
 
 def _of_mixture(args: ExpertArgs, share: Share) -> Number:
