@@ -1,1 +1,1 @@
-"""Experts in a run: divided over ranks, kept equally busy, updated by Muon, and what the log says of their load."""
+"""Experts in a run: divided over ranks, kept equally busy, and what the log says of their load."""

@@ -198,6 +198,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(order, place)
+        ctx.num_rows = len(rows)
         return rows[place]
 
     @staticmethod
@@ -205,7 +206,7 @@ class _Collect(torch.autograd.Function):
         order, place = ctx.saved_tensors
         if len(order) == len(place):
             return gradient[order], None, None
-        return gradient.new_zeros(len(order), gradient.shape[1]).index_copy_(0, place, gradient), None, None
+        return gradient.new_zeros(ctx.num_rows, gradient.shape[1]).index_copy_(0, place, gradient), None, None
 
 
 def local(weight: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.recipe.run import PRESETS, ROOT, measure, publish
 from torchtitan.config.load import load_config
 from torchtitan.config.schema import Config
+from torchtitan.launch.node import KEEP_FREED_MEMORY
 from torchtitan.models.families import find_model
 
 # name -> the program that trains, its packages besides torch, and its options ("experts": how it computes a mixture)
@@ -90,6 +91,7 @@ def run_peer(name: str, config: Config, lora: int | None = None) -> dict[str, An
         capture_output=True,
         text=True,
         check=False,
+        env=os.environ | KEEP_FREED_MEMORY,  # as run_llama_train.sh sets it for ours
     )
     if done.returncode:
         print(f"{name}:\n{done.stderr[-3000:]}", file=sys.stderr)

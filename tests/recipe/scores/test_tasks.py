@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
 from torchtitan.refusal import Refusal
 from torchtitan.training.scores.during import check_tasks
-from torchtitan.training.scores.harness import figures
+from torchtitan.training.scores.harness import Asked, figures
 from torchtitan.training.scores.tasks import open_tasks
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -145,6 +146,11 @@ def test_a_task_that_cannot_be_answered_is_refused(
     with pytest.raises(Refusal, match=message):
         check_tasks(config, plan_model(config), Place(0, 0, degree))
     check_tasks(config, plan_model(config), Place(1, 1, degree + 1))  # only rank 0 reads the data
+
+
+def test_an_answer_longer_than_the_model_sees_is_refused() -> None:
+    with pytest.raises(Refusal, match="an answer of the task has 9 tokens, and the model sees 8; take another task"):
+        Asked.score(SimpleNamespace(longest=8), [([1], [2] * 9)])  # type: ignore[arg-type]
 
 
 def test_an_unknown_task_is_refused_with_the_nearest_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The optimizer: `build` makes it and `apply` applies it.
 
-torch has AdamW and Muon. `muon` joins the two into one optimizer, `bfloat16` is AdamW with smaller moments, and
+torch has AdamW. `muon` joins it and Muon into one optimizer, `bfloat16` is AdamW with smaller moments, and
 `average` keeps a moving average of the weights.
 """
 

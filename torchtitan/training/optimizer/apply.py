@@ -18,7 +18,7 @@ def apply_update(
     """Update the parameters once at this learning rate, with gradients scaled down to a norm of at most `max_norm`.
 
     Gradients, but not the norm, are `scale` times too large. Fused AdamW scales and updates in one pass on the device.
-    If the norm is not finite, it changes nothing.
+    If the norm is not finite, fused AdamW changes nothing; others write what is no number, and the run ends.
     """
     divisor = ((gradient_norm + 1e-6) / max_norm).clamp(min=1.0) * scale
     for group in optimizer.param_groups:

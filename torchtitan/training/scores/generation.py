@@ -56,15 +56,20 @@ def keeping_keys(model: nn.Module) -> AbstractContextManager[None]:
     return attending(model, lambda: CachedAttention(CausalAttention()))
 
 
-@contextmanager
-def attending(model: nn.Module, make: Callable[[], nn.Module]) -> Iterator[None]:
-    """Inside, the attention of a model that trains is another, under any mask."""
-    found = [
+def attentions(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The outermost, with the modules that have them, and by which names."""
+    return [
         (parent, name, core)
         for parent in model.modules()
         for name, core in parent.named_children()
-        if isinstance(core, _ATTENTION) and not isinstance(parent, _ATTENTION)  # the outermost
+        if isinstance(core, _ATTENTION) and not isinstance(parent, _ATTENTION)
     ]
+
+
+@contextmanager
+def attending(model: nn.Module, make: Callable[[], nn.Module]) -> Iterator[None]:
+    """Inside, the attention of a model that trains is another, under any mask."""
+    found = attentions(model)
     for parent, name, _ in found:
         setattr(parent, name, make())
     try:

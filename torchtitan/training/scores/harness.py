@@ -18,6 +18,7 @@ import torch
 from torchtitan.config.schema import Model
 from torchtitan.data.chat.prompts import ChatPrompts
 from torchtitan.data.tokenizers.tokenizer import Tokenizer
+from torchtitan.refusal import Refusal
 from torchtitan.training.scores.generation import Sampling, stop_ids
 from torchtitan.training.scores.led import Led
 from torchtitan.training.scores.lines import Row
@@ -49,6 +50,11 @@ class Asked:
         """Continuations [1] after contexts [0], of which the model sees the end if they are too long."""
         rows = []
         for context, continuation in pairs:
+            if len(continuation) > self.longest:
+                raise Refusal(
+                    f"an answer of the task has {len(continuation)} tokens, and the model sees {self.longest}; take "
+                    "another task, or a longer model.max_seq_len if the model was trained for it"
+                )
             ids = [*context, *continuation][-(self.longest + 1) :]
             rows.append(Row(ids, len(ids) - len(continuation)))
         found: list[Score] = self.led.call("score_rows", rows)
@@ -82,7 +88,7 @@ class Asked:
         most, room = given["max_gen_toks"], self.longest - given["max_gen_toks"]
         prompts = [self.encode(context)[-room:] for context in contexts]
         temperature = float(given.get("temperature") or 0) if given.get("do_sample") else 0.0
-        sampling = Sampling(temperature, int(given.get("top_k") or 0), float(given.get("top_p") or 1))
+        sampling = Sampling(temperature, int(given.get("top_k", 50) or 0), float(given.get("top_p") or 1))
         lengths = {text: len(self.encode(text, add_special_tokens=False)) + 2 for text in until if text}
         texts = self.led.call("write_all", prompts, most, sampling, lengths)
         written = [self.tokenizer.decode(each.ids) for each in texts]

@@ -23,7 +23,7 @@ from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import sum_over
 from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.run import Run
-from torchtitan.training.scores.generation import Peers, Sampling, attending, generate, keeping_keys
+from torchtitan.training.scores.generation import Peers, Sampling, attending, attentions, generate, keeping_keys
 from torchtitan.training.scores.lines import Line, Row, places_and_mask, plan_lines
 from torchtitan.training.step import ForwardBackward
 
@@ -58,6 +58,9 @@ class Scorer:
         self._losses, self._tp = run.mesh.losses.get_group(), run.mesh.devices["tp"].get_group()
         self._multiple = math.lcm(2 * run.dims.cp if run.dims.cp > 1 else 1, run.dims.tp)
         self._rank = run.mesh.batch.get_local_rank()
+        # A layer that mixes tokens in another way would let the answers of a question see each other.
+        layers = len(run.blueprint.layers)
+        self._shares = self.can_write and len(attentions(self.model.stages[0])) >= layers
         self._look: Callable[[Tensor, Tensor], Tensor]
         self._step = ForwardBackward(
             self.model,
@@ -74,8 +77,8 @@ class Scorer:
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
         results = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.device)  # log-probability, misses
-        lines = plan_lines(rows, self.can_write, self.longest)
-        under_masks = attending(self.model.stages[0], CausalAttention) if self.can_write else nullcontext()
+        lines = plan_lines(rows, self._shares, self.longest)
+        under_masks = attending(self.model.stages[0], CausalAttention) if self._shares else nullcontext()
         with self._inside(), under_masks:
             for batches in self._rounds(lines, lambda line: line.length):
                 self._score(rows, batches[self._rank], results)
@@ -140,7 +143,7 @@ class Scorer:
         batch = Batch(inputs, places, self._documents(inputs), None).to(self.device)  # type: ignore[arg-type]
         self._look = look
         with self._only(batch.labels != IGNORED):
-            if self.can_write:
+            if self._shares:
                 apart = places_and_mask(part, inputs.shape, self.device)
                 positions, mask = apart or (None, None)
                 look(self.model.stages[0](batch.inputs, positions=positions, mask=mask), batch.labels)
