@@ -29,7 +29,7 @@ Name = Annotated[str, Field(max_length=64)]
 Run = Annotated[str, Field(pattern="^[0-9a-f]{0,16}$")]
 Place = Annotated[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1, le=1024)]], AfterValidator(_below)]
 Value = Annotated[int, Field(ge=-(2**63), lt=2**63)] | float | bool | Annotated[str, Field(max_length=1024)] | None
-Shared = Annotated[dict[Name, Value], Field(max_length=64)]
+Shared = Annotated[dict[Name, Value], Field(max_length=128)]
 Size = Annotated[int, Field(ge=1, le=2**53)]
 Shape = Annotated[list[Size], Field(max_length=8)]
 Weights = Annotated[

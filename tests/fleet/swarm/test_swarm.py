@@ -91,7 +91,7 @@ def test_sites_of_unlike_layouts_hold_the_same_anchor_after_each_meeting(ranks: 
 
 def test_a_swarm_that_waits_for_all_repeats_and_resumes_to_the_bit(ranks: Ranks, tmp_path: Path) -> None:
     saving = {"checkpoint__enable": True, "checkpoint__interval": 3, "checkpoint__keep_latest_k": 0}
-    saving |= TWO_STEPS | {"swarm__delay": 2}
+    saving |= TWO_STEPS | {"swarm__delay": 2, "lr_scheduler__total_steps": 14}
     with swarm(tmp_path / "once", ranks, [ONE, ONE], **saving) as train:
         whole = train()
         expected = meetings(tmp_path / "once", 0)
@@ -114,7 +114,7 @@ def test_a_swarm_that_waits_for_all_repeats_and_resumes_to_the_bit(ranks: Ranks,
 
 
 def test_a_site_that_comes_late_begins_where_the_run_is_with_documents_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
-    loose = TWO_STEPS | {"swarm__quorum": 1, "swarm__grace_seconds": 0.0, "swarm__sites": 2}
+    loose = TWO_STEPS | {"swarm__quorum": 1, "swarm__grace_seconds": 0.0, "lr_scheduler__total_steps": 14}
     with swarm(tmp_path, ranks, [ONE, ONE], **loose) as train:
         (first,) = train(only=0)
         (late,) = train(only=1, training__steps=14)

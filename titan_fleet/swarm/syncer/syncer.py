@@ -19,6 +19,7 @@ from typing import Any
 from titan_fleet.section import Swarm
 from titan_fleet.swarm.decide import differing, is_due, where_to_begin
 from titan_fleet.swarm.fragments import Box, Weight, divide
+from titan_fleet.swarm.identity import MAY_CHANGE
 from titan_fleet.swarm.messages import Known, Weights, read
 from titan_fleet.swarm.outer import Outer
 from titan_fleet.swarm.syncer.state import FragmentState, Meeting
@@ -51,7 +52,8 @@ class Syncer:
         known: dict[str, Any]
         if self.file.exists():
             known = read_known(folder).model_dump()
-            if different := differing(known["shared"], self.shared):
+            fixed = {key: value for key, value in known["shared"].items() if key not in MAY_CHANGE}
+            if different := differing(fixed, self.shared):
                 raise Refusal(
                     f"{folder} holds another swarm's run: {different[0].replace('at this site', 'in this file')}; name "
                     "another --out, or serve the file that it was made with"
