@@ -288,6 +288,27 @@ def test_a_full_disk_leaves_a_merge_as_if_it_had_not_begun(tmp_path, monkeypatch
     assert state.merge("a test").version == 1 and state.anchor[0][0, 0].item() == pytest.approx(1 - 0.7 * 1.9 * 2)
 
 
+def test_a_site_that_makes_more_steps_than_the_others_counts_and_is_judged_by_its_own_differences(tmp_path):
+    state, about = FragmentState(tmp_path, WHOLE, "float32", Outer(0.7, 0.0)), []
+    state.found("x", 0, WHOLE, memoryview(numbers(1)))
+    values = [{"fast": 30, "x": 1, "y": 1}] * 5 + [{"fast": 400, "x": 1, "y": 1}, {"fast": 30, "x": 11, "y": 1}]
+    for step, meeting in enumerate(values):
+        for site, value in meeting.items():
+            state.add(site, 0, state.version, step, 10, WHOLE, memoryview(numbers(value)))
+        about.append(list(state.merge("a test").rejected))
+        state = FragmentState(tmp_path, WHOLE, "float32", Outer(0.7, 0.0))  # the norms are on the disk, too
+    assert about == [[], [], [], [], [], ["fast"], []]
+
+
+def test_a_file_with_the_norms_of_all_sites_in_one_list_is_read(tmp_path):
+    state = FragmentState(tmp_path, WHOLE, "float32", Outer(0.7, 0.0))
+    state.norms = [1.0, 1.0, 1.0, 1.0]
+    state.found("x", 0, WHOLE, memoryview(numbers(1)))
+    again = FragmentState(tmp_path, WHOLE, "float32", Outer(0.7, 0.0))
+    again.add("x", 0, 0, 1, 10, WHOLE, memoryview(numbers(30)))
+    assert again.merge("a test").counted == {"x": 1}
+
+
 @pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
 def test_updates_lead_from_one_anchor_to_the_next_for_any_part_of_it(tmp_path, kind):
     state = FragmentState(tmp_path, WHOLE, kind, Outer(0.7, 0.9))

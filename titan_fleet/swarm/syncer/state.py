@@ -52,7 +52,7 @@ class FragmentState:
         self.velocity: list[Tensor] = []
         self.rest: list[Tensor] = []  # what rounding has kept from the sites so far
         self.meetings: list[Meeting] = []
-        self.norms: list[float] = []  # of differences that counted
+        self.norms: dict[str, list[float]] = {}  # of each site's differences that counted
         self.arriving: dict[str, Pieces] = {}
         self.founding: dict[str, Pieces] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class FragmentState:
         complete = {site: self.arriving[site] for site in sorted(self.arrived())}
         norms = {site: self._norm(each) for site, each in complete.items()}
         answers = {
-            site: is_usual(norm, self.norms, [other for name, other in norms.items() if name != site])
+            site: is_usual(norm, self.norms.get(site, ()), [other for name, other in norms.items() if name != site])
             for site, norm in norms.items()
         }
         counted = {site: each for site, each in complete.items() if answers[site].yes}
@@ -171,7 +171,8 @@ class FragmentState:
         steps = {site: each.step for site, each in counted.items()}
         meeting = Meeting(self.version + 1, steps, rejected, norm**0.5, apart, checksum(self.anchor), why)
         self._save_update(self.version, update)
-        self.norms = [*self.norms, *(norms[site] for site in counted)][-NORMS_KEPT:]
+        for site in counted:
+            self.norms[site] = [*self.norms.get(site, ()), norms[site]][-NORMS_KEPT:]
         self.version += 1
         self.meetings = [*self.meetings, meeting][-UPDATES_KEPT:]
         self._save()
@@ -253,7 +254,8 @@ class FragmentState:
             count = len(self.boxes)
             for kind in ("anchor", "velocity", "rest"):
                 setattr(self, kind, [file.get_tensor(f"{kind}.{number}") for number in range(count)])
-        self.version, self.norms = about["version"], about["norms"]
+        self.version, norms = about["version"], about["norms"]
+        self.norms = norms if isinstance(norms, dict) else {}  # once they were one list of all sites
         self.meetings = [Meeting(**each) for each in about["meetings"]]
 
     def _rebuild(self, given_out: int) -> None:
