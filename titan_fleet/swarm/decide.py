@@ -56,12 +56,13 @@ def goes_far(method: str, rate: float, momentum: float, meetings: int) -> Answer
     if way > FAR and meetings < MEETINGS:
         return Answer(
             True,
-            f"{said}; in trials of 90 and 300 meetings such a swarm learned less than a site alone: use outer_momentum "
-            '= 0.6 or method = "average", or a lower optimizer.lr',
+            f"{said}; in trials of 90 meetings a swarm whose outer step goes 3.5 times as far ended with a loss 1.8 % "
+            "higher than one whose step goes 1.75 times, and with 7 times it learned less than a site alone: use "
+            'outer_momentum = 0.6 or method = "average", or a lower optimizer.lr',
         )
     return Answer(
         way > 1 and meetings <= FEW_MEETINGS,
-        f'{said}; with 50 and 90 meetings the mean alone lost 1 % less: use method = "average"',
+        f'{said}; in trials of 50 and 90 meetings the mean alone ended with a loss 1 % lower: use method = "average"',
     )
 
 
