@@ -92,7 +92,8 @@ def serve(out: Path, args: argparse.Namespace, count: int) -> None:
     make(out / "keys", [SYNCER], sites())
     (out / "train.toml").write_text(configuration(args, count))
     words = ["-m", "torchtitan", "swarm", "serve", out / "train.toml", "--keys", out / "keys/syncer", "--out"]
-    syncer = launch([*words, out / "swarm", "--port", PORT], out / "syncer.log")
+    words += [out / "swarm", "--port", PORT, "--", "--training.steps", args.steps]  # the sites' own
+    syncer = launch(words, out / "syncer.log")
     await_port(SYNCER, PORT)
     (out / "ready").touch()
     while len(list(out.glob("*.done"))) < count:
@@ -105,7 +106,8 @@ def configuration(args: argparse.Namespace, count: int) -> str:
     if not args.text:
         return RUN.format(sites=count, every=args.every, delay=args.delay)
     text = (ROOT / "train_configs/swarm_debug.toml").read_text()
-    by_time = f"every_seconds = {args.every_seconds}\ngrace_seconds = 1.0\n" if args.every_seconds else ""
+    seconds = args.every_seconds  # the grace is over half of them, so that sites that are out of step meet
+    by_time = f"every_seconds = {seconds}\ngrace_seconds = {0.6 * seconds:g}\n" if seconds else ""
     return f"{text}\n[swarm]\nsites = {count}\nquorum = 2\nevery = {args.every}\ndelay = {args.delay}\n{by_time}"
 
 
