@@ -69,7 +69,7 @@ def set_up(program: str, packages: list[str]) -> Path:
     return python
 
 
-def run_peer(name: str, config: Config, lora: int | None = None) -> dict[str, Any]:
+def run_peer(name: str, config: Config, lora: int | None, keeps_memory: bool) -> dict[str, Any]:
     """Run a peer. Return the figures of its median step after warm-up, as run.py does, or why it failed."""
     program, packages, options = PEERS[name]
     blueprint = find_model(config.model)
@@ -91,7 +91,7 @@ def run_peer(name: str, config: Config, lora: int | None = None) -> dict[str, An
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | KEEP_FREED_MEMORY,  # as run_llama_train.sh sets it for ours
+        env=os.environ | (KEEP_FREED_MEMORY if keeps_memory else {}),
     )
     if done.returncode:
         print(f"{name}:\n{done.stderr[-3000:]}", file=sys.stderr)
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each trainer (default: %(default)s)")
     parser.add_argument("--only", choices=["trainer", "lit", "titan"], nargs="+", help="which peers (default: all)")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter; only Trainer, with peft, can here")
+    parser.add_argument("--malloc", action="store_true", help="give the peers our launcher's settings of malloc, too")
     parser.add_argument(
         "--profile", type=Path, metavar="FOLDER", help="also publish our last run as benchmarks.recipe.run does"
     )
@@ -132,7 +133,7 @@ def main() -> None:
         print(f"this recipe: {describe(ours[-1])}", flush=True)
         for name in peers:
             if name not in absent:
-                seen[name].append(run_peer(name, config, args.lora))
+                seen[name].append(run_peer(name, config, args.lora, args.malloc))
                 print(f"{name}: {describe(seen[name][-1])}", flush=True)
                 if why := seen[name][-1].get("failed"):
                     absent[name] = why
