@@ -31,6 +31,8 @@ SIZES = {
     "vocab_size": "vocab_size",
     "head_dim": "head_dim",
 }
+# Values of keys that config.json leaves out, as transformers' configuration classes have them.
+_ABSENT = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
 _SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -45,7 +47,7 @@ class DecoderFiles:
 
     name: str  # as in Qwen3ForCausalLM
     shape: type[DecoderArgs]
-    max_seq_len: int  # where config.json has none; as all defaults here, that of transformers
+    absent: Mapping[str, Any]  # transformers' values of keys that its config.json leaves out, where they are its own
     block: Mapping[str, str] = field(default_factory=dict)  # names of modules that only this family's layers have
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # its keys that may have only these values here
     written: Mapping[str, Any] = field(default_factory=dict)  # its keys that say no size
@@ -103,6 +105,7 @@ class DecoderFiles:
 
     def from_config(self, config: dict[str, Any]) -> DecoderArgs:
         """The shape config.json describes; what this model cannot be is refused, all of it at once."""
+        config = {**_ABSENT, **self.absent, **config}
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if refused := self._refused(config, kind):
@@ -115,17 +118,24 @@ class DecoderFiles:
             said["rope_scaling"] = RopeScaling(**{ours: rope[theirs] for theirs, ours in _SCALING.items()})
         return self.shape(
             **said,
-            norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            tied_embeddings=config.get("tie_word_embeddings", False),
-            max_seq_len=config.get("max_position_embeddings", self.max_seq_len),
+            norm_eps=config["rms_norm_eps"],
+            rope_theta=float(rope.get("rope_theta", config["rope_theta"])),
+            tied_embeddings=config["tie_word_embeddings"],
+            max_seq_len=config["max_position_embeddings"],
         )
 
     def _refused(self, config: dict[str, Any], kind: str) -> list[str]:
-        fixed = {"model_type": (self._type,), "hidden_act": ("silu",), "attention_bias": (False,), **self.fixed}
+        fixed: Mapping[str, tuple[Any, ...]] = {
+            "model_type": (self._type,),
+            "hidden_act": ("silu",),
+            "attention_bias": (False,),
+            "attention_dropout": (None, 0.0),
+            "quantization_config": (None,),
+            **self.fixed,
+        }
         refused = [
             f"{key} = {config[key]!r}, must be {allowed[-1]!r}"
-            for key, allowed in {**fixed, "quantization_config": (None,)}.items()
+            for key, allowed in fixed.items()
             if key in config and config[key] not in allowed
         ]
         refused += [f"no {key}" for key in self.size_names if key not in self.may_miss and config.get(key) is None]

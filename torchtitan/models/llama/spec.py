@@ -14,7 +14,7 @@ def _hugging_face() -> HuggingFace:
     return DecoderFiles(
         "Llama",
         LlamaArgs,
-        max_seq_len=2048,
+        absent={"max_position_embeddings": 2048},
         fixed={"mlp_bias": (False,), "sliding_window": (None,), "partial_rotary_factor": (None, 1.0)},
         written={"mlp_bias": False},
         may_miss=("num_key_value_heads", "head_dim"),

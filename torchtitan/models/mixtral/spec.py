@@ -28,7 +28,12 @@ def _hugging_face() -> HuggingFace:
     return ExpertFiles(
         "Mixtral",
         MixtralArgs,
-        max_seq_len=131072,
+        absent={
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_key_value_heads": 8,
+        },
         router="block_sparse_moe.gate",
         expert="block_sparse_moe.experts.*.{}",
         parts={"w1": "w1", "w2": "w2", "w3": "w3"},

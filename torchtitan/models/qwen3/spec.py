@@ -38,7 +38,7 @@ def _hugging_face() -> HuggingFace:
     return DecoderFiles(
         "Qwen3",
         Qwen3Args,
-        max_seq_len=32768,
+        absent={"max_position_embeddings": 32768},
         block={"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"},
         fixed={"use_sliding_window": (False,)},  # sliding_window itself has no effect while it is not used
         written={"use_sliding_window": False, "sliding_window": None},

@@ -36,7 +36,7 @@ def _hugging_face() -> HuggingFace:
     return ExpertFiles(
         "Qwen3Moe",
         Qwen3MoeArgs,
-        max_seq_len=32768,
+        absent={"max_position_embeddings": 32768, "norm_topk_prob": False},
         model_type="qwen3_moe",
         router="mlp.gate",
         expert="mlp.experts.*.{}_proj",
@@ -46,7 +46,7 @@ def _hugging_face() -> HuggingFace:
         fixed={
             "use_sliding_window": (False,),
             "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([], None),
+            "mlp_only_layers": (None, []),
             "norm_topk_prob": (True,),
         },
         written={
