@@ -103,6 +103,7 @@ def refusals(blueprint: OwnBlueprint, config: Config) -> Iterator[str]:
     spec, parallelism = blueprint.spec, config.parallelism
     for key, value, needed, reason in (
         ("parallelism.context_parallel_degree", parallelism.context_parallel_degree, 1, "has no sequence to cut"),
+        ("parallelism.expert_parallel_degree", parallelism.expert_parallel_degree, 1, "has no experts to share out"),
         ("quantize.linear.float8", config.float8, None, "has no plan for float8"),
         ("optimizer.early_step_in_backward", config.optimizer.early_step_in_backward, False, "counts its samples late"),
         ("parallelism.module_fqns_per_model_part", parallelism.module_fqns_per_model_part, None, _BY_COUNTS),

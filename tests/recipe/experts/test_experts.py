@@ -293,6 +293,7 @@ REFUSALS: dict[str, tuple[int, dict[str, Any]]] = {
     "does not divide the 8 experts": (6, {EP: 3}),
     "does not divide the 4 ranks of a stage": (4, {EP: 8}),
     "has no experts; use 1": (2, LLAMA | {EP: 2}),
+    "has no experts to share out; use 1": (2, {"model__name": "tests.recipe.own_model.any_models:MLP", EP: 2}),
     "a token chooses among 8 of num_experts = 8": (1, {"model__experts_per_token": 9}),
     "llama3 has no balance": (1, LLAMA | {"model__balance": "bias"}),
 }
@@ -316,7 +317,10 @@ def test_a_model_with_layers_between_that_have_no_experts_is_refused() -> None:
     assert EXPERTS.hugging_face is not None
     hf = EXPERTS.hugging_face()
     config = json.loads(json.dumps(hf.to_config(replace(TINY_EXPERTS, vocab_size=97), "float32", 0, 1)))
-    with pytest.raises(Refusal, match="decoder_sparse_step = 2, must be 1; mlp_only_layers = .*norm_topk_prob = False"):
+    with pytest.raises(
+        Refusal,
+        match=r"decoder_sparse_step = 2, must be 1; mlp_only_layers = \[0\], must be \[\]; norm_topk_prob = False",
+    ):
         hf.from_config(config | {"decoder_sparse_step": 2, "mlp_only_layers": [0], "norm_topk_prob": False})
 
 
