@@ -2,9 +2,9 @@
 
 import functools
 import importlib
-import importlib.util
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -40,10 +40,11 @@ def load_run_or_exit(
     """Like load_run, for a program: on mistakes, rank 0 prints them and every rank exits with code 2."""
     try:
         return load_run(argv, world_size, prog, rank)
-    except ConfigError as error:
-        if rank == 0:
+    except (ConfigError, SystemExit) as error:  # tyro has printed what it ends with, as --help has
+        time.sleep(2 if rank else 0)  # as soon as one rank has failed, torchrun ends all; so rank 0 prints first
+        if rank == 0 and isinstance(error, ConfigError):
             print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(getattr(error, "code", 2)) from None
 
 
 def other_program(config: Config) -> str | None:
@@ -108,9 +109,8 @@ def find_model(model: Model) -> Blueprint:
 
 
 SHAPE_KEYS = (
-    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps"),
-    *("rope_theta", "rope_scaling", "tied_embeddings", "max_seq_len"),
-    *("num_experts", "experts_per_token", "balance", "balance_rate"),
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "vocab_size", "norm_eps", "rope_theta"),
+    *("rope_scaling", "tied_embeddings", "max_seq_len", "num_experts", "experts_per_token", "balance", "balance_rate"),
 )
 
 

@@ -548,14 +548,17 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     "argv", [["--job.config_file", "nowhere.toml"], ["--training.stpes", "3"], ["--training.steps=0"]]
 )
 def test_only_rank_0_shows_the_mistakes_and_all_leave_with_2(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
     for rank in (0, 1):
         with pytest.raises(SystemExit) as caught:
             load_run_or_exit(argv, 2, rank)
         printed = capsys.readouterr()
         assert caught.value.code == 2
         assert bool(printed.out + printed.err) == (rank == 0)
+    assert waits == [0, 2]  # torchrun ends rank 0 as soon as another has ended
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
