@@ -123,7 +123,8 @@ def check_shape(source: StoredModel, blueprint: Blueprint) -> None:
     if differing := [f"{k} {theirs[k]}, this run's {ours[k]}" for k in ours if ours[k] != theirs[k]]:
         raise Refusal(
             f"{source.weights.where} holds another model: its {'; its '.join(differing)}; set model.flavor and "
-            f'model.vocab_size for it, or model.flavor = "config.json" and model.hf_assets_path to its folder'
+            f'model.vocab_size for it, or model.flavor = "config.json" and model.hf_assets_path to its folder; remove '
+            "keys of [model] that say otherwise"
         )
 
 
