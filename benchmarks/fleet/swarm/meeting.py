@@ -28,7 +28,7 @@ from titan_fleet.swarm.codec import num_bytes
 from titan_fleet.swarm.fragments import Box, Weight, divide, held_of
 from titan_fleet.swarm.identity import shared
 from titan_fleet.swarm.link import Link, Travel
-from torchtitan.config.schema import Config
+from torchtitan.config.schema import Whole
 
 COLUMNS = 1024
 PROCESSES = 8  # of sites
@@ -61,7 +61,7 @@ def measure(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
     names = [f"site-{number}" for number in range(args.sites)]
     make(folder / "keys", ["127.0.0.1"], names)
     section = Swarm(fragments=args.fragments, codec=args.codec, quorum=args.sites, sites=args.sites, every=100, delay=0)
-    config = Config(swarm=section)
+    config = Whole.model_validate({"swarm": section.model_dump()})
     file = folder / "train.toml"
     lines = [f"{key} = {value!r}".replace("'", '"') for key, value in section.model_dump(exclude_none=True).items()]
     file.write_text("\n".join(["[swarm]", *lines]))
