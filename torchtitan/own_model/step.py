@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from torchtitan.config.schema import Config
 from torchtitan.models.spec import ModelSpec
+from torchtitan.models.stages import BACKWARD_IN_TWO_PARTS
 from torchtitan.own_model.build import OwnParts
 from torchtitan.own_model.cut import Cut, Stage
 from torchtitan.own_model.derive import call_with
@@ -46,7 +47,9 @@ class OwnForwardBackward:
             functools.partial(torch.autocast, device.type, used) if known.mixes_types else nullcontext
         )
         self._numbers = [p for p in model.parameters() if p.dim() == 0]  # which FSDP does not shard
-        self._used = Used(model.stages.values(), self.replicas)
+        schedule = config.parallelism.pipeline_parallel_schedule
+        in_two_parts = mesh.dims.pp > 1 and schedule in BACKWARD_IN_TWO_PARTS
+        self._used = Used(model.stages.values(), self.replicas, in_two_parts)
         self._kept: list[tuple[Any, Any]] = []  # outputs and targets, for metrics of all
         self._pipeline = OwnPipeline(self, config) if mesh.dims.pp > 1 else None
 
