@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.recipe.where import shares
 from tests.recipe.distributed.test_any_model import keys
@@ -23,7 +25,8 @@ from torchtitan.models.families import plan_model
 from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.collectives import GlobalNorm, set_timeout, start_process_group, stop_process_group
 from torchtitan.parallel.documents.attention import DocumentAttention, attend
-from torchtitan.parallel.gpu_attention import attends_by_document, pick_attention
+from torchtitan.parallel.gpu_attention import attends_by_document, attention_by, installed, pick_attention
+from torchtitan.parallel.recompute import keep_expensive_operations
 from torchtitan.tools.dry_run.estimate import estimate
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch looks once, at the first product; a test needs it
@@ -251,6 +254,35 @@ def test_attention_runs_by_the_kernel_that_is_named(keeps_apart: bool, dtype: to
     parts = {"cuDNN": "cudnn", "FlashAttention,": "varlen", "FlashAttention": "flash", "memory-efficient": "efficient"}
     part = next(part for kernel, part in parts.items() if name.startswith(kernel))
     assert any(f"_{part}_att" in operation for operation in operations)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("keeps_apart", [False, True])
+@pytest.mark.parametrize("package", ["FA3", "FA4"])
+def test_an_installed_flash_attention_attends_as_torchs_own(package: str, keeps_apart: bool, compiles: bool) -> None:
+    """Forward and backward of grouped heads, in a block that recomputes but keeps attention's results."""
+    if package not in installed(torch.cuda.get_device_capability()[0]):
+        pytest.skip(f"{package} is not installed, or not for this GPU")
+    torch.manual_seed(0)
+    drawn = [torch.randn(2, 1024, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    starts = torch.tensor([[0, 300, 1024], [0, 512, 1024]], dtype=torch.int32, device="cuda")
+    core, third = (DocumentAttention(CausalAttention(), False), starts) if keeps_apart else (CausalAttention(), None)
+
+    def block(*inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(core, *inputs, third, use_reentrant=False, context_fn=keep_expensive_operations)
+        return out
+
+    results = []
+    for name in ("", package):
+        torch.compiler.reset()
+        inputs = [tensor.clone().requires_grad_() for tensor in drawn]
+        with attention_by([SDPBackend.FLASH_ATTENTION], name):
+            out = (torch.compile(block, fullgraph=True) if compiles else block)(*inputs)
+            out.backward(torch.cos(torch.arange(out.numel(), device="cuda")).view_as(out).to(out.dtype))
+        results.append([out, *(tensor.grad for tensor in inputs)])
+    for reference, ours in zip(*results, strict=True):
+        assert (ours - reference).abs().max() <= 3e-2 * reference.abs().max()
+    assert any((ours != reference).any() for reference, ours in zip(*results, strict=True))  # another kernel
 
 
 @pytest.mark.parametrize("compiles", [False, True])

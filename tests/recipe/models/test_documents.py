@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtitan.data.documents import document_starts
 from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.documents import pieces
-from torchtitan.parallel.documents.attention import attend, by_flash_attention, document_mask
+from torchtitan.parallel.documents.attention import attend, document_mask
+from torchtitan.parallel.gpu_attention import by_flash_attention
 
 CUTS = {
     "one document": [[0, 700]],

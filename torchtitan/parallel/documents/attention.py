@@ -4,24 +4,17 @@ On a CPU it goes by pieces, on a GPU by FlashAttention for sequences of unlike l
 `gpu_attention.attends_by_document`) is done under a mask, which grows with the square of the length.
 """
 
-import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.varlen import varlen_attn
 
 from torchtitan.parallel.context import GatheredAttention
 from torchtitan.parallel.documents.pieces import document_attention
-from torchtitan.parallel.gpu_attention import attends_by_document
+from torchtitan.parallel.gpu_attention import attends_by_document, by_flash_attention
 from torchtitan.parallel.mesh import Mesh
-
-_flash_attention: Any = partial(varlen_attn, window_size=(-1, 0))  # causal
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 takes grouped heads without being asked
-    _flash_attention = partial(_flash_attention, enable_gqa=True)
 
 
 def document_attention_for(mesh: Mesh, dtype: torch.dtype, head_size: int) -> Callable[[nn.Module], nn.Module]:
@@ -77,16 +70,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, masked: nn.Module | 
     inputs = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts_q, starts_k
     out = by_flash_attention(*inputs, num_queries, num_keys) if q.is_cuda else document_attention(*inputs)[0]
     return out.unflatten(0, q.shape[:2])
-
-
-def by_flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int
-) -> Tensor:
-    """The same as `pieces.document_attention`.
-
-    A document may be shorter than the longest, whose true length the host does not know, and may have no query.
-    """
-    return _flash_attention(q, k, v, starts_q, starts_k, longest_q, longest_k)
 
 
 def document_mask(starts: Tensor, first: int, end: int) -> Tensor:

@@ -1,0 +1,104 @@
+"""Which FlashAttention a GPU would take, with made-up packages and times: no GPU is needed."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import current_flash_attention_impl
+
+from torchtitan.parallel import gpu_attention
+
+FIT = "_flash_attn_fwd = _flash_attn_bwd = print"
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[str, Any]]:
+    """Returns what picks attention, on a GPU that takes every kernel, after packages were installed."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, **options))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    for kernel in ("cudnn", "flash", "efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda taken: True)
+    monkeypatch.setattr(gpu_attention, "trial", lambda *shape: None)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def pick(files: dict[str, str], times: dict[str | None, Any], keeps_apart: bool = False) -> tuple[str, Any]:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+        def milliseconds(_: Any) -> float:
+            took = times[current_flash_attention_impl()]
+            if isinstance(took, Exception):
+                raise took
+            return took
+
+        monkeypatch.setattr(gpu_attention, "_milliseconds", milliseconds)
+        dtype = torch.bfloat16
+        return gpu_attention.pick_attention(torch.device("cuda"), dtype, 32, 8, 128, 8192, keeps_apart)
+
+    yield pick
+    for name in [name for name in sys.modules if name.split(".")[0].startswith("flash_attn")]:
+        del sys.modules[name]
+
+
+FA3, FA4 = "flash_attn_interface.py", "flash_attn/cute/interface.py"
+
+
+@pytest.mark.parametrize(
+    ("took", "keeps_apart", "name", "package", "first"),
+    [
+        (2.5, False, "FlashAttention 4 (forward and backward: cuDNN 4.00 ms, FlashAttention 4 2.50 ms)", "FA4", 1),
+        (3.9, False, "cuDNN (forward and backward: cuDNN 4.00 ms, FlashAttention 4 3.90 ms)", None, 3),
+        (2.5, True, "FlashAttention 4, which knows where documents begin (forward and backward: FlashAttention 4.00 ms,"
+                    " FlashAttention 4 2.50 ms)", "FA4", None),
+    ],
+    ids=["faster", "hardly faster", "documents"],
+)  # fmt: skip
+def test_an_installed_flash_attention_computes_attention_if_it_is_faster(
+    on_hopper: Any, took: float, keeps_apart: bool, name: str, package: str | None, first: int | None
+) -> None:
+    chosen, context = on_hopper({FA4: FIT}, {None: 4.0, "FA4": took}, keeps_apart)
+    assert chosen == name and current_flash_attention_impl() is None
+    before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    with context:
+        order = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+        assert current_flash_attention_impl() == package
+        assert order == before if first is None else int(order[0]) == first
+    assert current_flash_attention_impl() is None
+
+
+def test_a_package_that_fails_is_named_with_the_reason_and_torchs_kernel_stays(on_hopper: Any) -> None:
+    files = {FA3: "raise ImportError('no libcudart.so.12\\nhere')", FA4: FIT}
+    name, _ = on_hopper(files, {None: 4.0, "FA4": ValueError("too many values to unpack (expected 2)")})
+    assert name == (
+        "cuDNN (forward and backward: cuDNN 4.00 ms, FlashAttention 3 fails, ImportError: no libcudart.so.12, "
+        "FlashAttention 4 fails, ValueError: too many values to unpack (expected 2))"
+    )
+
+
+@pytest.mark.parametrize("why", ["not installed", "FlashAttention 2 alone", "an older GPU", "deterministic"])
+def test_without_a_package_for_this_gpu_nothing_is_imported_or_measured(
+    on_hopper: Any, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    files = {"not installed": {}, "FlashAttention 2 alone": {"flash_attn/__init__.py": ""}}.get(
+        why, {FA4: FIT, FA3: ""}
+    )
+    if why == "an older GPU":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: why == "deterministic")
+    name, _ = on_hopper(files, {})
+    assert name == ("FlashAttention" if why == "an older GPU" else "cuDNN")
+    assert not [module for module in sys.modules if module.startswith("flash_attn")]
+
+
+def test_all_ranks_take_what_is_fastest_on_the_slowest_rank(on_hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here FlashAttention 3 is missing on the other rank, and FlashAttention 4 is slower there than cuDNN."""
+    others = iter([[1.0, 0.0], [4.0, 4.5]])
+    monkeypatch.setattr(gpu_attention, "_worst", lambda mine: [*map(max, mine, next(others))])
+    name, _ = on_hopper({FA3: "", FA4: FIT}, {None: 4.0, "FA4": 2.5})
+    assert name == "cuDNN (forward and backward: cuDNN 4.00 ms, FlashAttention 4 4.50 ms)"
