@@ -3,10 +3,13 @@
 #
 #     benchmarks/recipe/on_gpu.sh                                  on an H100: tests, 1B and 3B, eight layouts of 1B
 #     PARTS=presets benchmarks/recipe/on_gpu.sh                    on an H200: 8B, in bfloat16 and in float8
+#     PARTS=candidates benchmarks/recipe/on_gpu.sh                 what could make a step of 8B faster, in two minutes
 #     WHEELS=wheels benchmarks/recipe/on_gpu.sh                    no network: installs missing packages from wheels/
 #     PRESETS=cpu-tiny benchmarks/recipe/on_gpu.sh                 a trial on a CPU
 #
-# PARTS    of tests, presets and planned   default: all three, in this order
+# PARTS    of tests, candidates, presets and planned, in this order    default: all but candidates, which times the parts
+#          of a step beside other ways (benchmarks.recipe.candidates), also FlashAttention 3 and 4 where they are
+#          installed. By their sources, torch 2.11 and 2.13 take flash-attn-4 up to 4.0.0b18
 # PRESETS  the presets to train            default: gpu-1b gpu-3b; from 100 GiB on gpu-8b gpu-8b-float8
 # ONLY     the peers beside each preset: trainer, lit, titan    default: titan
 # PLANNED  the preset for benchmarks.planner.planned               default: the first of PRESETS
@@ -19,8 +22,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 parts=" ${PARTS:-tests presets planned} "
 for word in $parts; do
-  [[ $word == tests || $word == presets || $word == planned ]] ||
-    { echo "PARTS = $PARTS has $word; use some of tests, presets and planned" >&2; exit 2; }
+  [[ $word == tests || $word == candidates || $word == presets || $word == planned ]] ||
+    { echo "PARTS = $PARTS has $word; use some of tests, candidates, presets and planned" >&2; exit 2; }
 done
 out="${OUT:-outputs/on_gpu}"
 mkdir -p "$out"
@@ -55,6 +58,11 @@ presets="${PRESETS:-$( ((gib < 100)) && echo gpu-1b gpu-3b || echo gpu-8b gpu-8b
 if [[ $parts == *" tests "* ]] && ((gib > 0)); then
   part 200 tests "$PYTHON" -m pytest -q -p no:cacheprovider --durations=5 --numprocesses 8 tests/*/gpu
   part 30 kernels "$PYTHON" -m benchmarks.recipe.kernels
+fi
+if [[ $parts == *" candidates "* ]]; then
+  candidates=("$PYTHON" -m benchmarks.recipe.candidates)
+  ((gib > 0)) || candidates=(env OMP_NUM_THREADS=1 "${candidates[@]}" --tiny)
+  part 120 candidates "${candidates[@]}"
 fi
 if [[ $parts == *" presets "* ]]; then
   for preset in $presets; do

@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.recipe import candidates
 from benchmarks.recipe.peers import __main__ as peers
 from benchmarks.recipe.peers import titan
 from benchmarks.recipe.run import PRESETS, ROOT, summarize, watch_further_steps
@@ -148,13 +151,24 @@ def test_docs_name_every_file_that_does_something_else_on_a_gpu() -> None:
             assert any(all(re.search(rf"\b{word}\b", place) for word in words) for place in places), file
 
 
+def test_all_candidates_for_a_step_run_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = ["gradients", "weights", "adamw", "attention", "output", *(["float8"] if find_spec("torchao") else [])]
+    monkeypatch.setattr(sys, "argv", ["candidates", "--tiny", "--parts", *parts])
+    candidates.main()
+    torch.compiler.reset()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| a")]
+    assert len({row[0] for row in rows}) >= len(parts) and all(float(row[2]) > 0 for row in rows)
+
+
 def test_the_script_for_a_gpu_refuses_a_misspelt_part() -> None:
     asked = os.environ | {"PARTS": "tests preset"}
     script = subprocess.run(
         ["benchmarks/recipe/on_gpu.sh"], cwd=ROOT, env=asked, capture_output=True, text=True, check=False
     )
     assert script.returncode == 2
-    assert script.stderr == "PARTS = tests preset has preset; use some of tests, presets and planned\n"
+    assert script.stderr == "PARTS = tests preset has preset; use some of tests, candidates, presets and planned\n"
 
 
 @pytest.mark.all
@@ -163,6 +177,7 @@ def test_the_script_for_a_gpu_refuses_a_misspelt_part() -> None:
 @pytest.mark.timeout(300)
 def test_the_script_for_a_gpu_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
     asked = {"PYTHON": sys.executable, "PRESETS": "cpu-tiny", "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    asked["PARTS"] = "tests candidates presets planned"
     script = subprocess.run(
         ["benchmarks/recipe/on_gpu.sh"], cwd=ROOT, env=os.environ | asked, capture_output=True, text=True, check=False
     )
@@ -173,5 +188,5 @@ def test_the_script_for_a_gpu_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "planned.json").read_text())) == 8
     ended = script.stdout.partition("== ended\n")[2]
     assert [line.partition(" after")[0] for line in ended.splitlines()] == [
-        f"{part}: exit code 0" for part in ("cpu-tiny", "probe", "planned")
+        f"{part}: exit code 0" for part in ("candidates", "cpu-tiny", "probe", "planned")
     ]
