@@ -199,6 +199,10 @@ def test_a_model_that_ours_cannot_be_is_refused_with_all_its_reasons() -> None:
     config |= {"hidden_act": "gelu", "attention_bias": True, "rope_scaling": {"type": "linear", "factor": 2.0}}
     with pytest.raises(ValueError, match="hidden_act = 'gelu', must be 'silu'.*attention_bias.*of the type 'linear'"):
         HF.from_config(config)
+    scaling = HF.to_config(LLAMA3_FLAVORS["8B"], "bfloat16", 1, 2)["rope_scaling"] | {"factor": "8"}
+    del scaling["original_max_position_embeddings"]
+    with pytest.raises(ValueError, match="factor = '8' in its rotation 'llama3'.*embeddings = None .* whole number"):
+        HF.from_config(config | {"rope_scaling": scaling})
     with pytest.raises(ValueError, match="model_type = 'qwen3', must be 'llama'.*sliding_window = 4096.*no vocab_size"):
         HF.from_config({k: v for k, v in config.items() if k != "vocab_size"} | {"model_type": "qwen3", "sliding_window": 4096})  # noqa: E501  # fmt: skip
 

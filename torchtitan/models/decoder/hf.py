@@ -1,5 +1,6 @@
 """A decoder in Hugging Face's files: the names of its weights, and its config.json; no torch."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ class DecoderFiles:
         config = {**_ABSENT, **self.absent, **config}
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if refused := self._refused(config, kind):
+        if refused := self._refused(config, kind, rope):
             raise Refusal(f"config.json describes no model that {self.name} can be here: {'; '.join(refused)}")
         said: dict[str, Any] = {ours: config.get(theirs) for theirs, ours in self.size_names.items()}
         said["n_kv_heads"] = said["n_kv_heads"] or said["n_heads"]
@@ -124,7 +125,7 @@ class DecoderFiles:
             max_seq_len=config["max_position_embeddings"],
         )
 
-    def _refused(self, config: dict[str, Any], kind: str) -> list[str]:
+    def _refused(self, config: dict[str, Any], kind: str, rope: Mapping[str, Any]) -> list[str]:
         fixed: Mapping[str, tuple[Any, ...]] = {
             "model_type": (self._type,),
             "hidden_act": ("silu",),
@@ -144,4 +145,12 @@ class DecoderFiles:
         kinds = ("default", "llama3") if self.may_scale else ("default",)
         if kind not in kinds:
             refused.append(f"rotation of the type {kind!r}, only {' and '.join(map(repr, kinds))}")
+        elif kind == "llama3":
+            for key in _SCALING:
+                value: Any = rope.get(key)
+                is_whole = key == "original_max_position_embeddings"
+                is_number = isinstance(value, int if is_whole else (int, float)) and not isinstance(value, bool)
+                if not is_number or not 0 < value < math.inf:
+                    must = f"must be a {'whole ' * is_whole}number above 0, as the publisher's config.json has"
+                    refused.append(f"{key} = {value!r} in its rotation 'llama3', {must}")
         return refused
