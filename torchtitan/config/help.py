@@ -63,7 +63,7 @@ def _section(name: str, config: Config) -> str:
     lines = [f"[{name}] {type(values).__doc__}"]
     for key, field in type(values).model_fields.items():
         value = getattr(values, key)
-        default = "none" if value is None else json.dumps(value, default=str)
+        default = "None" if value is None else json.dumps(value, default=str)
         lines.append(f"\n  --{name}.{key} {_kind(field.annotation)}".rstrip() + f"  (default: {default})")
         lines += textwrap.wrap(str(field.description), _WIDTH, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tomli
 import tomli_w
@@ -236,7 +236,9 @@ def _options(section: Section) -> Any:
             kind: Any = Annotated[options, tyro.conf.arg(help=type(value).__doc__)]
             fields.append((name, kind, dataclasses.field(default_factory=options)))
         else:
-            kind = Annotated[field.annotation, tyro.conf.arg(help=field.description)]
+            # Of words or None tyro would list None as one more word; of any text, the schema lists the words alone.
+            of_words = "Literal" in str(field.annotation) and type(None) in get_args(field.annotation)
+            kind = Annotated[str | None if of_words else field.annotation, tyro.conf.arg(help=field.description)]
             fields.append((name, kind, dataclasses.field(default_factory=functools.partial(copy.copy, value))))
     options = dataclasses.make_dataclass(type(section).__name__, fields)
     options.__doc__ = type(section).__doc__

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
 def _keys(name: str, section: type[Section]) -> str:
     items = []
     for key, field in section.model_fields.items():
-        default = "none" if field.default is None else "required" if field.is_required() else json.dumps(field.default)
+        default = "None" if field.default is None else "required" if field.is_required() else json.dumps(field.default)
         text = (field.description or "").removesuffix(_OURS).rstrip()
         mark = " †" if field.description != text else ""
         items.append(f"- **`{key}`**{mark} `{default}`: {text}\n")

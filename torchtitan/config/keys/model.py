@@ -93,7 +93,8 @@ class Model(Section):
     """Number of experts that each token uses. None: the flavor's. Not in torchtitan."""
 
     balance: Literal["loss", "bias", "none"] | None = None
-    """What keeps experts equally busy: an added loss, or a bias that follows the load. Not in torchtitan."""
+    """What keeps experts equally busy: an added `loss`, a `bias` that follows the load, or nothing (`none`). None: the
+    flavor's. Not in torchtitan."""
 
     balance_rate: PositiveFloat | None = None
     """Coefficient of that loss, or how far a step moves a bias. None: the flavor's. Not in torchtitan."""
