@@ -67,8 +67,8 @@ def run(args: argparse.Namespace, options: Sequence[str]) -> None:
     config, blueprint = load_run_or_exit(["--job.config_file", args.file, *options], None, 0, prog="plan")
     plan = _plan(args, config, blueprint, options)
     print(
-        f"{config.job.description} on {plan.name}: {plan.job.global_batch} sequences of {plan.job.seq_len:,} tokens a "
-        f"step\n{describe_configured(blueprint, config)}\n"
+        f"{config.job.description} on {plan.name} ({plan.num_devices:,} devices): {plan.job.global_batch} sequences of "
+        f"{plan.job.seq_len:,} tokens a step\n{describe_configured(blueprint, config)}\n"
         f"{plan.counted()}, {time.perf_counter() - began:.1f} s; rests on {plan.rests_on}"
     )
     for line in plan.notes:

@@ -46,7 +46,8 @@ class Unlike:
             raise Refusal(f"--{unknown[0]} is for like nodes, but {args.cluster} has unlike ones; leave it out")
         self.name, network, self.rests_on = read_cluster_network(args.cluster)
         self.config, self.seed = config, args.seed
-        self.job = job_of(config, blueprint, len(network.regions) * network.per_node, options)
+        self.num_devices = len(network.regions) * network.per_node
+        self.job = job_of(config, blueprint, self.num_devices, options)
         for key, only, name in _NOT_SEARCHED:
             if self.job.fixed.get(key, only) != only:
                 given = self.job.fixed[key]

@@ -35,6 +35,7 @@ class Like:
     def __init__(self, args: argparse.Namespace, config: Config, blueprint: Blueprint, options: Sequence[str]) -> None:
         self.config, self.cluster = config, read_cluster(args.cluster)
         self.name, self.rests_on, self.notes = self.cluster.name, self.cluster.rests_on, left_out(config)
+        self.num_devices = self.cluster.num_devices
         self.job = job_of(config, blueprint, self.cluster.num_devices, options)
         self.answer = search(self.job, self.cluster, max(args.show, args.verify or 0))
         self.found = self.answer.best
