@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchtitan.config.names import sections
 from torchtitan.config.schema import Config, Section
 from torchtitan.hardware import Place
 from torchtitan.models.families import plan_model
+from torchtitan.models.spec import IGNORED
 from torchtitan.training.seed_checkpoint import save_seed_checkpoint
 
 BASE = {
@@ -51,6 +53,24 @@ def train_here(config: Config, place: Place | None = None) -> list[dict[str, Any
     main(config, plan_model(config), place)
     file = Path(config.job.dump_folder) / "metrics.jsonl"
     return read_records(file.parent) if place.rank == 0 and file.exists() else []
+
+
+def documents_read(config: Config, steps: int) -> list[list[tuple[list[int], list[int]]]]:
+    """Inputs and labels of the documents in each global batch that a run on one rank will read, but for padding."""
+    from torchtitan.training.assemble import start_run
+
+    found: list[list[tuple[list[int], list[int]]]] = []
+    with start_run(config, plan_model(config), Place(0, 0, 1)) as run:
+        loader = run.build_training_loader(0)
+        for batch in [loader.next() for _ in range(steps)]:
+            found.append([])
+            rows = zip(batch.inputs.tolist(), batch.labels.tolist(), batch.documents, strict=True)
+            for inputs, labels, starts in rows:
+                for begin, end in pairwise(starts.tolist()):
+                    if any(label != IGNORED for label in labels[begin:end]):
+                        found[-1].append((inputs[begin:end], labels[begin:end]))
+        loader.close()
+    return found
 
 
 def read_records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,9 @@ import pytest
 import torch
 
 from tests.recipe.chat.templates import TEMPLATES, build_encoder, example, random_messages, with_marks, write_tokenizer
-from tests.tiny_runs import tiny_config, train_here
-from torchtitan.config.schema import Config
-from torchtitan.hardware import Place
-from torchtitan.models.families import plan_model
+from tests.tiny_runs import documents_read, tiny_config, train_here
 from torchtitan.models.spec import IGNORED
-from torchtitan.training.assemble import start_run
+from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
 
 trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
 STEPS = 10
@@ -85,22 +81,6 @@ def test_of_a_publishers_template_trl_learns_line_breaks_besides(tmp_path: Path,
     assert besides == ({"\n"} if name == "chatml" else set())
 
 
-def conversations_of(config: Config, known: dict[tuple[int, ...], dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """TRL's rows of the conversations in each global batch that the run will read."""
-    found: list[list[dict[str, Any]]] = []
-    with start_run(config, plan_model(config), Place(0, 0, 1)) as run:
-        loader = run.build_training_loader(0)
-        for batch in [loader.next() for _ in range(STEPS)]:
-            found.append([])
-            for inputs, labels, starts in zip(batch.inputs, batch.labels, batch.documents, strict=True):
-                for begin, end in pairwise(starts.tolist()):
-                    ids = (*inputs[begin:end].tolist(), *labels[end - 1 : end].tolist())
-                    if any(label != IGNORED for label in labels[begin:end]):  # not padding
-                        found[-1].append(known[ids if ids[-1] != IGNORED else ids[:-1]])
-        loader.close()
-    return found
-
-
 def test_losses_and_gradients_are_those_of_trls_trainer(tmp_path: Path) -> None:
     """The same weights and conversations, which stand alone and padded there, and here side by side in sequences."""
     seen = []
@@ -124,7 +104,10 @@ def test_losses_and_gradients_are_those_of_trls_trainer(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "ours", **keys, training__local_batch_size=1, training__global_batch_size=2)
 
     known = {tuple(row["input_ids"]): {k: row[k] for k in ("input_ids", "labels")} for row in first.train_dataset}
-    batches = conversations_of(config, known)
+    batches = [
+        [known[tuple(token for token in (*inputs, labels[-1]) if token != IGNORED)] for inputs, labels in batch]
+        for batch in documents_read(config, STEPS)
+    ]
     size = max(map(len, batches))
     nothing = {"input_ids": [0, 0], "labels": [-100, -100]}
     given = [row for batch in batches for row in (*batch, *[nothing] * (size - len(batch)))]
@@ -134,8 +117,7 @@ def test_losses_and_gradients_are_those_of_trls_trainer(tmp_path: Path) -> None:
         adamw = torch.optim.AdamW(model.parameters(), section.lr, (section.beta1, section.beta2), weight_decay=0.0)
         return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: rates[min(step, STEPS - 1)])
 
-    with start_run(config, plan_model(config), Place(0, 0, 1)) as run:
-        rates = [run.learning_rate_factor(step) for step in range(1, STEPS + 1)]
+    rates = [learning_rate_factor(step, config.lr_scheduler, STEPS) for step in range(1, STEPS + 1)]
     options = {
         "assistant_only_loss": False,
         "per_device_train_batch_size": size,

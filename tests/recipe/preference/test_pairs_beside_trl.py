@@ -5,7 +5,6 @@ TRL computes in float64. In float32 the gradient of its logarithms of probabilit
 
 import json
 import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import pytest
 import torch
 
 from tests.recipe.chat.templates import random_messages, random_text, write_tokenizer
-from tests.tiny_runs import tiny_config, train_here
+from tests.tiny_runs import documents_read, tiny_config, train_here
 from torchtitan.config.schema import Config
-from torchtitan.hardware import Place
-from torchtitan.models.families import plan_model
 from torchtitan.models.spec import IGNORED
-from torchtitan.training.assemble import start_run
+from torchtitan.training.optimizer.lr_schedule import learning_rate_factor
 
 trl = pytest.importorskip("trl", reason="TRL needs Python 3.11")
 STEPS, BETA, LENGTH = 8, 0.1, 256
@@ -83,21 +80,10 @@ def build_trainer(folder: Path, rows: list[dict[str, Any]], config: Config, rate
     )
 
 
-def conversations_of(config: Config) -> tuple[list[list[tuple[int, ...]]], list[float]]:
-    """Of each step the tokens of its conversations, a chosen one and its rejected one in turn; and the rates."""
-    found: list[list[tuple[int, ...]]] = []
-    with start_run(config, plan_model(config), Place(0, 0, 1)) as run:
-        loader = run.build_training_loader(0)
-        for batch in [loader.next() for _ in range(STEPS)]:
-            found.append([])
-            for inputs, labels, starts in zip(batch.inputs, batch.labels, batch.documents, strict=True):
-                for begin, end in pairwise(starts.tolist()):
-                    learned = (labels[begin:end] != IGNORED).nonzero().flatten()
-                    if len(learned):  # not padding
-                        last = begin + int(learned[-1])
-                        found[-1].append((*inputs[begin : last + 1].tolist(), int(labels[last])))
-        loader.close()
-        return found, [run.learning_rate_factor(step) for step in range(1, STEPS + 1)]
+def learned(inputs: list[int], labels: list[int]) -> tuple[int, ...]:
+    """A conversation to the last token that is learned. A batch has a chosen one and its rejected one in turn."""
+    last = max(place for place, label in enumerate(labels) if label != IGNORED)
+    return (*inputs[: last + 1], labels[last])
 
 
 def test_losses_and_gradients_are_those_of_trls_trainer(tmp_path: Path) -> None:
@@ -126,7 +112,8 @@ def test_losses_and_gradients_are_those_of_trls_trainer(tmp_path: Path) -> None:
     keys["optimizer__eps"] = 1e-4  # or the first updates are the signs of gradients, also of those that rounding leaves
     config = tiny_config(tmp_path / "ours", **keys, training__steps=STEPS, **BATCH)
 
-    batches, rates = conversations_of(config)
+    batches = [[learned(*conversation) for conversation in batch] for batch in documents_read(config, STEPS)]
+    rates = [learning_rate_factor(step, config.lr_scheduler, STEPS) for step in range(1, STEPS + 1)]
     trainer = build_trainer(folder, rows, config, rates)
     known = {
         (*row["prompt_ids"], *row["chosen_ids"], -1, *row["prompt_ids"], *row["rejected_ids"]): number
