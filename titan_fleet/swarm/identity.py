@@ -6,12 +6,16 @@ How a site computes is its own: layout, batch size, types of numbers, and how it
 import json
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from torchtitan.config.schema import Config
 from torchtitan.models.families import FAMILIES, FROM_DOWNLOAD, SHAPE_KEYS, find_model
+
+if TYPE_CHECKING:
+    from torchtitan.parallel.parts import ModelParts
+    from torchtitan.training.run import Run
 
 PROTOCOL = 2
 TOTAL_STEPS = "lr_scheduler.total_steps (without it training.steps)"
@@ -33,6 +37,26 @@ def shared(config: Config) -> dict[str, Any]:
     said |= {f"model.{key}": value for key, value in _shape(config).items()}
     said[TOTAL_STEPS] = config.lr_scheduler.total_steps or config.training.steps
     return {"protocol": PROTOCOL} | {key: _plain(value) for key, value in said.items()}
+
+
+def download(run: "Run", model: "ModelParts", is_new: bool) -> dict[str, str]:
+    """Digests of what a site does not take from the anchor, though it decides what the site learns. All ranks call it.
+
+    A site that resumes has frozen weights from its own checkpoint.
+    """
+    from torchtitan.data.tokenizers.fingerprint import fingerprint
+    from torchtitan.weights.base import find_base
+
+    checkpoint, found = run.config.checkpoint, dict[str, str]()
+    if run.tokenizer is not None:
+        found["tokenizer"] = fingerprint(run.tokenizer)
+    if model.reference is not None:
+        found["reference"] = model.reference.hash
+    if run.config.trains_a_part and is_new:
+        loads = checkpoint.enable and (checkpoint.initial_load_path or checkpoint.initial_load_in_hf)
+        path = checkpoint.initial_load_path or run.config.model.hf_assets_path
+        found["frozen weights"] = find_base(path).fingerprint(shared=True) if loads else "drawn"
+    return found
 
 
 def _shape(config: Config) -> dict[str, Any]:

@@ -30,6 +30,8 @@ Run = Annotated[str, Field(pattern="^[0-9a-f]{0,16}$")]
 Place = Annotated[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1, le=1024)]], AfterValidator(_below)]
 Value = Annotated[int, Field(ge=-(2**63), lt=2**63)] | float | bool | Annotated[str, Field(max_length=1024)] | None
 Shared = Annotated[dict[Name, Value], Field(max_length=128)]
+Part = Annotated[str, Field(pattern="^[a-z ]{1,32}$")]  # of a download
+Download = Annotated[dict[Part, Annotated[str, Field(pattern="^[0-9a-z]{0,64}$")]], Field(max_length=8)]  # SHA-256
 Size = Annotated[int, Field(ge=1, le=2**53)]
 Shape = Annotated[list[Size], Field(max_length=8)]
 Weights = Annotated[
@@ -59,6 +61,7 @@ class Hello(Message):
 class Join(Message):
     run: Name
     weights: Weights
+    download: Download = {}  # a module that reads no text has none
     step: Count
     is_new: bool
 
@@ -111,6 +114,7 @@ class Known(Message):
     sites: dict[Name, SiteRecord]
     place: Place | None
     swarm: Run
+    download: Download = {}  # as the first site has it
     versions: list[Annotated[int, Field(ge=-1)]] = []  # of the fragments' anchors that were given out
 
 

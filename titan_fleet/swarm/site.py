@@ -17,7 +17,7 @@ from titan_fleet.section import swarm_of
 from titan_fleet.swarm.decide import older_copy
 from titan_fleet.swarm.drawing import Trip, draw
 from titan_fleet.swarm.held import Held
-from titan_fleet.swarm.identity import shared
+from titan_fleet.swarm.identity import download, shared
 from titan_fleet.swarm.link import Ended, Links, Travel
 from torchtitan.config.schema import Config
 from torchtitan.observe.log import logger
@@ -101,7 +101,8 @@ class Site(NoOthers):
         if self.is_new:
             self.held.begin()
         table = [[w.name, list(w.shape)] for w in self.held.weights]
-        said = {"weights": table, "step": step, "is_new": self.is_new}
+        said: dict[str, Any] = {"weights": table, "step": step, "is_new": self.is_new}
+        said["download"] = download(self.run, self.held.model, self.is_new)
         told = self._from_rank_0(lambda: self.links.join(said))
         self.links.take_sessions(told["sessions"])
         self.held.free_gathered()

@@ -1,6 +1,7 @@
 """Sites of a swarm, each a run of its own with its own layout, around one syncer."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -122,6 +123,24 @@ def test_a_site_that_comes_late_begins_where_the_run_is_with_documents_of_its_ow
     assert late[0]["lr"] < 0.1 * first[1]["lr"]  # the optimizer's moments are empty
     assert late[0]["loss"] < first[0]["loss"] - 1
     assert not set(meetings(tmp_path, 0)) & set(meetings(tmp_path, 1))
+
+
+def test_a_site_with_another_tokenizer_or_other_frozen_weights_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    file = shutil.copytree("tests/assets/tokenizer", tmp_path / "other") / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(content))
+    loose = TWO_STEPS | {"swarm__quorum": 1, "swarm__grace_seconds": 0.0, "training__steps": 4}
+    saving = {"checkpoint__enable": True, "training__train_only": ["layers"]}
+    with swarm(tmp_path, ranks, [ONE, ONE], **loose, **saving) as train:
+        train(only=0)
+        says = "site site-1 has other files than the site that began the run.*: {} .SHA-256 .* in the run.; copy them"
+        with pytest.raises(AssertionError, match=says.format("tokenizer")):
+            train(only=1, model__hf_assets_path=str(file.parent))
+        with pytest.raises(AssertionError, match=says.format("frozen weights")):
+            train(only=1, checkpoint__initial_load_path=str(tmp_path / "site-0/checkpoint"))
+        train(only=1)
 
 
 def test_sites_begin_with_the_weights_that_they_were_told_to_load(ranks: Ranks, tmp_path: Path) -> None:

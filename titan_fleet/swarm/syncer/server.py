@@ -170,7 +170,7 @@ class Server:
 
     async def _join(self, request: Request) -> Response:
         said = await self._read(request, Join, LARGEST_HEADER)
-        own = request.state.site, said.run, said.weights, said.step, said.is_new
+        own = request.state.site, said.run, said.weights, said.download, said.step, said.is_new
         return JSONResponse(await asyncio.to_thread(self.syncer.join, *own))
 
     async def _beat(self, request: Request) -> Response:

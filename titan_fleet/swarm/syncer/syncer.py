@@ -61,9 +61,10 @@ class Syncer:
         else:
             known = {"run": secrets.token_hex(8), "seed": secrets.randbits(31) if seed is None else seed}
             known |= {"shared": self.shared, "weights": None, "streams": None, "sites": {}, "place": None, "swarm": ""}
-            known |= {"versions": []}
+            known |= {"download": {}, "versions": []}
         self.run, self.seed = known["run"], known["seed"]
         self.weights: Weights | None = known["weights"]
+        self.download: dict[str, str] = known["download"]  # digests of what the first site has beside these weights
         self.streams: int | None = known["streams"]
         self.sites: dict[str, dict[str, Any]] = known["sites"]
         self.place: tuple[int, int] | None = known["place"]  # among the swarm's syncers
@@ -125,14 +126,16 @@ class Syncer:
             logger.info(f"site {site} is there, with part {own['part'] + 1} of {self.section.sites} of the data")
             return {"run": self.run, "seed": self.seed, "part": own["part"], "parts": self.section.sites}
 
-    def join(self, site: str, run: str, weights: Weights, step: int, is_new: bool) -> dict[str, Any]:
+    def join(
+        self, site: str, run: str, weights: Weights, download: Mapping[str, str], step: int, is_new: bool
+    ) -> dict[str, Any]:
         self.check(run)
         with self.lock:
             if site not in self.sites:
                 raise Refusal(f"site {site} has not said hello to this syncer; restart the site")
             if self.weights is None:
                 fragments = self._fragments_of(weights)
-                self.weights, self.fragments = weights, fragments
+                self.weights, self.fragments, self.download = weights, fragments, dict(download)
                 logger.info(f"site {site} decides the model: {len(weights)} weights of {_size(weights):,} numbers")
             if weights != self.weights:
                 other = next(
@@ -140,6 +143,12 @@ class Syncer:
                     "more weights",
                 )
                 raise Refusal(f"site {site} has another model than the run: {other}; use the run's [model]")
+            if unlike := [what for what, digest in download.items() if self.download.get(what, digest) != digest]:
+                ours, theirs = (each[unlike[0]][:12] for each in (self.download, download))
+                raise Refusal(
+                    f"site {site} has other files than the site that began the run, so the two would not learn the "
+                    f"same: {', '.join(unlike)} (SHA-256 {theirs}, and {ours} in the run); copy them from there"
+                )
             own = self.sites[site]
             own["session"] += 1  # what an earlier run of this site still sends is refused
             self._save()
