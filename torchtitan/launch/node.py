@@ -13,6 +13,10 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "MALLOC_TOP_PAD_": str(2**26),
 }
+# libgomp's threads wait for each other awake, 300,000 turns. If another program has the core of one of them, each of
+# many small products costs a time slice; after 2,000 turns they sleep, and leave their cores to whom they wait for.
+# On idle cores that costs a mixture of experts 3 %, so only a start beside other programs sets it.
+SLEEP_SOON = {"GOMP_SPINCOUNT": "2000"}
 
 
 def torchrun_here(num_processes: int) -> list[str]:
@@ -42,6 +46,11 @@ def environment_here(num_processes: int) -> dict[str, str]:
 def num_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_shared() -> bool:
+    """Whether other programs kept half a core or more busy in the last minute."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 0.5
 
 
 @dataclass(frozen=True)

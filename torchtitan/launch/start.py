@@ -15,7 +15,7 @@ from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config
 from torchtitan.launch.addresses import is_tunnel, way_to_head
 from torchtitan.launch.bounded import nvidia_smi
-from torchtitan.launch.node import KEEP_FREED_MEMORY, Node, loopback_settings, num_cores
+from torchtitan.launch.node import KEEP_FREED_MEMORY, SLEEP_SOON, Node, is_shared, loopback_settings, num_cores
 from torchtitan.launch.variables import read_node
 from torchtitan.models.families import load_run_or_exit, other_program
 from torchtitan.refusal import Refusal
@@ -117,7 +117,7 @@ def _settings_to_meet(env: Mapping[str, str], node: Node) -> tuple[dict[str, str
 
 
 def _allocator_and_threads(env: Mapping[str, str], node: Node) -> dict[str, str]:
-    kept = dict(KEEP_FREED_MEMORY)
+    kept = KEEP_FREED_MEMORY | (SLEEP_SOON if is_shared() and not env.get("OMP_WAIT_POLICY") else {})
     if node.num_processes > 1:  # otherwise every rank would take every core
         kept["OMP_NUM_THREADS"] = str(max(1, num_cores() // node.num_processes))
     return {name: value for name, value in kept.items() if not env.get(name)}

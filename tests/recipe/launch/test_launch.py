@@ -228,9 +228,15 @@ def test_one_process_is_train_py_itself_whatever_a_platform_numbered_so() -> Non
     assert plan_start(CONFIG | pod, [], gpus=1).settings == {**GROWS, "WORLD_SIZE": "1", "RANK": "0"}
 
 
-def test_on_cpus_memory_is_kept_and_cores_are_shared_unless_the_caller_says() -> None:
+def test_on_cpus_memory_is_kept_and_cores_are_shared_unless_the_caller_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.4, 8.0, 8.0))
     start = plan_start(CONFIG | {"NGPU": "2", "MALLOC_TOP_PAD_": "1"}, [], gpus=0)
     assert set(start.settings) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "OMP_NUM_THREADS"}
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.0, 0.0, 0.0))
+    asleep = plan_start(CONFIG | {"NGPU": "2"}, [], gpus=0).settings.keys() - start.settings.keys()
+    assert asleep == {"MALLOC_TOP_PAD_", "GOMP_SPINCOUNT"}
+    own = plan_start(CONFIG | {"NGPU": "2", "OMP_WAIT_POLICY": "active"}, [], gpus=0).settings
+    assert "GOMP_SPINCOUNT" not in own
     assert plan_start(CONFIG | {"NGPU": "2"}, [], gpus=2).settings == GROWS
     assert plan_start(CONFIG | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, [], gpus=1).settings == {}
 
