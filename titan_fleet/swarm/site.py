@@ -210,7 +210,7 @@ class Site(NoOthers):
             is_over = not self.waits_for_all and (time.monotonic() - begun >= patience or self.links.of(number).is_away)
             if any_says_so(is_asked_to_stop() or is_over):
                 return
-            time.sleep(0.002 if time.monotonic() - begun < 1 else 0.1)
+            time.sleep(0.01 if time.monotonic() - begun < 1 else 0.1)
         waited = time.monotonic() - begun
         del self.travels[number]
         if travel.failed is not None and not isinstance(travel.failed, Ended):

@@ -6,8 +6,9 @@
 Runs at each site of netem; that of the region syncer serves. A step takes 0.5 s and little processor (slow_step.py), so
 that the sites do not share the cores of this machine. 8.4M parameters, int8, four fragments, every 50 steps.
 
-With --text the sites train train_configs/swarm_debug.toml, and print the loss that `swarm try --sites 4` compares with
-one run's. With --faults the third site is killed for a third of the run, and the fourth stands still half of the time.
+With --text the sites train train_configs/swarm_debug.toml at 0.3 s a step (slow_train.py), and print the loss that
+`swarm try --sites 4` compares with one run's. With --faults the third site is killed for a third of the run, and the
+fourth stands still half of the time.
 """
 
 import argparse
@@ -21,6 +22,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import tomli
+import tomli_w
 
 from titan_fleet.swarm.certificates import make
 from torchtitan.observe.curve import read_losses
@@ -105,17 +109,19 @@ def serve(out: Path, args: argparse.Namespace, count: int) -> None:
 def configuration(args: argparse.Namespace, count: int) -> str:
     if not args.text:
         return RUN.format(sites=count, every=args.every, delay=args.delay)
-    text = (ROOT / "train_configs/swarm_debug.toml").read_text()
-    seconds = args.every_seconds  # the grace is over half of them, so that sites that are out of step meet
-    by_time = f"every_seconds = {seconds}\ngrace_seconds = {0.6 * seconds:g}\n" if seconds else ""
-    return f"{text}\n[swarm]\nsites = {count}\nquorum = 2\nevery = {args.every}\ndelay = {args.delay}\n{by_time}"
+    config = tomli.loads((ROOT / "train_configs/swarm_debug.toml").read_text())
+    config["swarm"] = {"sites": count, "quorum": 2, "every": args.every, "delay": args.delay, "method": "average"}
+    if seconds := args.every_seconds:  # the grace is over half of them, so that sites that are out of step meet
+        config["swarm"] |= {"every_seconds": seconds, "grace_seconds": 0.6 * seconds}
+    return tomli_w.dumps(config)
 
 
 def train(
     folder: Path, out: Path, args: argparse.Namespace, steps: int, options: Sequence[str], fault: str = ""
 ) -> float:
     """Steps a second, without the first few and without the end."""
-    words = ["train.py", "--job.config_file", out / "train.toml", "--training.steps", steps, "--job.dump_folder"]
+    words = ["-m", "benchmarks.fleet.swarm.slow_train"] if args.text else ["train.py"]
+    words += ["--job.config_file", out / "train.toml", "--training.steps", steps, "--job.dump_folder"]
     words += [folder, "--metrics.log_freq", 1, *options]
     run, log = launch(words, folder.with_suffix(".log")), folder.with_suffix(".log")
     if fault == "killed":

@@ -3,6 +3,7 @@
     python -m benchmarks.fleet.swarm.trial --way swarm one alone --optimizer Muon --lr 0.016
     python -m benchmarks.fleet.swarm.trial --way swarm --optimizer Muon --lr 0.016 --every 30 --momentum 0.3
     python -m benchmarks.fleet.swarm.trial --way swarm --lr 0.024 --rate 1 --momentum 0 --steps 500 --keep 0.05
+    python -m benchmarks.fleet.swarm.trial --way swarm one alone --rate 1 --momentum 0 --steps 500 --warm 500
 
 The model and the text of train_configs/swarm_debug.toml, but sequences are drawn from the whole text in one random
 order. Sites meet with all weights at once, without delay, in float32. A line of JSON each, with the settings, the loss
@@ -10,6 +11,7 @@ of held-out text, and that of the weights' (one run) or the anchors' moving aver
 """
 
 import argparse
+import copy
 import itertools
 import json
 import math
@@ -35,6 +37,8 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["AdamW", "Muon"], default="Muon")
     for name, value in (("sites", 3), ("steps", 900), ("batch", 16), ("every", 10), ("dim", 64), ("layers", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--warm", type=int, default=0, help="steps of one run before, with the debug model's rate")
+    parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--own", action="store_true", help="each site draws from its own part of the text")
     parser.add_argument("--rate", type=float, default=0.7, help="of the outer step; 1 with momentum 0 is the mean")
     parser.add_argument("--momentum", type=float, default=0.6, help="of the outer step")
@@ -44,8 +48,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     training, held_out = sequences("train"), sequences("validation")[:512]
-    for way, lr, seed in itertools.product(args.way, args.lr, args.seed):
-        losses = train(args, way, lr, seed, training, held_out)
+    for seed, way, lr in itertools.product(args.seed, args.way, args.lr):
+        first = build(seed, args.dim, args.layers)
+        if args.warm:
+            first, _ = train(args, "one", 0.024, seed + 100, args.warm, first, training)
+        model, average = train(args, way, lr, seed, args.steps, first, training)
+        losses = {"loss": evaluate(model, held_out)}
+        take([list(model.parameters())], average)
+        losses["loss_of_average"] = evaluate(model, held_out)
         print(json.dumps(vars(args) | {"way": way, "lr": lr, "seed": seed} | losses), flush=True)
 
 
@@ -61,12 +71,13 @@ def sequences(split: str) -> Tensor:
 
 
 def train(
-    args: argparse.Namespace, way: str, lr: float, seed: int, training: Tensor, held_out: Tensor
-) -> dict[str, float]:
+    args: argparse.Namespace, way: str, lr: float, seed: int, steps: int, first: Transformer, training: Tensor
+) -> tuple[Transformer, list[Tensor]]:
+    """The model at the end, and the moving average of its weights or of the anchors."""
     count = args.sites if way == "swarm" else 1
     batch = args.batch * (args.sites if way == "one" else 1)
-    models = [build(seed, args.dim, args.layers) for _ in range(count)]
-    config = Optimizer(name=args.optimizer, lr=lr, implementation="foreach")
+    models = [copy.deepcopy(first) for _ in range(count)]
+    config = Optimizer(name=args.optimizer, lr=lr, beta2=args.beta2, implementation="foreach")
     optimizers = [build_optimizer(model.named_parameters(), config) for model in models]
     weights = [list(model.parameters()) for model in models]
     anchor = [weight.detach().clone() for weight in weights[0]]
@@ -75,8 +86,8 @@ def train(
     outer, batches = Outer(args.rate, args.momentum), [shuffled(training, batch, seed)] * count
     if args.own and way == "swarm":
         batches = [shuffled(training[number::count], batch, seed) for number in range(count)]
-    for step in range(1, args.steps + 1):
-        progress = (step - 1 - WARMUP) / (args.steps - WARMUP)
+    for step in range(1, steps + 1):
+        progress = (step - 1 - WARMUP) / (steps - WARMUP)
         factor = min(step / WARMUP, LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * max(0.0, progress))))
         for model, optimizer, own in zip(models, optimizers, batches, strict=True):
             for group in optimizer.param_groups:
@@ -87,12 +98,10 @@ def train(
             optimizer.zero_grad()
         if way != "swarm":
             torch._foreach_lerp_(average, [weight.detach() for weight in weights[0]], 0.01)
-        elif step % args.every == 0 or step == args.steps:
+        elif step % args.every == 0 or step == steps:
             meet(anchor, velocity, weights, left, args.keep, outer)
             torch._foreach_lerp_(average, anchor, 0.2)
-    losses = {"loss": evaluate(models[0], held_out)}
-    take(weights[:1], average)
-    return losses | {"loss_of_average": evaluate(models[0], held_out)}
+    return models[0], average
 
 
 @torch.no_grad()
