@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.compiler.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -134,9 +135,13 @@ def installed(generation: int) -> list[str]:
 def attention_by(order: Sequence[SDPBackend], package: str = "") -> Iterator[None]:
     """torch tries kernels in this order, or in its own, with a package's FlashAttention in place of its own.
 
-    The operators stay torch's, so what compiles, recomputes or keeps documents apart needs to know no package.
+    The operators stay torch's, so what compiles, recomputes or keeps documents apart needs to know no package. But
+    torch's caches of compiled graphs do not know the order (https://github.com/pytorch/pytorch/issues/185449), so a tag
+    in their keys names it: without the tag a run would compute by the kernel that an earlier run compiled.
     """
+    chosen = " ".join([torch.compiler.config.cache_key_tag, *(backend.name for backend in order), package])
     with ExitStack() as stack:
+        stack.enter_context(torch.compiler.config.patch(cache_key_tag=chosen))  # type: ignore[attr-defined]
         if order:
             stack.enter_context(sdpa_kernel([*order], set_priority=True))
         if package:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import current_flash_attention_impl
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
 from torchtitan.parallel import gpu_attention
 
@@ -102,3 +105,22 @@ def test_all_ranks_take_what_is_fastest_on_the_slowest_rank(on_hopper: Any, monk
     monkeypatch.setattr(gpu_attention, "_worst", lambda mine: [*map(max, mine, next(others))])
     name, _ = on_hopper({FA3: "", FA4: FIT}, {None: 4.0, "FA4": 2.5})
     assert name == "cuDNN (forward and backward: cuDNN 4.00 ms, FlashAttention 4 4.50 ms)"
+
+
+def test_a_graph_that_was_compiled_for_another_kernel_is_not_taken_from_the_cache() -> None:
+    q = torch.randn(1, 2, 16, 8)
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True) + 1
+
+    found = []
+    with fresh_cache(), torch.no_grad():
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+            torch.compiler.reset()
+            counters.clear()
+            with gpu_attention.attention_by([backend]), torch.profiler.profile() as profile:
+                torch.compile(attend)()
+            is_flash = any("flash_attention" in event.key for event in profile.key_averages())
+            hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+            found.append((is_flash, *hits))
+    assert found == [(True, 0, 0), (False, 0, 0), (True, 1, 1)]
