@@ -1,4 +1,4 @@
-"""Picks the kernel that computes attention fastest on a GPU. A run on a CPU does not load this file."""
+"""Picks the kernel that computes attention fastest on a GPU. A plain run on a CPU does not load this file."""
 
 import inspect
 import math
@@ -19,6 +19,7 @@ from torch.backends import cuda
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
+    current_flash_attention_impl,
     restore_flash_attention_impl,
     sdpa_kernel,
 )
@@ -30,6 +31,7 @@ from torchtitan.parallel.collectives import max_over
 # of their compute capability), and the package and the file in it that torch imports.
 _PACKAGES = {"FA3": ((9,), "flash_attn_interface", ""), "FA4": ((9, 10), "flash_attn", "cute/interface.py")}
 _LEAST_GAIN = 0.03  # what a package must gain, because a run that resumes measures again
+_MOST_GAP = 0.02  # between results that differ by bfloat16's rounding alone, in parts of their norm
 _MOST_TOKENS = 8192
 _flash_attention: Any = partial(varlen_attn, window_size=(-1, 0))  # causal
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 takes grouped heads without being asked
@@ -60,17 +62,19 @@ def pick_attention(
     head_dim: int,
     seq_len: int,
     keeps_apart: bool,
+    in_pieces: bool = False,
 ) -> tuple[str, AbstractContextManager]:
     """Return the name of the kernel that computes attention on this GPU, and a context in which torch tries it first.
 
     Where every rank has FlashAttention 3 or 4 and a GPU for it, all ranks measure it beside torch's own choice, and
-    take what is fastest on the slowest rank. With deterministic algorithms torch's choice stays: a run that resumes
-    might measure otherwise. On a CPU the name is "".
+    take what is fastest on the slowest rank and computes the same. With deterministic algorithms torch's choice stays:
+    a run that resumes might measure otherwise. It stays for the pieces of context parallelism, too: torch computes them
+    by another kernel than the trial's causal attention. On a CPU the name is "".
     """
     if device.type != "cuda":
         return "", nullcontext()
     name, order, takes_flash = _choice_of_torch(device, dtype, heads, kv_heads, head_dim, seq_len, keeps_apart)
-    measures = takes_flash and not torch.are_deterministic_algorithms_enabled()
+    measures = takes_flash and not in_pieces and not torch.are_deterministic_algorithms_enabled()
     here = installed(torch.cuda.get_device_capability(device)[0]) if measures else []
     lacking = _worst([package not in here for package in _PACKAGES])
     packages = [package for package, lacks in zip(_PACKAGES, lacking, strict=True) if not lacks]
@@ -125,7 +129,10 @@ def installed(generation: int) -> list[str]:
     """The packages that are installed and run on GPUs of this generation. None is imported: that takes seconds."""
     found = []
     for package, (generations, module, file) in _PACKAGES.items():
-        spec = find_spec(module) if generation in generations else None
+        try:
+            spec = find_spec(module) if generation in generations else None
+        except ValueError:  # something else made a module of this name, without a spec
+            spec = None
         if spec and (not file or any(Path(place, file).is_file() for place in spec.submodule_search_locations or ())):
             found.append(package)
     return found
@@ -145,25 +152,42 @@ def attention_by(order: Sequence[SDPBackend], package: str = "") -> Iterator[Non
         if order:
             stack.enter_context(sdpa_kernel([*order], set_priority=True))
         if package:
+            stack.callback(_put_back, current_flash_attention_impl())
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Warning only once for all operators")  # that it takes torch's place
                 activate_flash_attention_impl(package)
-            stack.callback(restore_flash_attention_impl)
         yield
 
 
+def _put_back(package: str | None) -> None:
+    """Activate what was active before, also after an activation that failed and left torch's flag set."""
+    torch._C._set_sdp_use_fa3(False)  # torch's own restore clears it only if the activation succeeded
+    if current_flash_attention_impl():
+        restore_flash_attention_impl()
+    if package:
+        activate_flash_attention_impl(package)
+
+
 def _fastest(
-    names: Sequence[str], ways: Sequence[Callable[[], AbstractContextManager]], attend: Callable[[], object]
+    names: Sequence[str], ways: Sequence[Callable[[], AbstractContextManager]], attend: Callable[[], Sequence[Tensor]]
 ) -> tuple[int, str]:
-    """Which way is fastest on the slowest rank, the first unless another gains enough, and what each took there."""
+    """Which way is fastest on the slowest rank, the first unless another gains enough, and what each took there.
+
+    A way whose results differ from the first one's fails.
+    """
     least, failed = [math.inf] * len(ways), [""] * len(ways)
+    expected: Sequence[Tensor] = ()
     for is_warm in (False, True, True):  # in turn, because a GPU's clock changes; FlashAttention 4 compiles first
         for number, way in enumerate(ways):
             if failed[number]:
                 continue
             try:
                 with way():
+                    results = () if is_warm else attend()
                     took = _milliseconds(attend)
+                expected = expected or results
+                if not is_warm and not (gap := _gap(results, expected)) <= _MOST_GAP:  # NaN, too
+                    failed[number] = f"its results differ from {names[0]}'s by {gap:.1%}, more than {_MOST_GAP:.0%}"
             except Exception as error:  # what a package of an unfit version raises is not known beforehand
                 took, failed[number] = math.inf, f"{type(error).__name__}: {error}".partition("\n")[0]
             least[number] = min(least[number], took) if is_warm and not failed[number] else math.inf
@@ -176,6 +200,12 @@ def _fastest(
         for name, took, why in zip(names, slowest, failed, strict=True)
     ]
     return best, ", ".join(told)
+
+
+def _gap(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest of the differences, each in parts of the norm of what was expected."""
+    pairs = [(ours.float(), other.float()) for ours, other in zip(results, expected, strict=True)]
+    return torch.stack([(ours - other).norm() / other.norm() for ours, other in pairs]).max().item()
 
 
 def _worst(values: Sequence[float]) -> list[float]:
@@ -193,21 +223,25 @@ def trial(
     head_dim: int,
     seq_len: int,
     keeps_apart: bool,
-) -> Callable[[], object]:
-    """Attention of one sequence, of four documents if they are kept apart, with its backward."""
+) -> Callable[[], Sequence[Tensor]]:
+    """Attention of one sequence, with its gradients.
+
+    If documents are kept apart, it has four of unlike lengths, and then empty ones, as data.documents pads a batch.
+    """
     draws = torch.Generator(device).manual_seed(0)
     sizes = (heads, kv_heads, kv_heads)
     q, k, v = (torch.randn(1, seq_len, n, head_dim, generator=draws, device=device, dtype=dtype) for n in sizes)
     inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-    starts = torch.tensor([seq_len * n // 4 for n in range(5)], dtype=torch.int32, device=device)
+    starts = torch.full((max(16, seq_len // 128),), seq_len, dtype=torch.int32, device=device)
+    starts[:4] = torch.tensor([0, 4, 5, 8], device=device) * seq_len // 10
 
-    def attend() -> object:
+    def attend() -> Sequence[Tensor]:
         if keeps_apart:
             out = by_flash_attention(q[0], k[0], v[0], starts, starts, seq_len, seq_len)
         else:
             q_, k_, v_ = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, S, D]
             out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, enable_gqa=kv_heads < heads)
-        return torch.autograd.grad(out, inputs, out.detach())
+        return out.detach(), *torch.autograd.grad(out, inputs, out.detach())
 
     return attend
 

@@ -118,14 +118,11 @@ class Run:
         from torchtitan.parallel.gpu_attention import pick_attention
 
         shape, dims, training = self.blueprint.shape, self.dims, self.config.training
+        dtype, heads = getattr(torch, training.mixed_precision_param), shape.n_heads // dims.tp
+        kv_heads, seq_len = shape.n_kv_heads // dims.tp, training.seq_len // (2 * dims.cp if dims.cp > 1 else 1)
+        keeps_apart, in_pieces = self.config.model.attn_mask_type == "block_causal", dims.cp > 1
         kernel, attention = pick_attention(
-            self.device,
-            getattr(torch, training.mixed_precision_param),
-            shape.n_heads // dims.tp,
-            shape.n_kv_heads // dims.tp,
-            shape.head_size,
-            training.seq_len // (2 * dims.cp if dims.cp > 1 else 1),
-            keeps_apart=self.config.model.attn_mask_type == "block_causal",
+            self.device, dtype, heads, kv_heads, shape.head_size, seq_len, keeps_apart, in_pieces
         )
         if dims.cp == 1:  # context parallelism has torch pick one for each piece
             logger.info(f"attention by {kernel}")

@@ -265,7 +265,8 @@ def test_an_installed_flash_attention_attends_as_torchs_own(package: str, keeps_
         pytest.skip(f"{package} is not installed, or not for this GPU")
     torch.manual_seed(0)
     drawn = [torch.randn(2, 1024, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
-    starts = torch.tensor([[0, 300, 1024], [0, 512, 1024]], dtype=torch.int32, device="cuda")
+    cuts = [[0, 300, *[1024] * 14], [0, 512, *[1024] * 14]]  # padded as data.documents does
+    starts = torch.tensor(cuts, dtype=torch.int32, device="cuda")
     core, third = (DocumentAttention(CausalAttention(), False), starts) if keeps_apart else (CausalAttention(), None)
 
     def block(*inputs: torch.Tensor) -> torch.Tensor:

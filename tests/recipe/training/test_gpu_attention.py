@@ -2,17 +2,27 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
-from torch.nn.attention import SDPBackend, current_flash_attention_impl
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
+from torchtitan.data.documents import document_starts
 from torchtitan.parallel import gpu_attention
+from torchtitan.parallel.documents.pieces import document_attention
 
 FIT = "_flash_attn_fwd = _flash_attn_bwd = print"
 
@@ -26,10 +36,15 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     for kernel in ("cudnn", "flash", "efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda taken: True)
-    monkeypatch.setattr(gpu_attention, "trial", lambda *shape: None)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def pick(files: dict[str, str], times: dict[str | None, Any], keeps_apart: bool = False) -> tuple[str, Any]:
+    def pick(
+        files: dict[str, str],
+        times: dict[str | None, Any],
+        keeps_apart: bool = False,
+        results: dict[str | None, float] | None = None,
+        in_pieces: bool = False,
+    ) -> tuple[str, Any]:
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
@@ -40,9 +55,13 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
                 raise took
             return took
 
+        def attend() -> list[torch.Tensor]:
+            return [torch.ones(3), torch.tensor([1.0, (results or {}).get(current_flash_attention_impl(), 1.0)])]
+
+        monkeypatch.setattr(gpu_attention, "trial", lambda *shape: attend)
         monkeypatch.setattr(gpu_attention, "_milliseconds", milliseconds)
         dtype = torch.bfloat16
-        return gpu_attention.pick_attention(torch.device("cuda"), dtype, 32, 8, 128, 8192, keeps_apart)
+        return gpu_attention.pick_attention(torch.device("cuda"), dtype, 32, 8, 128, 8192, keeps_apart, in_pieces)
 
     yield pick
     for name in [name for name in sys.modules if name.split(".")[0].startswith("flash_attn")]:
@@ -84,19 +103,35 @@ def test_a_package_that_fails_is_named_with_the_reason_and_torchs_kernel_stays(o
     )
 
 
-@pytest.mark.parametrize("why", ["not installed", "FlashAttention 2 alone", "an older GPU", "deterministic"])
+@pytest.mark.parametrize(("result", "gap"), [(1.1, "7.1%"), (float("nan"), "nan%")])
+def test_a_package_that_computes_something_else_is_named_and_torchs_kernel_stays(
+    on_hopper: Any, result: float, gap: str
+) -> None:
+    name, _ = on_hopper({FA4: FIT}, {None: 4.0, "FA4": 2.5}, results={"FA4": result})
+    why = f"its results differ from cuDNN's by {gap}, more than 2%"
+    assert name == f"cuDNN (forward and backward: cuDNN 4.00 ms, FlashAttention 4 fails, {why})"
+    name, _ = on_hopper({FA4: FIT}, {None: 4.0, "FA4": 2.5}, results={"FA4": 1.01})
+    assert name.startswith("FlashAttention 4 ")
+
+
+WHYS = ["not installed", "without a spec", "FlashAttention 2 alone", "an older GPU", "deterministic", "pieces"]
+
+
+@pytest.mark.parametrize("why", WHYS)
 def test_without_a_package_for_this_gpu_nothing_is_imported_or_measured(
     on_hopper: Any, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    files = {"not installed": {}, "FlashAttention 2 alone": {"flash_attn/__init__.py": ""}}.get(
-        why, {FA4: FIT, FA3: ""}
-    )
+    of_flash_2, without = {"flash_attn/__init__.py": ""}, dict.fromkeys(["not installed", "without a spec"], {})
+    files = {**without, "FlashAttention 2 alone": of_flash_2}.get(why, {FA4: FIT, FA3: ""})
     if why == "an older GPU":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: why == "deterministic")
-    name, _ = on_hopper(files, {})
+    if why == "without a spec":
+        monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    name, _ = on_hopper(files, {}, in_pieces=why == "pieces")
     assert name == ("FlashAttention" if why == "an older GPU" else "cuDNN")
-    assert not [module for module in sys.modules if module.startswith("flash_attn")]
+    made = {"flash_attn"} if why == "without a spec" else set()
+    assert {module for module in sys.modules if module.startswith("flash_attn")} == made
 
 
 def test_all_ranks_take_what_is_fastest_on_the_slowest_rank(on_hopper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +140,40 @@ def test_all_ranks_take_what_is_fastest_on_the_slowest_rank(on_hopper: Any, monk
     monkeypatch.setattr(gpu_attention, "_worst", lambda mine: [*map(max, mine, next(others))])
     name, _ = on_hopper({FA3: "", FA4: FIT}, {None: 4.0, "FA4": 2.5})
     assert name == "cuDNN (forward and backward: cuDNN 4.00 ms, FlashAttention 4 4.50 ms)"
+
+
+def test_what_was_active_before_is_active_again_even_after_an_activation_that_fails(on_hopper: Any) -> None:
+    on_hopper({FA4: FIT, FA3: ""}, {None: 4.0, "FA4": 2.5})
+    torch.nn.attention.register_flash_attention_impl("fails late", register_fn=_fail_late)
+    for package in ("FA4", "fails late"):
+        with suppress(RuntimeError), gpu_attention.attention_by([], package):
+            assert current_flash_attention_impl() == "FA4"
+        assert current_flash_attention_impl() is None and not torch._C._get_fa3_sdp_enabled()
+    activate_flash_attention_impl("FA4")
+    for package in ("FA4", "fails late"):
+        with suppress(RuntimeError), gpu_attention.attention_by([], package):
+            pass
+        assert current_flash_attention_impl() == "FA4"
+    restore_flash_attention_impl()
+
+
+def _fail_late() -> None:
+    torch._C._set_sdp_use_fa3(True)
+    raise RuntimeError("late")
+
+
+def test_a_trial_of_documents_has_unlike_lengths_and_empty_ones_as_a_batch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(starts)
+        return document_attention(q, k, v, starts, starts)[0]
+
+    monkeypatch.setattr(gpu_attention, "by_flash_attention", attend)
+    results = gpu_attention.trial(torch.device("cpu"), torch.float32, 4, 2, 8, 100, keeps_apart=True)()
+    assert [tuple(result.shape) for result in results] == [(100, 4, 8), *[(1, 100, heads, 8) for heads in (4, 2, 2)]]
+    numbers = np.repeat(np.arange(4), [40, 10, 30, 20])[None]
+    assert seen[0].dtype == torch.int32 and seen[0].tolist() == document_starts(numbers)[0].tolist()
 
 
 def test_a_graph_that_was_compiled_for_another_kernel_is_not_taken_from_the_cache() -> None:
