@@ -1,7 +1,7 @@
 """What rare meetings cost: `swarm try` with several seeds, from first weights or from a run that was trained before.
 
     python -m benchmarks.fleet.swarm.loss                          # three seeds of train_configs/swarm_debug.toml
-    python -m benchmarks.fleet.swarm.loss --warm 500 --rates 0.004 0.004 0.004
+    python -m benchmarks.fleet.swarm.loss --warm 500 --rates 0.016 0.016 0.004
     python -m benchmarks.fleet.swarm.loss --every 30 -- --swarm.outer_momentum 0.3
 
 Prints the mean over the seeds of the swarm's loss beside one run with the same tokens and beside one site alone. Each
