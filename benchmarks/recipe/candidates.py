@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend
 
 from torchtitan.config.schema import Compile, Optimizer
 from torchtitan.parallel.collectives import squares_at_once
-from torchtitan.parallel.gpu_attention import attention_by, installed, trial
+from torchtitan.parallel.gpu_attention import Case, attention_by, installed, trial
 from torchtitan.training.loss import build_loss
 from torchtitan.training.optimizer.apply import apply_update
 from torchtitan.training.optimizer.build import build_optimizer
@@ -108,9 +108,9 @@ def attention(of: SimpleNamespace) -> Iterator[Part]:
         within |= {f"FlashAttention {name[2:] or 2}": partial(attention_by, flash, name) for name in packages}
     shape = (DEVICE, BFLOAT16, of.heads, of.kv_heads, of.head_dim, of.tokens)
     work = 7 * of.tokens**2 * of.heads * of.head_dim  # two products forward, five backward, of the half that is seen
-    yield "attention, with backward", work, FLOPS, dict.fromkeys(within, trial(*shape, False)), within
+    yield "attention, with backward", work, FLOPS, dict.fromkeys(within, trial(Case(*shape, False))), within
     if within.pop("cuDNN", None):
-        yield "the same of 4 documents", 0.3 * work, FLOPS, dict.fromkeys(within, trial(*shape, True)), within
+        yield "the same of 4 documents", 0.3 * work, FLOPS, dict.fromkeys(within, trial(Case(*shape, True))), within
 
 
 def output(of: SimpleNamespace) -> Iterator[Part]:

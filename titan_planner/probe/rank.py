@@ -34,7 +34,7 @@ from torchtitan.observe.log import start_logging
 from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.observe.peers.watch import Watch
 from torchtitan.parallel import collectives
-from torchtitan.parallel.gpu_attention import pick_attention
+from torchtitan.parallel.gpu_attention import Case, pick_attention
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.estimate import blank_batch
 from torchtitan.training.assemble import lay_out_ranks
@@ -131,7 +131,7 @@ class Probe:
         silu = self.seconds(lambda: torch.ops.aten.silu.out(read, out=written), alone=True)
         heads, length, width = sizes.attention
         dtype = getattr(torch, self.dtype)
-        _, fastest = pick_attention(self.device, dtype, heads, heads, width, length, keeps_apart=False)
+        _, fastest = pick_attention(Case(self.device, dtype, heads, heads, width, length, keeps_apart=False))
         q, k, v = (self.tensor(1, heads, length, width).requires_grad_() for _ in range(3))
 
         def attention() -> None:

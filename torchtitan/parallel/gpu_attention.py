@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.compiler.config
@@ -54,16 +54,19 @@ def by_flash_attention(
     return _flash_attention(q, k, v, starts_q, starts_k, longest_q, longest_k)
 
 
-def pick_attention(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    seq_len: int,
-    keeps_apart: bool,
-    in_pieces: bool = False,
-) -> tuple[str, AbstractContextManager]:
+class Case(NamedTuple):
+    """The attention that a rank computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seq_len: int
+    keeps_apart: bool  # documents
+
+
+def pick_attention(case: Case, in_pieces: bool = False) -> tuple[str, AbstractContextManager]:
     """Return the name of the kernel that computes attention on this GPU, and a context in which torch tries it first.
 
     Where every rank has FlashAttention 3 or 4 and a GPU for it, all ranks measure it beside torch's own choice, and
@@ -71,11 +74,11 @@ def pick_attention(
     a run that resumes might measure otherwise. It stays for the pieces of context parallelism, too: torch computes them
     by another kernel than the trial's causal attention. On a CPU the name is "".
     """
-    if device.type != "cuda":
+    if case.device.type != "cuda":
         return "", nullcontext()
-    name, order, takes_flash = _choice_of_torch(device, dtype, heads, kv_heads, head_dim, seq_len, keeps_apart)
+    name, order, takes_flash = _choice_of_torch(case)
     measures = takes_flash and not in_pieces and not torch.are_deterministic_algorithms_enabled()
-    here = installed(torch.cuda.get_device_capability(device)[0]) if measures else []
+    here = installed(torch.cuda.get_device_capability(case.device)[0]) if measures else []
     lacking = _worst([package not in here for package in _PACKAGES])
     packages = [package for package, lacks in zip(_PACKAGES, lacking, strict=True) if not lacks]
     if not packages:
@@ -84,20 +87,11 @@ def pick_attention(
     ways = [partial(attention_by, order), *(partial(attention_by, flash_first, package) for package in packages)]
     kernel = name.split(",")[0]
     names = [kernel, *(f"FlashAttention {package.removeprefix('FA')}" for package in packages)]
-    attend = trial(device, dtype, heads, kv_heads, head_dim, min(seq_len, _MOST_TOKENS), keeps_apart)
-    best, times = _fastest(names, ways, attend)
+    best, times = _fastest(names, ways, trial(case._replace(seq_len=min(case.seq_len, _MOST_TOKENS))))
     return f"{names[best]}{name.removeprefix(kernel)} (forward and backward: {times})", ways[best]()
 
 
-def _choice_of_torch(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    seq_len: int,
-    keeps_apart: bool,
-) -> tuple[str, list[SDPBackend], bool]:
+def _choice_of_torch(case: Case) -> tuple[str, list[SDPBackend], bool]:
     """The kernel's name, the order in which torch tries kernels, and whether FlashAttention can compute this.
 
     On Hopper and data-centre Blackwell the fastest kernel is cuDNN's, from version 9.15.1 on: 631 TFLOP/s on an H100,
@@ -105,6 +99,7 @@ def _choice_of_torch(
     128 does not divide, cuDNN's gradients may be NaN (https://github.com/pytorch/pytorch/issues/196678), so it is tried
     last there. Documents are kept apart by FlashAttention, or else by a mask.
     """
+    device, dtype, heads, kv_heads, head_dim, seq_len, keeps_apart = case
     if keeps_apart and attends_by_document(dtype, head_dim):
         return "FlashAttention, which knows where documents begin", [], True
     flash = "FlashAttention", SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention
@@ -215,19 +210,12 @@ def _worst(values: Sequence[float]) -> list[float]:
     return worst
 
 
-def trial(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    seq_len: int,
-    keeps_apart: bool,
-) -> Callable[[], Sequence[Tensor]]:
+def trial(case: Case) -> Callable[[], Sequence[Tensor]]:
     """Attention of one sequence, with its gradients.
 
     If documents are kept apart, it has four of unlike lengths, and then empty ones, as data.documents pads a batch.
     """
+    device, dtype, heads, kv_heads, head_dim, seq_len, keeps_apart = case
     draws = torch.Generator(device).manual_seed(0)
     sizes = (heads, kv_heads, kv_heads)
     q, k, v = (torch.randn(1, seq_len, n, head_dim, generator=draws, device=device, dtype=dtype) for n in sizes)

@@ -115,15 +115,14 @@ class Run:
         """A context in which a GPU computes attention by the fastest kernel that supports this model."""
         if self.device.type != "cuda":
             return nullcontext()
-        from torchtitan.parallel.gpu_attention import pick_attention
+        from torchtitan.parallel.gpu_attention import Case, pick_attention
 
         shape, dims, training = self.blueprint.shape, self.dims, self.config.training
         dtype, heads = getattr(torch, training.mixed_precision_param), shape.n_heads // dims.tp
         kv_heads, seq_len = shape.n_kv_heads // dims.tp, training.seq_len // (2 * dims.cp if dims.cp > 1 else 1)
-        keeps_apart, in_pieces = self.config.model.attn_mask_type == "block_causal", dims.cp > 1
-        kernel, attention = pick_attention(
-            self.device, dtype, heads, kv_heads, shape.head_size, seq_len, keeps_apart, in_pieces
-        )
+        keeps_apart = self.config.model.attn_mask_type == "block_causal"
+        case = Case(self.device, dtype, heads, kv_heads, shape.head_size, seq_len, keeps_apart)
+        kernel, attention = pick_attention(case, in_pieces=dims.cp > 1)
         if dims.cp == 1:  # context parallelism has torch pick one for each piece
             logger.info(f"attention by {kernel}")
         return attention

@@ -25,7 +25,7 @@ from torchtitan.models.families import plan_model
 from torchtitan.models.layers import CausalAttention
 from torchtitan.parallel.collectives import GlobalNorm, set_timeout, start_process_group, stop_process_group
 from torchtitan.parallel.documents.attention import DocumentAttention, attend
-from torchtitan.parallel.gpu_attention import attends_by_document, attention_by, installed, pick_attention
+from torchtitan.parallel.gpu_attention import Case, attends_by_document, attention_by, installed, pick_attention
 from torchtitan.parallel.recompute import keep_expensive_operations
 from torchtitan.tools.dry_run.estimate import estimate
 
@@ -242,7 +242,7 @@ def test_a_dry_run_estimates_what_a_gpu_allocates(recompute: str, dtype: str) ->
 @pytest.mark.parametrize("keeps_apart", [False, True])
 def test_attention_runs_by_the_kernel_that_is_named(keeps_apart: bool, dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
-    name, fastest = pick_attention(device, dtype, 8, 2, 64, 128, keeps_apart)
+    name, fastest = pick_attention(Case(device, dtype, 8, 2, 64, 128, keeps_apart))
     q, k = (torch.randn(1, 128, heads, 64, device=device, dtype=dtype) for heads in (8, 2))
     starts = torch.tensor([[0, 50, 128]], dtype=torch.int32, device=device) if keeps_apart else None
     core = (

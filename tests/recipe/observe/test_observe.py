@@ -25,7 +25,7 @@ from torchtitan.observe.health import judge_window
 from torchtitan.observe.log import logger, start_logging, wants_color
 from torchtitan.observe.metrics import Clock, MetricsWriter, StepRecord
 from torchtitan.observe.weights_and_biases import import_wandb
-from torchtitan.parallel.gpu_attention import pick_attention
+from torchtitan.parallel.gpu_attention import Case, pick_attention
 from torchtitan.training.stop import describe_stop
 
 NAN, INF = math.nan, math.inf
@@ -384,13 +384,13 @@ def test_attention_uses_the_fastest_kernel_that_the_gpu_can_run(
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     for kernel in ("cudnn", "flash", "efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention", lambda taken, k=kernel: k not in cannot)
-    chosen, context = pick_attention(torch.device("cuda"), torch.bfloat16, 8, 2, 64, seq_len, keeps_apart)
+    chosen, context = pick_attention(Case(torch.device("cuda"), torch.bfloat16, 8, 2, 64, seq_len, keeps_apart))
     assert chosen == name
     if second:  # else no kernel of torch's choice
         with context:
             order = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
         assert [backend.name for backend in order][1] == second
-    assert pick_attention(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 512, keeps_apart=False)[0] == ""
+    assert pick_attention(Case(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 512, keeps_apart=False))[0] == ""
 
 
 def test_a_process_started_alone_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from torch.nn.attention import (
 from torchtitan.data.documents import document_starts
 from torchtitan.parallel import gpu_attention
 from torchtitan.parallel.documents.pieces import document_attention
+from torchtitan.parallel.gpu_attention import Case
 
 FIT = "_flash_attn_fwd = _flash_attn_bwd = print"
 
@@ -61,7 +62,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         monkeypatch.setattr(gpu_attention, "trial", lambda *shape: attend)
         monkeypatch.setattr(gpu_attention, "_milliseconds", milliseconds)
         dtype = torch.bfloat16
-        return gpu_attention.pick_attention(torch.device("cuda"), dtype, 32, 8, 128, 8192, keeps_apart, in_pieces)
+        return gpu_attention.pick_attention(Case(torch.device("cuda"), dtype, 32, 8, 128, 8192, keeps_apart), in_pieces)
 
     yield pick
     for name in [name for name in sys.modules if name.split(".")[0].startswith("flash_attn")]:
@@ -170,7 +171,7 @@ def test_a_trial_of_documents_has_unlike_lengths_and_empty_ones_as_a_batch_has(m
         return document_attention(q, k, v, starts, starts)[0]
 
     monkeypatch.setattr(gpu_attention, "by_flash_attention", attend)
-    results = gpu_attention.trial(torch.device("cpu"), torch.float32, 4, 2, 8, 100, keeps_apart=True)()
+    results = gpu_attention.trial(Case(torch.device("cpu"), torch.float32, 4, 2, 8, 100, keeps_apart=True))()
     assert [tuple(result.shape) for result in results] == [(100, 4, 8), *[(1, 100, heads, 8) for heads in (4, 2, 2)]]
     numbers = np.repeat(np.arange(4), [40, 10, 30, 20])[None]
     assert seen[0].dtype == torch.int32 and seen[0].tolist() == document_starts(numbers)[0].tolist()
