@@ -99,6 +99,7 @@ class Peer:
                 self.candidates = [*self.candidates[-_MOST_CANDIDATES:], origin]
                 self.asked_at = 0.0
         elif found.kind == messages.ACK and self.waiting.pop(found.counter, None) is not None:
-            self.endpoint = self.endpoint or origin
+            if self.answered_at < self.news_at:  # where the other is now, not where it was
+                self.endpoint = origin
             if origin == self.endpoint:
                 self.answered_at = time.monotonic()

@@ -182,6 +182,26 @@ def test_two_peers_open_a_way_and_nothing_that_is_sent_back_does() -> None:
     assert one.endpoint == ("198.51.100.2", 1)
 
 
+def test_a_peer_whose_address_changes_is_followed_at_once_and_any_other_answer_is_not() -> None:
+    one, other = peer(1, 2, [("198.51.100.2", 1)]), peer(2, 1, [])
+
+    def ask(at: tuple[str, int]) -> None:
+        def bring(question: bytes, to: object) -> None:
+            other.take(
+                other.unseal(question), ("198.51.100.1", 1), lambda data, to: one.take(one.unseal(data), at, print)
+            )
+
+        one.asked_at = 0.0
+        one.tick(bring)
+
+    ask(("198.51.100.2", 1))
+    ask(("198.51.100.3", 1))  # another of its addresses
+    assert one.endpoint == ("198.51.100.2", 1)
+    one.take_news({"candidates": [("198.51.100.4", 1)], "key": one.key.hex(), "router": vars(KEEPS)}, "")
+    ask(("198.51.100.4", 1))
+    assert one.endpoint == ("198.51.100.4", 1)
+
+
 # --- the serving machine
 
 PORT_OF_TEST = 28710  # no port that the system gives to others
