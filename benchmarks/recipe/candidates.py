@@ -57,9 +57,9 @@ def gradients(of: SimpleNamespace) -> Iterator[Part]:
     flat = torch.empty(sum(numbers), device=DEVICE)
     sums = [part.view_as(tensor) for part, tensor in zip(flat.split(numbers), given, strict=True)]
     ways = {
-        "FSDP's chunk_cat": lambda: torch.ops.fsdp.chunk_cat(given, dim=0, num_chunks=1, out=flat.view(1, -1)),
+        "a cast each": lambda: [tensor.float() for tensor in given],
         "one _foreach_copy_": lambda: torch._foreach_copy_(sums, given),
-        "a cast each": lambda: [part.copy_(tensor) for part, tensor in zip(sums, given, strict=True)],
+        "FSDP's chunk_cat": lambda: torch.ops.fsdp.chunk_cat(given, dim=0, num_chunks=1, out=flat.view(1, -1)),
     }
     yield "a block's gradients to float32", 6 * len(flat), BYTES, ways, {}
     norms = {
@@ -80,7 +80,8 @@ def weights(of: SimpleNamespace) -> Iterator[Part]:
         lambda: torch.ops.fsdp.all_gather_copy_in(list(first.split(numbers)), second, numbers, total, 0),
         lambda: torch.ops.fsdp.split_with_sizes_copy(second.view(1, -1), numbers, dim=1, out=outs),
     ]
-    ways = {"FSDP's cast, copies in and out": lambda: [step() for step in fsdp], "one _foreach_copy_": fsdp[0]}
+    ways = {"a cast each": lambda: [row.to(BFLOAT16) for row in rows], "one _foreach_copy_": fsdp[0]}
+    ways |= {"FSDP's cast, copies in and out": lambda: [step() for step in fsdp]}
     yield "a block's weights to bfloat16", 6 * total, BYTES, ways, {}
 
 

@@ -27,7 +27,7 @@ mixed_precision_param = "float32"
 [swarm]
 every_seconds = 60.0
 """
-RAM = {"big": 0.03, "half": 0.017, "rest": 0.015, "small": 0.002}  # GB; the model needs about 0.018
+RAM = {"big": 0.03, "half": 0.015, "rest": 0.013, "small": 0.002}  # GB; the model needs about 0.014
 
 
 def planned(folder: Path, ram: dict[str, float], *options: str) -> argparse.Namespace:

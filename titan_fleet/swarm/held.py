@@ -12,7 +12,6 @@ from titan_fleet.swarm.codec import BLOCK, Codec, decode, encode, pack
 from titan_fleet.swarm.fragments import Box, Weight, box_of, checksum, divide, held_of
 from titan_fleet.swarm.outer import mixed, taken
 from titan_fleet.swarm.wire import parts
-from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.refusal import Refusal
@@ -74,7 +73,7 @@ class Held:
         return local_part(tensor).view(whole.shape)[rows, box.column - whole.column : box.end_column - whole.column]
 
     def free_gathered(self) -> None:
-        free_gathered(self.model.stages.values())
+        self.model.free_gathered()
 
     @torch.no_grad()
     def note_sent(self, number: int) -> None:

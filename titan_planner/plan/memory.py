@@ -72,11 +72,11 @@ def whole(work: Work, layout: Layout) -> Held:
             "the table's backward": _kinds(own + table, own + summed + (reads + 2) * work.lookup, states, 0.0),
         },
         own,
-        shards,
+        (shards == 1) & (layout.tp * layout.replicas > 1),
     )
 
 
-def _fullest(moments: dict[str, dict[str, Number]], own: np.ndarray, shards: np.ndarray) -> Held:
+def _fullest(moments: dict[str, dict[str, Number]], own: np.ndarray, is_cast: np.ndarray) -> Held:
     def at(index: int) -> tuple[str, dict[str, float]]:
         one = {
             name: {kind: float(np.broadcast_to(size, own.shape)[index]) for kind, size in kinds.items()}
@@ -85,7 +85,7 @@ def _fullest(moments: dict[str, dict[str, Number]], own: np.ndarray, shards: np.
         name = max(one, key=lambda name: sum(one[name].values()))
         cast = one[name]["parameters"] - float(own[index])
         one[name]["parameters"] -= cast
-        one[name][_seen("parameters", shards[index])] += cast
+        one[name][_seen("parameters", is_cast[index])] += cast
         return name, one[name]
 
     return Held(np.max([sum(kinds.values()) for kinds in moments.values()], axis=0), at)
@@ -135,7 +135,7 @@ def staged(
         fullest = int((counts @ sizes[:, index]).argmax())
         held = {kind: float(size[index]) for kind, size in always.items()}
         for size, count, kind in zip(sizes[:, index], counts[fullest], kinds, strict=True):
-            held[_seen(kind, shards[index])] += float(size * count)
+            held[_seen(kind, shards[index] == 1)] += float(size * count)
         return names[fullest], held
 
     return Held(peak, at)
@@ -176,9 +176,9 @@ def _backward(work: Work, layout: Layout) -> tuple[Number, Number, Number]:
     return kept, all_kept - kept + waits, gradient
 
 
-def _seen(kind: str, shards: Number) -> str:
-    """Weights of a rank that shares none are cast, not gathered; the dry run counts these among the activations."""
-    return "activations" if kind == "parameters" and shards == 1 else kind
+def _seen(kind: str, is_cast: bool) -> str:
+    """What FSDP casts on a rank that shares no weights, which the dry run counts among the activations."""
+    return "activations" if kind == "parameters" and is_cast else kind
 
 
 def _kinds(parameters: Number, gradients: Number, optimizer: Number, activations: Number) -> dict[str, Number]:

@@ -9,6 +9,7 @@ from titan_planner.places.ravnest import MOST_CLUSTERS, Provider, spread
 from titan_planner.places.swarm import BYTES
 from torchtitan.config.load import ConfigError, load_config
 from torchtitan.config.schema import Config
+from torchtitan.models.rules import find_refusals
 from torchtitan.models.spec import Blueprint
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.cut import fit
@@ -96,6 +97,8 @@ def _site(
     if len(ordered) > 1:
         own += ["--parallelism.pipeline_parallel_memory_gib", *(f"{limit:g}" for limit in limits)]
     config = load_config([*options, *own], len(ordered), prog="swarm plan")
+    if refused := list(find_refusals(blueprint, config)):  # more providers than microbatches, say
+        raise Refusal("; ".join(refused))
     if (world := len(ordered)) == 1:
         if one.peak_bytes > limits[0] * 2**30:
             raise Refusal(f"{ordered[0].name} alone holds {limits[0]:.2f} GiB, and needs {one.peak_bytes / 2**30:.2f}")

@@ -26,7 +26,7 @@ class Router(nn.Module):
         self.bias: nn.Parameter | None = None
         if args.balance == "bias":
             self.bias = nn.Parameter(torch.empty(args.num_experts), requires_grad=False)
-            self.bias.is_kept_whole = True  # type: ignore[attr-defined]  # by FSDP, which would round it
+            self.bias.is_kept_whole = True  # type: ignore[attr-defined]  # or it would be rounded
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":
         """Keep the bias in float32 whatever the weights become: 16 bits would round its small steps away."""

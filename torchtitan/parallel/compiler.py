@@ -33,7 +33,7 @@ def apply_compiler(
 ) -> None:
     """Compile each of the layers that this rank has, if the configuration names the model among the components.
 
-    Not `in_one` piece are those in which FSDP gathers experts: the compiler stops at its hooks.
+    Not `in_one` piece are those with experts: the compiler stops at FSDP's hooks.
     """
     if mesh.dims.tp > 1:
         # The code compiled for split tensors depends on the rank, but its cache key does not. With another rank's code

@@ -1,4 +1,4 @@
-"""Data parallelism. FSDP2's fully_shard is the only path: on one rank, on many, and with replicas (HSDP)."""
+"""Data parallelism by FSDP2's fully_shard, also with replicas (HSDP)."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from torchtitan.config.schema import Training
+from torchtitan.parallel.parts import stays_whole
 
 
 def apply_fsdp(
@@ -41,8 +42,7 @@ def apply_fsdp(
     # A GPU copies pinned memory while it computes. On a CPU nothing is copied, so nothing needs pinning.
     pinned = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     host = pinned if training.enable_cpu_offload else OffloadPolicy()
-    # FSDP shards no single number, such as a temperature: each rank keeps it, and own_model sums its gradients.
-    whole = {p for p in model.parameters() if p.dim() == 0 or getattr(p, "is_kept_whole", False)}
+    whole = {p for p in model.parameters() if stays_whole(p)}  # own_model sums their gradients
     if is_alone and not training.enable_cpu_offload:  # frozen weights would only be copied
         whole |= {p for p in model.parameters() if not p.requires_grad and p.dtype == policy.param_dtype}
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": host, "ignored_params": whole}
@@ -109,18 +109,9 @@ class ReduceScatterOfOne:
         raise AssertionError("FSDP does not reduce over one rank")
 
 
-def free_gathered(stages: Iterable[nn.Module]) -> None:
-    """Free the units that a forward without backward left gathered, because a checkpoint saves only shards."""
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
 @torch.no_grad()
 def copy_first_replica(parameters: Iterable[nn.Parameter], replicas: DeviceMesh) -> None:
     """Copy the first replica's parameters to all: different kinds of device draw different initial values."""
-    if replicas.size() > 1:
-        for parameter in parameters:
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-            dist.broadcast(local, group=replicas.get_group(), group_src=0)
+    for parameter in parameters:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        dist.broadcast(local, group=replicas.get_group(), group_src=0)

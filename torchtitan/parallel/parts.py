@@ -1,18 +1,22 @@
-"""The part of a model that a rank holds: all of it, or some stages of a pipeline; and its part of one tensor."""
+"""The part of a model that a rank holds: all of it, or some stages of a pipeline; its part of one tensor; its casts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torchtitan.parallel.loss_scale import LossScale
     from torchtitan.parallel.tied import TiedWeight
+
+Places = list[tuple[dict[str, nn.Parameter], str]]
 
 
 def tie(model: nn.Module, names: tuple[str, str] | None) -> bool:
@@ -27,6 +31,15 @@ def tie(model: nn.Module, names: tuple[str, str] | None) -> bool:
     return True
 
 
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Give the parameters memory, without values. A tied weight stays one, of which `to_empty` makes two."""
+    places = _places(model).values()
+    model.to_empty(device=device)
+    for (first, leaf), *others in places:
+        for holder, name in others:
+            holder[name] = first[leaf]
+
+
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
     """The module that holds the parameter, if this stage has it, and the parameter's name in that module."""
     module, _, leaf = name.rpartition(".")
@@ -34,6 +47,81 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
         return model.get_submodule(module), leaf
     except AttributeError:
         return None
+
+
+class CastWeights:
+    """Casts a model's weights before its forward, and their gradients back as soon as they are there.
+
+    As under FSDP the casts stand where the parameters were: a backward that recomputes finds them. Each is freed with
+    its gradient, or after forward where backward does not read it, and all that are left by `free`.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, lookups: Iterable[nn.Module]) -> None:
+        found = {p: places for p, places in _places(model).items() if p.is_floating_point() and not stays_whole(p)}
+        self._dtype, self._places = dtype, list(found.values())
+        self._own: dict[int, nn.Parameter] = {}  # parameters whose casts stand in the places of this number
+        read_once = {id(module._parameters) for lookup in lookups for module in lookup.modules()}
+        of_each = [{id(holder) for holder, _ in places} for places in self._places]  # two, where a weight is tied
+        self._looked_up = [number for number, holders in enumerate(of_each) if holders <= read_once]
+        self._freed: Tensor | None = None
+        model.register_forward_pre_hook(lambda *_: self.cast())
+        model.register_forward_hook(self._after_forward)
+
+    def cast(self) -> None:
+        for number, places in enumerate(self._places):
+            parameter = next(holder[name] for holder, name in places)
+            if number in self._own or parameter.dtype == self._dtype:
+                continue
+            cast = nn.Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)
+            if cast.requires_grad:
+                cast.register_post_accumulate_grad_hook(partial(self._take, number, parameter))
+            for holder, name in places:
+                holder[name] = cast
+            self._own[number] = parameter
+
+    def free(self) -> None:
+        for number in list(self._own):
+            self._put_back(number)
+
+    def _after_forward(self, *_: object) -> None:
+        for number in self._looked_up if torch.is_grad_enabled() else ():
+            self._put_back(number)
+
+    @torch.no_grad()
+    def _take(self, number: int, parameter: nn.Parameter, cast: Tensor) -> None:
+        assert cast.grad is not None
+        gradient, cast.grad = cast.grad, None
+        self._put_back(number)
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        else:  # a wider one is rounded first, as for several ranks
+            parameter.grad += gradient if gradient.itemsize < parameter.itemsize else gradient.to(parameter.dtype)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # as FSDP does
+            hook(parameter)
+
+    def _put_back(self, number: int) -> None:
+        if (parameter := self._own.pop(number, None)) is None:
+            return
+        for holder, name in self._places[number]:
+            cast, holder[name] = holder[name], parameter
+        if self._freed is None:
+            self._freed = cast.new_full((), torch.nan)
+        cast.data = self._freed.expand(cast.shape)  # a graph may hold it longer, but no memory, and reads only this
+
+
+def _places(model: nn.Module) -> dict[nn.Parameter, Places]:
+    """Each parameter, and where it is; a tied weight is in two modules."""
+    found: dict[nn.Parameter, Places] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((module._parameters, name))  # type: ignore[arg-type]
+    return found
+
+
+def stays_whole(parameter: Tensor) -> bool:
+    """Whether each rank keeps it as it is: a single number, such as a temperature, or what must not be rounded."""
+    return parameter.dim() == 0 or getattr(parameter, "is_kept_whole", False)
 
 
 @dataclass(frozen=True)
@@ -50,6 +138,7 @@ class ModelParts:
     adapter: Any = None  # a lora.adapter.Adapter: then checkpoints hold no other weights
     reference: Any = None  # a preference.run.Reference: a frozen model beside it
     load: Any = None  # an experts.load.Load, where the model has experts
+    casts: CastWeights | None = None  # on a rank that is alone
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for stage in self.stages.values():
@@ -66,6 +155,15 @@ class ModelParts:
         for name, parameter in self.named_parameters():
             named.setdefault(first.get(id(parameter), name), parameter)
         return named
+
+    def free_gathered(self) -> None:
+        """Free what a forward has left, gathered or cast: it is not what is saved, and weights will change."""
+        if self.casts is not None:
+            self.casts.free()
+        for stage in self.stages.values():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     @property
     def has_loss(self) -> bool:

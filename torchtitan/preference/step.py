@@ -40,6 +40,7 @@ class PreferenceStep(ForwardBackward):
             loss = (-F.logsigmoid(margins) * is_pair).sum()
             (loss / divisor).backward()
             total += loss.detach()
+        self.model.free_gathered()
         more = {} if self.model.load is None else {"read_more": self.model.load.read}
         return StepLoss(share=total / all_pairs / cp, own=total / own_pairs.clamp(min=1), **more)
 

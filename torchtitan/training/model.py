@@ -10,9 +10,8 @@ from torchtitan.config.schema import Config
 from torchtitan.models.spec import Blueprint
 from torchtitan.models.stages import plan_stages
 from torchtitan.observe.log import logger
-from torchtitan.parallel.fsdp import copy_first_replica
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.parts import ModelParts, copy_part
+from torchtitan.parallel.parts import ModelParts, allocate, copy_part
 from torchtitan.refusal import Refusal
 from torchtitan.training.parallelize import apply_parallelism, keep_parts
 
@@ -40,7 +39,10 @@ def draw_weights(
         whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         blueprint.spec.initialize(name, whole, blueprint.shape, generator)
         copy_part(parameter, whole.__getitem__)
-    copy_first_replica(weights.values(), mesh.devices["dp_replicate"])
+    if mesh.dims.dp_replicate > 1:
+        from torchtitan.parallel.fsdp import copy_first_replica
+
+        copy_first_replica(weights.values(), mesh.devices["dp_replicate"])
 
 
 def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelParts:
@@ -49,7 +51,7 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
     plan = plan_stages(parts, config.parallelism)
     if mesh.dims.pp > 1 and mesh.devices.get_rank() == 0:
         logger.info(f"pipeline: {plan}")
-    stages = {}
+    stages, casts = {}, None
     for number in plan.of_rank(mesh.devices["pp"].get_local_rank()):
         with torch.device("meta"):
             stage = blueprint.spec.build(blueprint.shape).to(getattr(torch, config.training.dtype))
@@ -68,7 +70,7 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
             cast_frozen(stage, config)
         names = [name for name, _ in stage.named_modules()]
         keep_parts(stage, parts, plan.stages[number])
-        apply_parallelism(stage, blueprint, mesh, config, names)
+        casts = apply_parallelism(stage, blueprint, mesh, config, names)
         stages[number] = stage.train()
     scale = None
     if config.training.mixed_precision_param == "float16":
@@ -86,12 +88,12 @@ def lay_out_model(config: Config, blueprint: Blueprint, mesh: Mesh) -> ModelPart
         from torchtitan.experts.load import build_load
 
         load = build_load(stages.values(), blueprint, mesh, config, scale)
-    return ModelParts(stages, plan.ranks, axis, shape.dim, shape.vocab_size, ties, scale, load=load)
+    return ModelParts(stages, plan.ranks, axis, shape.dim, shape.vocab_size, ties, scale, load=load, casts=casts)
 
 
 def give_memory(model: ModelParts, config: Config, device: torch.device) -> None:
     """Allocate the parameters, without values, on the device or (`training.enable_cpu_offload`) on the host."""
     for stage in model.stages.values():
-        stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        allocate(stage, "cpu" if config.training.enable_cpu_offload else device)
     if model.load is not None:
         model.load.reset(device)

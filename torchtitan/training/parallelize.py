@@ -12,9 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.schema import Config
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.spec import Blueprint, Part
-from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.parts import tie
+from torchtitan.parallel.parts import CastWeights, tie
 
 
 def keep_parts(model: nn.Module, parts: Sequence[Part], kept: Sequence[Part]) -> None:
@@ -36,10 +35,10 @@ def apply_parallelism(
     config: Config,
     names: Collection[str],
     shards: bool = True,
-) -> None:
+) -> CastWeights | None:
     """Turn a model, or a stage of one, on the meta device into this rank's part of it.
 
-    `names` are those of all modules of the whole model.
+    `names` are those of all modules of the whole model. A rank that shares the weights with nobody gets their casts.
     """
     parallelism, compile_ = config.parallelism, config.compile
     if mesh.experts is not None:
@@ -78,26 +77,44 @@ def apply_parallelism(
         from torchtitan.parallel.compiler import apply_compiler
 
         apply_compiler(model, blueprint.layers, mesh, compile_, not blueprint.reads_text, in_one)
-    if shards:
-        _shard(model, blueprint, mesh, config)
+    if not shards:
+        return None
+    if blueprint.reads_text and is_alone(mesh, config):
+        return CastWeights(model, getattr(torch, config.training.mixed_precision_param), lookups(model, blueprint))
+    _shard(model, blueprint, mesh, config)
+    return None
+
+
+def is_alone(mesh: Mesh, config: Config) -> bool:
+    """Whether FSDP has nothing to do: no other rank, no weights on the host, none to cast to float8 or to free."""
+    in_float8 = config.float8 is not None and config.float8.enable_fsdp_float8_all_gather
+    is_asked = config.training.enable_cpu_offload or config.parallelism.fsdp_reshard_after_forward != "default"
+    return mesh.devices.size() == 1 and not is_asked and not in_float8
 
 
 def _shard(model: nn.Module, blueprint: Blueprint, mesh: Mesh, config: Config) -> None:
+    from torchtitan.parallel.fsdp import apply_fsdp
+
     parallelism = config.parallelism
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and mesh.dims.pp > 1:
         reshard = "never"  # once gathered, parameters serve all microbatches
-    modules, units = dict(model.named_modules()), sharding_units(model, blueprint)
+    units = sharding_units(model, blueprint)
     if blueprint.num_experts:
         from torchtitan.experts.divide import shard_experts
 
         shard_experts(model, mesh, config.training, reshard)
     apply_fsdp(model, units, mesh.fsdp, config.training, reshard, casts_inputs=not blueprint.reads_text)
-    for part in blueprint.parts():
-        module = modules.get(part.name)
-        if part.kind == "lookup" and isinstance(module, FSDPModule):  # backward of a lookup needs no weights
+    for module in lookups(model, blueprint):
+        if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)
             module.set_reshard_after_forward(reshard != "never")
+
+
+def lookups(model: nn.Module, blueprint: Blueprint) -> list[nn.Module]:
+    """The parts whose backward needs no weights."""
+    modules = dict(model.named_modules())
+    return [modules[part.name] for part in blueprint.parts() if part.kind == "lookup" and part.name in modules]
 
 
 def sharding_units(model: nn.Module, blueprint: Blueprint) -> list[list[nn.Module]]:

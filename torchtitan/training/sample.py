@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import MetricsWriter
-from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.run import Run
 from torchtitan.training.step import ForwardBackward
 
@@ -56,6 +55,6 @@ class Sampler:
             if dist.get_world_size() > 1:  # ranks must not come apart by a last bit
                 dist.broadcast(chosen, src=0)
             ids.append(int(chosen))
-        free_gathered(self.model.stages.values())
+        self.model.free_gathered()
         if self.writer is not None:
             self.writer.write_sample(step, self.tokenizer.decode(ids))

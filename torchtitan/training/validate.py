@@ -9,7 +9,6 @@ from torchtitan.observe.log import logger
 from torchtitan.observe.metrics import MetricsWriter
 from torchtitan.observe.peers.no_watch import NoWatch
 from torchtitan.parallel.collectives import any_says_so, sum_over
-from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.run import Run
 from torchtitan.training.step import ForwardBackward
 
@@ -80,7 +79,7 @@ class Validator:
         while remaining and (batch := self.loader.next()) is not None:
             remaining -= 1
             totals += self.forward_backward.evaluate(batch.to(self.device), self.local_batch_size)
-        free_gathered(self.forward_backward.model.stages.values())
+        self.forward_backward.model.free_gathered()
         pairs = sum_over(totals, self.group).view(-1, 2).tolist()  # of the loss, then of each metric: sum and count
         loss, *metrics = (total / max(1, count) for total, count in pairs)
         of_all = self.forward_backward.metrics_of_all(self.group)

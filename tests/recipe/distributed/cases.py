@@ -113,9 +113,15 @@ def train_and_keep(
         run_module.build_model = build_model  # type: ignore[assignment]
     pieces = {}
     for name, parameter in kept[0].named_parameters():
-        (chunk,) = parameter.__create_chunk_list__()
-        pieces[name] = Piece(tuple(chunk.offsets), parameter.detach().to_local().clone())
+        pieces[name] = piece_of(parameter)
     return records, pieces
+
+
+def piece_of(parameter: torch.nn.Parameter) -> Piece:
+    if not isinstance(parameter, DTensor):  # the rank is alone
+        return Piece((0,) * parameter.dim(), parameter.detach().clone())
+    (chunk,) = parameter.__create_chunk_list__()
+    return Piece(tuple(chunk.offsets), parameter.detach().to_local().clone())
 
 
 def precomputed_scales(rank: int, world_size: int, folder: str, overrides: dict[str, Any]) -> tuple[list[float], ...]:
@@ -274,9 +280,9 @@ def parameters_after(
     loader.close()
     whole, local = {}, {}
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        whole[name] = parameter.full_tensor().detach().clone()
-        local[name] = parameter.to_local().detach().clone()
+        tensor = parameter.detach()
+        whole[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        local[name] = piece_of(parameter).value
     return whole, local
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from tests.ranks import Ranks
+from tests.recipe.distributed.cases import piece_of
 from tests.recipe.distributed.test_layouts import layout
 from tests.stored_models import SHAPES, random_weights, store_run
 from tests.tiny_runs import TINY, tiny_config
@@ -39,9 +39,7 @@ def loaded(rank: int, world_size: int, source: str, flavor: str, keys: dict[str,
     load_weights(store, model)
     pieces: list[tuple[str, tuple[int, ...], Tensor]] = []
     for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        (chunk,) = parameter.__create_chunk_list__()
-        pieces.append((name, tuple(chunk.offsets), parameter.detach().to_local().clone()))
+        pieces.append((name, *piece_of(parameter)))
     return pieces
 
 

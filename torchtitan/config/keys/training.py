@@ -164,8 +164,8 @@ class Training(Documents):
     the weights."""
 
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type that FSDP casts the parameters to for forward and backward, on one device too. Use `float32` on a CPU that
-    is slow in bfloat16. `float16` is for a GPU without bfloat16 (V100, T4): the loss is scaled, and an update whose
+    """Type that the parameters are cast to for forward and backward, on one device too. Use `float32` on a CPU that is
+    slow in bfloat16. `float16` is for a GPU without bfloat16 (V100, T4): the loss is scaled, and an update whose
     gradients overflow is left out."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"

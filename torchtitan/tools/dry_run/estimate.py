@@ -30,6 +30,7 @@ from torchtitan.models.own import OwnBlueprint
 from torchtitan.models.spec import Blueprint, ModelSpec
 from torchtitan.models.stages import plan_stages
 from torchtitan.parallel.collectives import stop_process_group
+from torchtitan.parallel.parts import allocate
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint
 from torchtitan.tools.dry_run.kernels import apply_compiled_swiglu, apply_gpu_attention, gpu_norms, real_biases
@@ -108,7 +109,7 @@ def estimate(
             stack.enter_context(even_load(footprint))
 
         for part in model.stages.values():
-            part.to_empty(device=DEVICE)
+            allocate(part, DEVICE)
         footprint.mark(model.parameters(), "parameters")
         if replay and can_replay(config, blueprint):
             modules = {name: module for part in model.stages.values() for name, module in part.named_modules()}
@@ -125,8 +126,9 @@ def estimate(
         trained = [p for p in model.parameters() if p.requires_grad]
         copies = [torch.zeros_like(p, dtype=torch.float32) for p in trained for _ in range(num_copies)]
         footprint.mark(copies, "optimizer")  # the name keeps them through the step: what is freed is not counted
+        for part in model.stages.values() if model.casts is not None else ():  # its forward has cast them
+            part.register_forward_pre_hook(lambda part, _: footprint.mark(part.parameters(), "parameters"))
         footprint.moved.clear()
-
         update.begin(1)
         loss = forward_backward(blank_batch(config, run.blueprint, run.dims.dp))
         footprint.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
@@ -190,7 +192,7 @@ def can_replay(config: Config, blueprint: Blueprint) -> bool:
 def runs_every_block(config: Config, blueprint: Blueprint) -> str | None:
     """Why the record of one block does not serve for others."""
     if blueprint.num_experts:
-        return "FSDP gathers the experts of a block apart from the rest of it"
+        return "experts of a block may be gathered apart from the rest of it"
     if plan_stages(blueprint.parts(config.training.seq_len), config.parallelism).backward_in_two_parts:
         return "the schedule runs backward in two parts"
     return None

@@ -67,7 +67,7 @@ class Replay:
         product, arriving = output * 0, torch.empty_like(output)
         trained = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
         footprint.events, footprint.moved = [], Counter()
-        found = iter(torch.autograd.grad(product, trained, arriving, allow_unused=True))
+        found = iter(torch.autograd.grad(product, trained, arriving, allow_unused=True) if trained else ())
         gradients = [next(found) if tensor.requires_grad else None for tensor in (x, *parameters)]
         footprint.mark((gradient for gradient in gradients[1:] if gradient is not None), "gradients")
         ends = [footprint.end_of(gradient) for gradient in gradients if gradient is not None]

@@ -13,7 +13,7 @@ from torchtitan.data.tokenizers.tokenizer import Tokenizer
 from torchtitan.models.layers import exchange_attention
 from torchtitan.models.rules import find_tensor_parallel_refusals
 from torchtitan.models.spec import Blueprint
-from torchtitan.parallel.parts import tie
+from torchtitan.parallel.parts import allocate
 from torchtitan.parallel.tensor import split_tensors
 from torchtitan.refusal import Refusal
 from torchtitan.training.scores.generation import CachedAttention, Sampling, generate, stop_ids
@@ -34,8 +34,7 @@ def build_model(
             from torchtitan.experts.divide import divide_for_generation
 
             divide_for_generation(model, axis)
-    model.to_empty(device=device)
-    tie(model, blueprint.tied)  # to_empty gives both their own
+    allocate(model, device)
     with source.reading():
         for name, parameter in model.named_parameters():
             source.weights.fill(name, parameter)

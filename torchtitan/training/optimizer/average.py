@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.parallel.parts import ModelParts
 from torchtitan.training.optimizer.apply import local_part, plain
 
@@ -39,7 +38,7 @@ class Average:
 
     def swap(self) -> None:
         """The model takes the average, and the average its weights; a second time, it is as before."""
-        free_gathered(self.model.stages.values())
+        self.model.free_gathered()
         for average, weight in self._pairs():
             kept = weight.clone()
             weight.copy_(average)

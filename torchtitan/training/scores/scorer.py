@@ -21,7 +21,6 @@ from torchtitan.data.documents import document_starts
 from torchtitan.models.layers import CausalAttention
 from torchtitan.models.spec import IGNORED
 from torchtitan.parallel.collectives import sum_over
-from torchtitan.parallel.fsdp import free_gathered
 from torchtitan.training.run import Run
 from torchtitan.training.scores.generation import Peers, Sampling, attending, attentions, generate, keeping_keys
 from torchtitan.training.scores.lines import Line, Row, places_and_mask, plan_lines
@@ -226,4 +225,4 @@ class Scorer:
         any_kernel = sdpa_kernel(_KERNELS) if self.device.type == "cuda" else nullcontext()
         with torch.compiler.set_stance("force_eager"), any_kernel:
             yield
-        free_gathered(self.model.stages.values())
+        self.model.free_gathered()
