@@ -101,6 +101,15 @@ def test_a_gpu_trains_as_a_cpu_does_in_float32(
     assert differences(on_gpu, on_cpu, "grad_norm") <= 1e-4 * rounds
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_casts_train_as_fsdp_on_one_rank_does(tmp_path: Path, dtype: str) -> None:
+    """With a setting that keeps FSDP, whose one reduction runs on a stream of its own."""
+    options = {"training__mixed_precision_param": "bfloat16", "training__dtype": dtype, "training__local_batch_size": 4}
+    alone = train_here(tiny_config(tmp_path / "alone", **options))
+    fsdp = train_here(tiny_config(tmp_path / "fsdp", **options, parallelism__fsdp_reshard_after_forward="never"))
+    assert differences(alone, fsdp, "loss") <= 1e-5 and differences(alone, fsdp, "grad_norm") <= 1e-4
+
+
 def test_a_gpu_resumes_to_the_bit(tmp_path: Path) -> None:
     """The checkpoint is written from pinned memory while the GPU goes on, and a step after it."""
     saving = {"lr_scheduler__total_steps": 6, "debug__deterministic": True, "checkpoint__enable": True}
