@@ -47,6 +47,8 @@ def _answer(word: str) -> str | int:
         print(verbs.listing(), flush=True)
     elif word == "--version":
         print(f"torchtitan-recipe {VERSION}")
+    elif several := [verb for verb in verbs.MODULES if verb.startswith(f"{word} ")]:
+        return f"error: {word} is no verb alone; use {', '.join(several)}"
     else:
         near = get_close_matches(word, verbs.MODULES, n=1)
         fix = f"did you mean {near[0]}?" if near else "--help lists all"

@@ -9,6 +9,8 @@ from torchtitan.__main__ import main
 
 
 def test_a_misspelt_verb_is_answered_with_the_nearest() -> None:
+    with pytest.raises(SystemExit, match="error: reach is no verb alone; use reach serve, reach join, reach leave$"):
+        main(["reach", "--help"])
     with pytest.raises(SystemExit, match="error: dry_rum is no verb; did you mean dry_run?"):
         main(["dry_rum"])
 
