@@ -105,7 +105,7 @@ def test_the_error_of_one_rank_is_the_only_one_that_is_shown(tmp_path: Path) -> 
 def test_an_error_after_a_reported_pause_is_reported_as_it_is(tmp_path: Path) -> None:
     run = Run(tmp_path, "pause 1 6", 2, torchrun=False, comm__train_timeout_seconds=6)
     assert run.seconds < SECONDS and all(run.codes)
-    assert run.console.count("no progress for") == 1, run.console
+    assert run.console.count(": rank 1 lags (in no collective)") == 1, run.console  # a busy machine may pause, too
     assert "rank 1 failed first, at step 6" in run.console and "the disk is gone" in run.console, run.console
 
 
