@@ -29,6 +29,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             if "/gpu/" in file:  # one test each, because most of its time is a GPU's start
                 return nodeid
+            if file.endswith(("test_faults.py", "test_namespaces.py")):  # the ranks of one would starve the other's
+                return "distributed"
             return "ranks" if "ranks: Ranks" in (ROOT / file).read_text(encoding="utf-8") else file
 
     return ByNeed(config, log)
