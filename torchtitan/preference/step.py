@@ -40,7 +40,8 @@ class PreferenceStep(ForwardBackward):
             loss = (-F.logsigmoid(margins) * is_pair).sum()
             (loss / divisor).backward()
             total += loss.detach()
-        self.model.free_gathered()
+        if self.model.casts is not None:
+            self.model.casts.free()
         more = {} if self.model.load is None else {"read_more": self.model.load.read}
         return StepLoss(share=total / all_pairs / cp, own=total / own_pairs.clamp(min=1), **more)
 

@@ -72,7 +72,8 @@ class ForwardBackward:
                 loss = self._loss_of(inputs, labels, positions, mask)
                 (loss / divisor).backward()
                 total += loss.detach()
-        self.model.free_gathered()
+        if self.model.casts is not None:
+            self.model.casts.free()
         for tie in self.model.ties:
             tie.sum_gradients()
         more = {} if self.model.load is None else {"read_more": self.model.load.read}
