@@ -53,12 +53,16 @@ class CastWeights:
     """Casts a model's weights before its forward, and their gradients back as soon as they are there.
 
     As under FSDP the casts stand where the parameters were: a backward that recomputes finds them. Each is freed with
-    its gradient, or after forward where backward does not read it, and all that are left by `free`.
+    its gradient, or after forward where backward does not read it, and all that are left by `free`; while `keeps` is
+    true, the next forward takes them. With `narrow` the first gradient stays as it came, if that loses nothing.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, lookups: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, lookups: Iterable[nn.Module], narrow: bool = False
+    ) -> None:
         found = {p: places for p, places in _places(model).items() if p.is_floating_point() and not stays_whole(p)}
-        self._dtype, self._places = dtype, list(found.values())
+        self._dtype, self._places, self._narrow = dtype, list(found.values()), narrow
+        self.keeps = False
         self._own: dict[int, nn.Parameter] = {}  # parameters whose casts stand in the places of this number
         read_once = {id(module._parameters) for lookup in lookups for module in lookup.modules()}
         of_each = [{id(holder) for holder, _ in places} for places in self._places]  # two, where a weight is tied
@@ -91,11 +95,15 @@ class CastWeights:
     def _take(self, number: int, parameter: nn.Parameter, cast: Tensor) -> None:
         assert cast.grad is not None
         gradient, cast.grad = cast.grad, None
-        self._put_back(number)
+        if not self.keeps:
+            self._put_back(number)
+        is_narrow = gradient.itemsize < parameter.itemsize
         if parameter.grad is None:
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad_dtype = None if self._narrow else parameter.dtype  # None: of any type
+            parameter.grad = gradient if self._narrow and is_narrow else gradient.to(parameter.dtype)
         else:  # a wider one is rounded first, as for several ranks
-            parameter.grad += gradient if gradient.itemsize < parameter.itemsize else gradient.to(parameter.dtype)
+            parameter.grad = parameter.grad.to(parameter.dtype)
+            parameter.grad += gradient if is_narrow else gradient.to(parameter.dtype)
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # as FSDP does
             hook(parameter)
 

@@ -24,8 +24,8 @@ def build_loss(compile_: Compile) -> LossFunction:
     if not (compile_.enable and "loss" in compile_.components):
         return cross_entropy_sum
     compiled = partial(torch.compile, backend=compile_.backend, fullgraph=True)
-    largest, sum_rows, write_exponentials = map(compiled, (_largest, _sum_rows, _write_exponentials))
-    return partial(cross_entropy_sum, kernels=_Kernels(largest, sum_rows, write_exponentials, most_chunks=None))
+    read_rows, write_exponentials = map(compiled, (_read_rows, _write_exponentials))
+    return partial(cross_entropy_sum, kernels=_Kernels(read_rows, write_exponentials, most_chunks=None))
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, kernels: "_Kernels | None" = None) -> Tensor:
@@ -53,13 +53,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, first: int, kernels: "_Kernels"
     ) -> Tensor:
         place, is_here = _places(labels, first, logits.shape[1])
-        largest = kernels.largest(logits)
+        parts = [kernels.read_rows(*chunk) for chunk in kernels.chunks(logits, place)]
+        largest, of_labels, sums = (torch.cat(part) for part in zip(*parts, strict=True))
         if group is not None:
+            own = largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        parts = [kernels.sum_rows(*chunk) for chunk in kernels.chunks(logits, largest, place)]
-        of_labels, sums = (torch.cat(part) for part in zip(*parts, strict=True))
-        if group is not None:
-            both = torch.stack([of_labels * is_here, sums])
+            less = own - largest
+            both = torch.stack([(of_labels + less) * is_here, sums * less.exp()])
             dist.all_reduce(both, group=group)
             of_labels, sums = both
         ctx.save_for_backward(logits, labels, largest, sums)
@@ -88,14 +88,15 @@ def _places(labels: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
     return place.clamp(0, size - 1), (labels != IGNORED) & (place >= 0) & (place < size)
 
 
-def _largest(rows: Tensor) -> Tensor:
-    return rows.amax(1, keepdim=True).float()
+def _read_rows(rows: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's largest value, and with it subtracted the value at the row's place and the exponentials' sum.
 
-
-def _sum_rows(rows: Tensor, largest: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract each row's largest value; return the value at the row's place, and the sum of the exponentials."""
-    x = rows.float() - largest
-    return x.gather(1, place), x.exp_().sum(1, keepdim=True)
+    So written, torch's compiler reads the rows once on a GPU.
+    """
+    x = rows.float()
+    largest = x.amax(1, keepdim=True)
+    x = x - largest
+    return largest, x.gather(1, place), x.exp().sum(1, keepdim=True)
 
 
 def _write_exponentials(rows: Tensor, largest: Tensor, factor: Tensor) -> None:
@@ -104,10 +105,9 @@ def _write_exponentials(rows: Tensor, largest: Tensor, factor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Kernels:
-    """The loss's three passes. Uncompiled they take a few rows at a time; compiled, each takes all rows at once."""
+    """The loss's two passes. Uncompiled they take a few rows at a time; compiled, each takes all rows at once."""
 
-    largest: Callable[[Tensor], Tensor] = _largest
-    sum_rows: Callable[..., Any] = _sum_rows
+    read_rows: Callable[..., Any] = _read_rows
     write_exponentials: Callable[..., Any] = _write_exponentials
     least_elements: int = 1 << 20  # smallest chunk, in float32 elements: what a CPU's caches hold
     most_chunks: int | None = 32  # chunks grow where there would be more than this; None: one chunk

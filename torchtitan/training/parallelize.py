@@ -80,7 +80,9 @@ def apply_parallelism(
     if not shards:
         return None
     if blueprint.reads_text and is_alone(mesh, config):
-        return CastWeights(model, getattr(torch, config.training.mixed_precision_param), lookups(model, blueprint))
+        dtype = getattr(torch, config.training.mixed_precision_param)
+        narrow = config.optimizer.name == "AdamW" and config.optimizer.moments_dtype == "bfloat16"  # it reads any type
+        return CastWeights(model, dtype, lookups(model, blueprint), narrow)
     _shard(model, blueprint, mesh, config)
     return None
 

@@ -114,6 +114,8 @@ class ForwardBackward:
     ) -> "Iterator[tuple[Tensor, Tensor, Tensor | CausalPieces | None]]":
         for begin in range(0, len(batch.inputs), size):
             part = slice(begin, begin + size)
+            if self.model.casts is not None:
+                self.model.casts.keeps = part.stop < len(batch.inputs)
             mask: Tensor | CausalPieces | None = None
             if batch.documents is not None:
                 mask = batch.documents[part]

@@ -4,6 +4,7 @@ Inductor writes Triton code for a CPU's tensors as it does for a GPU's. A driver
 CUDA's, so the update's numbers mean nothing.
 """
 
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -51,12 +52,13 @@ def use_a_driver_that_launches_nothing() -> None:
 
 def main() -> None:
     use_a_driver_that_launches_nothing()
+    gradients = getattr(torch, sys.argv[1])
     weights = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     named = [(str(number), weight) for number, weight in enumerate(weights)]
     optimizer = build_optimizer(named, Optimizer(moments_dtype="bfloat16"), Compile(enable=True))
     for _ in range(2):
         for number, weight in enumerate(weights):
-            weight.grad = torch.zeros_like(weight)
+            weight.grad_dtype, weight.grad = None, torch.zeros_like(weight, dtype=gradients)  # type: ignore[attr-defined]
             if number % 4 == 0 and weight.ndim == 2:  # as a shard of columns, it does not become one dim
                 weight.grad = weight.grad.T.contiguous().T
         apply_update(optimizer, 1e-3, torch.tensor(1.0))

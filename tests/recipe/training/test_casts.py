@@ -56,7 +56,14 @@ CASES: dict[str, dict[str, Any]] = {
         "training__mixed_precision_param": "float32",
         "training__local_batch_size": 2,
     },
-    "float16": {"training__mixed_precision_param": "float16"},
+    "float16": {"training__mixed_precision_param": "float16", "optimizer__moments_dtype": "bfloat16"},
+    "moments in bfloat16": {"optimizer__moments_dtype": "bfloat16"},
+    "compiled, moments in bfloat16": {
+        "optimizer__moments_dtype": "bfloat16",
+        "compile__enable": True,
+        "compile__backend": "aot_eager",
+    },
+    "accumulating, moments in bfloat16": {"optimizer__moments_dtype": "bfloat16", "training__local_batch_size": 2},
     "updates in backward": {"optimizer__early_step_in_backward": True, "training__max_norm": float("inf")},
     "a family of one's own": {"model__name": f"{__name__}:ODD", "training__local_batch_size": 4},
     "experts": {**EXPERTS, "model__balance": "bias", "activation_checkpoint__mode": "full"},
@@ -108,8 +115,23 @@ def test_a_cast_goes_with_its_gradient_and_the_next_forward_sees_new_weights() -
         assert seen["0.weight"] == torch.bfloat16 and seen["1.weight"] == torch.float32
         assert first() is None and dict(model.named_parameters()) == own
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in own.values())
+    casts.keeps = True
+    with forward_of(model, casts) as loss:
+        kept = model[0].weight
+        loss.backward()
+        model(torch.zeros(1, 4, dtype=torch.bfloat16))
+        assert model[0].weight is kept and kept.grad is None
     with torch.no_grad(), forward_of(model, casts):
         own["0.weight"].add_(1)
     with torch.no_grad(), forward_of(model, casts):
         assert torch.equal(model[0].weight, own["0.weight"].bfloat16())
     assert dict(model.named_parameters()) == own
+
+
+def test_one_gradient_stays_as_it_came_and_a_second_makes_the_sum_wide() -> None:
+    model = nn.Linear(4, 4)
+    casts = CastWeights(model, torch.bfloat16, [], narrow=True)
+    for dtype in (torch.bfloat16, torch.float32, torch.float32):
+        with forward_of(model, casts) as loss:
+            loss.backward()
+        assert model.weight.grad is not None and model.weight.grad.dtype == dtype

@@ -316,8 +316,9 @@ def test_moments_are_rounded_by_a_parameters_place_in_the_whole(columns: tuple[i
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton comes with torch's builds for GPUs")
-def test_the_update_of_moments_in_bfloat16_compiles_for_an_h100_in_few_graphs() -> None:
-    command = [sys.executable, "-m", "tests.recipe.training.for_sm90"]
+@pytest.mark.parametrize("gradients", ["float32", "bfloat16"])
+def test_the_update_of_moments_in_bfloat16_compiles_for_an_h100_in_few_graphs(gradients: str) -> None:
+    command = [sys.executable, "-m", "tests.recipe.training.for_sm90", gradients]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert 1 <= int(done.stdout.split()[-1]) < 8  # torch compiles a function at most eight times

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules  # its import makes a tensor, which would be counted in the first step
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -30,7 +30,7 @@ from torchtitan.models.own import OwnBlueprint
 from torchtitan.models.spec import Blueprint, ModelSpec
 from torchtitan.models.stages import plan_stages
 from torchtitan.parallel.collectives import stop_process_group
-from torchtitan.parallel.parts import allocate
+from torchtitan.parallel.parts import ModelParts, allocate
 from torchtitan.refusal import Refusal
 from torchtitan.tools.dry_run.footprint import Footprint
 from torchtitan.tools.dry_run.kernels import apply_compiled_swiglu, apply_gpu_attention, gpu_norms, real_biases
@@ -126,8 +126,8 @@ def estimate(
         trained = [p for p in model.parameters() if p.requires_grad]
         copies = [torch.zeros_like(p, dtype=torch.float32) for p in trained for _ in range(num_copies)]
         footprint.mark(copies, "optimizer")  # the name keeps them through the step: what is freed is not counted
-        for part in model.stages.values() if model.casts is not None else ():  # its forward has cast them
-            part.register_forward_pre_hook(lambda part, _: footprint.mark(part.parameters(), "parameters"))
+        if model.casts is not None:
+            _mark_casts(model, footprint)
         footprint.moved.clear()
         update.begin(1)
         loss = forward_backward(blank_batch(config, run.blueprint, run.dims.dp))
@@ -135,6 +135,18 @@ def estimate(
         update.apply(loss.count)
         parameters = sum(p.numel() for p in model.parameters())
         return Estimate(rank, parameters, footprint.peak(), dict(footprint.moved), footprint.peak_at_twice_the_load())
+
+
+def _mark_casts(model: ModelParts, footprint: Footprint) -> None:
+    """Once forward has cast the weights, count the casts, and the gradients of the local batches before."""
+    own = list(model.parameters())
+
+    def mark(part: nn.Module, _: object) -> None:
+        footprint.mark(part.parameters(), "parameters")
+        footprint.mark((p.grad for p in own if p.grad is not None), "gradients")
+
+    for part in model.stages.values():
+        part.register_forward_pre_hook(mark)
 
 
 def with_counts(config: Config, counts: Sequence[int]) -> Config:

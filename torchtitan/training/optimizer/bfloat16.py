@@ -68,7 +68,8 @@ class BFloat16AdamW(torch.optim.AdamW):
     def _pieces(self, parameter: Tensor, state: dict[str, Any]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Parameter, gradient and moments in pieces of at most `_elements`, and where each piece lies in the whole."""
         assert parameter.grad is not None
-        tensors = [local_part(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+        # Detached, because a compiler would look at the gradient of what is a view of a parameter.
+        tensors = [local_part(t).detach() for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
         tensors = [t[None] if t.ndim == 0 else t for t in tensors]
         rows, columns = len(tensors[0]), tensors[0][:1].numel()
         size = max(1, self._elements // max(1, columns))
