@@ -96,7 +96,7 @@ def _read_rows(rows: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = rows.float()
     largest = x.amax(1, keepdim=True)
     x = x - largest
-    return largest, x.gather(1, place), x.exp().sum(1, keepdim=True)
+    return largest, x.gather(1, place), x.exp_().sum(1, keepdim=True)
 
 
 def _write_exponentials(rows: Tensor, largest: Tensor, factor: Tensor) -> None:
