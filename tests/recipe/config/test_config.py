@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli
@@ -551,7 +552,7 @@ def test_only_rank_0_shows_the_mistakes_and_all_leave_with_2(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("time.sleep", waits.append)
+    monkeypatch.setattr("torchtitan.models.families.time", SimpleNamespace(sleep=waits.append))
     for rank in (0, 1):
         with pytest.raises(SystemExit) as caught:
             load_run_or_exit(argv, 2, rank)
