@@ -263,6 +263,9 @@ if __name__ == "__main__":
     sys.path.insert(1, str(ROOT))
     for name in (*_IMPORTED, *_USED):
         importlib.import_module(name)
+    torch, hardware = sys.modules["torch"], sys.modules["torchtitan.hardware"]
+    for dtype in (torch.float32, torch.bfloat16):
+        hardware.find_peak(torch.device("cpu"), dtype)  # each run would measure it
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
     gc.collect()
     gc.freeze()

@@ -171,7 +171,7 @@ def test_a_run_on_two_hosts_outlives_a_broken_connection_and_ends_on_ctrl_c(host
         assert (line := run.stdout.readline()), lines
         lines.append(line)
     hosts.cut("keyed")
-    while len([line for line in lines if " step " in line]) < 25:
+    while len([line for line in lines if " step " in line]) < 12:
         assert (line := run.stdout.readline()), lines
         lines.append(line)
     run.send_signal(signal.SIGINT)
@@ -183,7 +183,7 @@ def test_a_run_on_two_hosts_outlives_a_broken_connection_and_ends_on_ctrl_c(host
     steps = [int(found[1]) for line in lines if (found := re.search(r"step +(\d+)/", line))]
     assert steps == list(range(1, len(steps) + 1))  # none lost, none doubled
     assert run.returncode == 75 and re.search(r"^\[bare\] stopped", said, re.MULTILINE), said
-    assert (hosts.folder / "keyed/runs/long/metrics.jsonl").read_text().count("\n") >= 25
+    assert (hosts.folder / "keyed/runs/long/metrics.jsonl").read_text().count("\n") >= 12
     assert len([*(hosts.folder / "bare/runs/long/node/1/ranks").glob("*/attempt_0/0/stderr.log")]) == 1
     hosts.wait_until_nothing_runs()
 

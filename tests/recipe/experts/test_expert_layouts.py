@@ -26,7 +26,8 @@ from torchtitan.training.assemble import start_run
 from torchtitan.weights.stored import open_model
 
 # With two local batches a step, so that neither balance knows the global batch before the last of them.
-FAMILY = {"model__name": "tests.tiny_models:EXPERTS", "optimizer__lr": 3e-3, "training__global_batch_size": 16}
+FAMILY = {"model__name": "tests.tiny_models:EXPERTS", "optimizer__lr": 3e-3, "training__global_batch_size": 16,
+          "training__steps": 6}  # fmt: skip
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP 2": (2, layout(4)),
     "EP 2": (2, layout(4, expert_parallel_degree=2)),
