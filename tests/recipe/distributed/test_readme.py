@@ -80,6 +80,9 @@ def test_a_command_of_the_readme_works(command: str, clone: Path) -> None:
     command = re.sub(r"(^|\s)(\.venv/bin/)?python\b", rf"\1{sys.executable}", command)
     done = run(command, clone)
     assert done.returncode == 0, done.stderr[-3000:]
+    if "dry_run train_configs/llama3_70b.toml" in command:
+        held = re.search(r"holds ([\d.]+) GiB at its peak", done.stdout)
+        assert held and f"; {float(held[1]):.1f}; " in README  # the table of models
     if SHORT in command:
         named = re.search(r"--job.dump_folder (\S+)", command)
         folder = clone / (named[1] if named else "outputs")

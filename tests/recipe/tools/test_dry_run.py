@@ -90,7 +90,7 @@ def estimate_tiny(world_size: int, rank: int = 0, replay: bool = True, **overrid
     return estimate(config, plan_model(config).with_vocabulary(VOCABULARY), rank, world_size, replay=replay)
 
 
-# A small one and one of each decoder; README's commands estimate 70B. The others take up to half a minute.
+# A small one and one of each decoder. test_readme.py estimates 70B; it and the others take up to half a minute.
 OFTEN = "debug_model", "llama3_8b", "qwen3_0.6b"
 
 
