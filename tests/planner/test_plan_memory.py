@@ -63,6 +63,14 @@ def test_moments_in_bfloat16_take_half_as_much(pp: int) -> None:
     check(choice, "llama", 8, 2048, options=["--optimizer.moments_dtype", "bfloat16"])
 
 
+@pytest.mark.parametrize(("name", "microbatches", "moments"), [("llama", 2, "bfloat16"), ("tied", 1, "float32")])
+def test_one_rank_holds_its_own_casts(name: str, microbatches: int, moments: str) -> None:
+    """Without FSDP, a tied table's cast waits for the lookup's backward, and narrow moments take narrow gradients."""
+    one = {"pp": 1, "stages_per_rank": 1, "tp": 1, "cp": 1, "replicas": 1, "dp": 1, "microbatch": 1, "passes": 1}
+    choice = Choice(**one, microbatches=microbatches, regathers=1, recompute="full")
+    check(choice, name, 8, 2048, kinds=name != "tied", options=["--optimizer.moments_dtype", moments])
+
+
 def check(
     choice: Choice, name: str, num_layers: int, seq_len: int, kinds: bool = True, options: Sequence[str] = ()
 ) -> None:
@@ -71,7 +79,7 @@ def check(
     config, blueprint = load_run([*file, *MODELS[name], *sizes, "--training.global_batch_size", "64", *options], None)
     batch = choice.replicas * choice.dp * choice.microbatch * choice.microbatches * choice.passes
     given = (config.compile.model, False, False, lambda tp, cp: True, {})
-    job = Job(blueprint, batch, config.training.seq_len, *given, states=4.0 if options else 8.0)
+    job = Job(blueprint, batch, config.training.seq_len, *given, states=4.0 if "bfloat16" in options else 8.0)
     columns = {key: np.array([value]) for key, value in asdict(choice).items() if key != "recompute"}
     table = evaluate(job, read_cluster(ROOT / "clusters/h100_1x8.toml"), columns, choice.recompute)
     world = choice.pp * choice.replicas * choice.dp * choice.cp * choice.tp
@@ -80,9 +88,9 @@ def check(
     for held, traffic, rank in zip(table.held, moved(job, table, 0), ranks, strict=True):
         found = estimate(planned, blueprint, rank, world)
         assert traffic == {collective: size for collective, size in found.moved.items() if size}
-        if not kinds:
+        if name == "tied" and choice.pp > 1:  # DTensor sums the gradients of all its rows, which is not counted
             continue
         assert float(held.peak[0]) == pytest.approx(found.peak_bytes, rel=0.05)
-        if choice.stages_per_rank <= 3:  # beyond, kinds differ by more (docs/planner/planner.md)
+        if kinds and choice.stages_per_rank <= 3:  # beyond, kinds differ by more (docs/planner/planner.md)
             moment, said = held.at(0)  # the dry run's moment may be another one that is as full
             assert said == pytest.approx(found.peak, abs=0.05 * found.peak_bytes), moment

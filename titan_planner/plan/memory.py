@@ -27,53 +27,97 @@ class Held:
 
 def whole(work: Work, layout: Layout) -> Held:
     """A rank with the whole model, which takes one local batch after another."""
+    shards, experts = layout.dp * layout.cp, work.num_layers * work.layer.experts
+    own = 4 * work.num_parameters / shards + 4 * experts / layout.expert_shards
+    kept, working, of_layer = _backward(work, layout)
+    waiting = work.num_layers * kept
+    activations = waiting + work.ends.kept["none"], waiting + work.sent, waiting + working, kept + working, 0.0
+    is_alone = (shards * layout.tp * layout.replicas == 1) & (layout.regathers == 1)
+    parameters, gradients = (
+        [np.where(is_alone, here, shared) for here, shared in zip(*both, strict=True)]
+        for both in zip(_of_one_rank(work, layout, own, of_layer), _of_shards(work, layout, own, of_layer), strict=True)
+    )
+    held = zip(parameters, gradients, activations, strict=True)
+    return _fullest(
+        {
+            name: _kinds(weights, of_them, layout.states / 4 * own, kept)
+            for name, (weights, of_them, kept) in zip(_MOMENTS, held, strict=True)
+        },
+        own,
+        (shards == 1) & (layout.tp * layout.replicas > 1),
+    )
+
+
+_MOMENTS = (
+    "the loss",
+    "the exchange of the output layer",
+    "the last layer's backward",
+    "the first layer's backward",
+    "the table's backward",
+)
+
+
+def _of_shards(work: Work, layout: Layout, own: np.ndarray, of_layer: Number) -> tuple[list[Number], list[Number]]:
+    """Weights and gradients at each moment where FSDP gathers and scatters them."""
     shards, layer, out = layout.dp * layout.cp, work.layer.parameters, work.ends.parameters
     experts, of_experts = work.layer.experts, work.num_layers * work.layer.experts
-    own, more_shards = 4 * work.num_parameters / shards + 4 * of_experts / layout.expert_shards, 4 * out / shards
-    states = layout.states / 4 * own
     # Weights that stay gathered, or cast: of all units that backward has not reached.
     stays_too = (layout.expert_shards == 1) | (layout.regathers == 0)
     one = np.where(stays_too, 2 * of_experts, 2 * experts)  # experts that are gathered in the last layer
     stays, table = (shards == 1) | (layout.regathers == 0), np.where(layout.regathers == 0, 2 * work.lookup, 0)
     every = 2 * (work.num_parameters - work.lookup) + table  # backward of a lookup needs no weights
-    kept, working, of_layer = _backward(work, layout)
-    waiting = work.num_layers * kept
-    earlier = np.where(layout.microbatches > 1, own, 0)  # gradients of the local batches before
-    reads = np.where(shards > 1, 4.0, 0.0)  # bytes a parameter that a scatter reads; one rank has nothing to scatter
     many, replicated = layout.microbatches > 1, layout.replicas > 1
-    scattered = np.where(many, own, more_shards)
-    adds, sums = np.where(many, more_shards, 0), np.where(many & replicated, more_shards, 0)
+    reads = np.where(shards > 1, 4.0, 0.0)  # bytes a parameter that a scatter reads; one rank has nothing to scatter
+    scattered, new = np.where(many, own, 4 * out / shards), np.where(many, 4 * out / shards, 0)
     summed = np.where(many & replicated, own, 0)  # over the replicas; torch keeps it until backward ends
-    of_layers = own + np.where(stays, every - 2 * out, 4 * layer) + one
     before = (
         own - 4 * (layer + work.lookup) / shards - 4 * experts / layout.expert_shards
     )  # of all units that the first layer's backward follows
-    almost = np.where(many, own, before) + np.where(many & replicated, before, 0)
-    return _fullest(
-        {
-            "the loss": _kinds(
-                own + np.where(stays, every, 2 * (out + layer)) + one,
-                earlier + 2 * out,
-                states,
-                waiting + work.ends.kept["none"],
-            ),
-            "the exchange of the output layer": _kinds(
-                own + np.where(stays, every - 2 * out, 2 * layer) + one,
-                scattered + adds + (2 + reads) * out,
-                states,
-                waiting + work.sent,
-            ),
-            "the last layer's backward": _kinds(
-                of_layers, scattered + sums + reads * out + of_layer, states, waiting + working
-            ),
-            "the first layer's backward": _kinds(
-                own + table + 2 * layer + 2 * experts, almost + (reads + 2) * layer, states, kept + working
-            ),
-            "the table's backward": _kinds(own + table, own + summed + (reads + 2) * work.lookup, states, 0.0),
-        },
-        own,
-        (shards == 1) & (layout.tp * layout.replicas > 1),
-    )
+    # A tied table's gathered weight and the output layer's gradient wait for the lookup's gradient, of which DTensor
+    # makes all rows before it takes the rank's, and for their sum.
+    tied = np.where(_is_tied(work), 2 * (layout.tp + (layout.tp > 1)) + 4 + 2 * layout.regathers, 0) * work.lookup
+    tied = tied + reads * layer - np.where(many, 0, 4 * work.lookup / shards)
+    parameters = [
+        own + np.where(stays, every, 2 * (out + layer)) + one,
+        own + np.where(stays, every - 2 * out, 2 * layer) + one,
+        own + np.where(stays, every - 2 * out, 4 * layer) + one,
+        own + table + 2 * layer + 2 * experts,
+        own + table,
+    ]
+    return parameters, [
+        np.where(many, own, 0) + 2 * out,  # those of the local batches before
+        scattered + new + (2 + reads) * out,
+        scattered + np.where(replicated, new, 0) + reads * out + of_layer,
+        np.where(many, own, before) + np.where(many & replicated, before, 0) + (reads + 2) * layer,
+        own + summed + np.maximum((reads + 2) * work.lookup, tied),
+    ]
+
+
+def _of_one_rank(work: Work, layout: Layout, own: np.ndarray, of_layer: Number) -> tuple[list[Number], list[Number]]:
+    """Weights and gradients at each moment where the rank itself casts weights, and their gradients back."""
+    layer, lookup, out = work.layer.parameters + work.layer.experts, work.lookup, work.ends.parameters
+    total = work.num_parameters + work.num_layers * work.layer.experts
+    is_tied = _is_tied(work)
+    # A tied table's cast, and then the output layer's gradient, wait for the lookup's backward.
+    table, last = np.where(is_tied, 2 * lookup, 0), np.where(is_tied, 0, out)
+    first = np.where(layout.states == 4, 2, 4)  # moments in 16 bits take a first gradient in 16 bits, too
+    # Bytes of a weight's gradient: before this local batch, after it, and while the new one is added.
+    was = np.where(layout.microbatches == 1, 0, np.where(layout.microbatches == 2, first, 4))
+    now = np.where(layout.microbatches == 1, first, 4)
+    adds = np.where(now == 2, 2, np.where(was == 2, 8, 6))
+    casts = 2 * (total - lookup) + table
+    parameters = [own + casts, *[own + casts - 2 * last] * 2, own + 2 * layer + table, own + table]
+    return parameters, [
+        was * total + 2 * out,
+        was * (total - last) + adds * last + table,
+        was * (total - last) + now * last + table + of_layer,
+        was * (layer + lookup) + now * (total - layer - lookup) + table + 2 * work.layer.parameters,
+        now * (total - lookup) + np.where(is_tied, was + 6, adds) * lookup,
+    ]
+
+
+def _is_tied(work: Work) -> Number:
+    return work.num_parameters - work.num_layers * work.layer.parameters <= work.ends.parameters
 
 
 def _fullest(moments: dict[str, dict[str, Number]], own: np.ndarray, is_cast: np.ndarray) -> Held:
