@@ -39,11 +39,11 @@ def table_of(job: Job, cluster: Cluster, choice: Choice) -> Table:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "recompute"),
-    [({}, "selective op"), (HSDP, "none"), (PIPELINE, "full")],
+    [({}, "selective op"), ({"ep": 1, "dp": 2, "microbatch": 4}, "selective op"), (HSDP, "none"), (PIPELINE, "full")],
 )
 def test_memory_and_traffic_are_the_dry_runs(shape: dict[str, Any], recompute: str) -> None:
     choice = Choice(**{**ONE, **shape}, recompute=recompute)
-    batch = choice.replicas * choice.dp * choice.microbatches
+    batch = choice.replicas * choice.dp * choice.microbatches * choice.microbatch
     config, job = planned(batch, "--model.n_layers", "6", "--training.global_batch_size", str(batch))
     table, world = table_of(job, read_cluster(CLUSTER), choice), choice.pp * choice.replicas * choice.dp * choice.cp
     world *= choice.tp

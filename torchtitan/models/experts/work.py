@@ -67,7 +67,8 @@ def _kept(args: ExpertArgs, share: Share) -> dict[str, Number]:
     if args.head_norms:
         many = many + 2 * tokens * (heads + kv_heads) + row * (1 + args.n_kv_heads / args.n_heads)
     half = stream / tp + 2 * tokens * (2 * heads + kv_heads + width) + row + stream / tp * (tp > 1)
-    half = half + own * 4 * args.num_experts + rows * (6 * args.dim + 4 * args.hidden_dim + 12)
+    travelled = 4 * args.dim * (share.ep > 1)  # there and back
+    half = half + own * 4 * args.num_experts + rows * (2 * args.dim + travelled + 4 * args.hidden_dim + 12)
     return {"none": many + of_shared + _of_mixture(args, share), "selective op": half, "full": stream / tp, "fused": 0}
 
 
