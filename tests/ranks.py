@@ -126,7 +126,8 @@ class Ranks:
         if errors:
             self.stop()
             raise AssertionError("\n".join(errors))
-        if sys.platform == "linux" and any(_threads(process.pid) > MOST_THREADS for process in self._processes):
+        tasks = [Path(f"/proc/{process.pid}/task") for process in self._processes]  # only Linux has them
+        if any(len([*threads.glob("*")]) > MOST_THREADS for threads in tasks):
             self.stop()
         return answers
 
@@ -135,10 +136,6 @@ class Ranks:
             process.kill()
             process.wait()
         self._pipes, self._processes = [], []
-
-
-def _threads(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/task"))
 
 
 @pytest.fixture(scope="session")

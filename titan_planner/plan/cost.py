@@ -236,9 +236,8 @@ def step(machine: Machine, work: Work, layout: Layout) -> Seconds:
         own: Number = sum(machine.exchange(work.layer.parameters, layout, work.layer.experts))
         first, last = (sum(machine.exchange(size, layout)) for size in (work.lookup, work.ends.parameters))
         longest = np.maximum(per_rank * own + first, of_last * own + last)
-        is_tied = work.num_parameters - work.num_layers * work.layer.parameters <= work.ends.parameters
         # Nothing runs beside the gather of the table that looks tokens up, the first, and its scatter, the last.
-        once: Number = np.where(piped, longest, np.where(is_tied, 0.0, layout.microbatches * first))
+        once: Number = np.where(piped, longest, np.where(work.is_tied, 0.0, layout.microbatches * first))
     else:  # a step gathers whole weights beside its first forward, and scatters gradients beside its last backward
         own, experts = work.num_parameters / layout.pp, even * work.layer.experts
         both = machine.beside(per_rank * forward, per_rank * backward, own, layout, 0.0, experts)

@@ -25,6 +25,15 @@ class Held:
     at: Callable[[int], tuple[str, dict[str, float]]]
 
 
+_MOMENTS = (
+    "the loss",
+    "the exchange of the output layer",
+    "the last layer's backward",
+    "the first layer's backward",
+    "the table's backward",
+)
+
+
 def whole(work: Work, layout: Layout) -> Held:
     """A rank with the whole model, which takes one local batch after another."""
     shards, experts = layout.dp * layout.cp, work.num_layers * work.layer.experts
@@ -48,15 +57,6 @@ def whole(work: Work, layout: Layout) -> Held:
     )
 
 
-_MOMENTS = (
-    "the loss",
-    "the exchange of the output layer",
-    "the last layer's backward",
-    "the first layer's backward",
-    "the table's backward",
-)
-
-
 def _of_shards(work: Work, layout: Layout, own: np.ndarray, of_layer: Number) -> tuple[list[Number], list[Number]]:
     """Weights and gradients at each moment where FSDP gathers and scatters them."""
     shards, layer, out = layout.dp * layout.cp, work.layer.parameters, work.ends.parameters
@@ -75,7 +75,7 @@ def _of_shards(work: Work, layout: Layout, own: np.ndarray, of_layer: Number) ->
     )  # of all units that the first layer's backward follows
     # A tied table's gathered weight and the output layer's gradient wait for the lookup's gradient, of which DTensor
     # makes all rows before it takes the rank's, and for their sum.
-    tied = np.where(_is_tied(work), 2 * (layout.tp + (layout.tp > 1)) + 4 + 2 * layout.regathers, 0) * work.lookup
+    tied = np.where(work.is_tied, 2 * (layout.tp + (layout.tp > 1)) + 4 + 2 * layout.regathers, 0) * work.lookup
     tied = tied + reads * layer - np.where(many, 0, 4 * work.lookup / shards)
     parameters = [
         own + np.where(stays, every, 2 * (out + layer)) + one,
@@ -97,9 +97,8 @@ def _of_one_rank(work: Work, layout: Layout, own: np.ndarray, of_layer: Number) 
     """Weights and gradients at each moment where the rank itself casts weights, and their gradients back."""
     layer, lookup, out = work.layer.parameters + work.layer.experts, work.lookup, work.ends.parameters
     total = work.num_parameters + work.num_layers * work.layer.experts
-    is_tied = _is_tied(work)
     # A tied table's cast, and then the output layer's gradient, wait for the lookup's backward.
-    table, last = np.where(is_tied, 2 * lookup, 0), np.where(is_tied, 0, out)
+    table, last = np.where(work.is_tied, 2 * lookup, 0), np.where(work.is_tied, 0, out)
     first = np.where(layout.states == 4, 2, 4)  # moments in 16 bits take a first gradient in 16 bits, too
     # Bytes of a weight's gradient: before this local batch, after it, and while the new one is added.
     was = np.where(layout.microbatches == 1, 0, np.where(layout.microbatches == 2, first, 4))
@@ -112,12 +111,8 @@ def _of_one_rank(work: Work, layout: Layout, own: np.ndarray, of_layer: Number) 
         was * (total - last) + adds * last + table,
         was * (total - last) + now * last + table + of_layer,
         was * (layer + lookup) + now * (total - layer - lookup) + table + 2 * work.layer.parameters,
-        now * (total - lookup) + np.where(is_tied, was + 6, adds) * lookup,
+        now * (total - lookup) + np.where(work.is_tied, was + 6, adds) * lookup,
     ]
-
-
-def _is_tied(work: Work) -> Number:
-    return work.num_parameters - work.num_layers * work.layer.parameters <= work.ends.parameters
 
 
 def _fullest(moments: dict[str, dict[str, Number]], own: np.ndarray, is_cast: np.ndarray) -> Held:

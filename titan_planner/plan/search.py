@@ -199,9 +199,9 @@ def moved(job: Job, table: Table, index: int) -> list[dict[str, int]]:
     layout = Layout(
         **{name: getattr(choice, name) for name in _NAMES if name != "microbatch"}, recompute=choice.recompute
     )
-    layers, tied = table.counts[choice.pp * choice.stages_per_rank], job.blueprint.tied is not None
+    layers = table.counts[choice.pp * choice.stages_per_rank]
     ranks = (0,) if choice.pp == 1 else (0, choice.pp - 1)
-    return [traffic(work, layout, layers[rank :: choice.pp], rank, tied) for rank in ranks]
+    return [traffic(work, layout, layers[rank :: choice.pp], rank) for rank in ranks]
 
 
 def _work(job: Job, share: Share) -> Work:

@@ -16,7 +16,7 @@ _NAMES = {"gather": "all-gather", "scatter": "reduce-scatter", "all-reduce": "al
 _DOUBLE = 8  # bytes of a count of tokens, and of a norm
 
 
-def traffic(work: Work, layout: Layout, layers: Sequence[int], rank: int, is_tied: bool) -> dict[str, int]:
+def traffic(work: Work, layout: Layout, layers: Sequence[int], rank: int) -> dict[str, int]:
     """Of a pipeline rank with so many layers in each of its stages; without a pipeline, of every rank."""
     piped, is_first, is_last = layout.pp > 1, rank == 0, rank == layout.pp - 1
     runs = layout.microbatches * layout.passes
@@ -31,11 +31,11 @@ def traffic(work: Work, layout: Layout, layers: Sequence[int], rank: int, is_tie
     shards, exchanges = layout.dp * layout.cp, layout.passes if piped else runs
     stages = [count * work.layer.parameters for count in layers]
     stages[0] += is_first * work.lookup
-    stages[-1] += is_last * (work.ends.parameters - (not piped and is_tied) * work.lookup)
+    stages[-1] += is_last * (work.ends.parameters - (not piped and work.is_tied) * work.lookup)
     times = _gathers(layout, rank) if piped else [1]
     if shards > 1:
         # The last unit stays gathered: the output layer, or where it is tied, the last layer.
-        again = 0 if piped else layout.regathers * work.layer.parameters * (sum(layers) - is_tied)
+        again = 0 if piped else layout.regathers * work.layer.parameters * (sum(layers) - work.is_tied)
         gathered = again + sum(size * number for size, number in zip(stages, times, strict=True))
         moved["all-gather"] += 2 * gathered * exchanges
         moved["reduce-scatter"] += 4 * sum(stages) * exchanges
@@ -57,7 +57,7 @@ def traffic(work: Work, layout: Layout, layers: Sequence[int], rank: int, is_tie
     moved["all-reduce"] += _DOUBLE * scalars
     if piped:
         hops = 2 * len(layers) - is_first - is_last
-        tied = 4 * work.lookup / shards * (is_tied and (is_first or is_last))
+        tied = 4 * work.lookup / shards * (work.is_tied and (is_first or is_last))
         moved["send"] = moved["recv"] = hops * (work.sent * runs + 4) + tied  # one number greets each neighbour
     return {name: round(size) for name, size in moved.items() if size}
 

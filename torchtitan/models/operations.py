@@ -102,3 +102,8 @@ class Work:
     lookup: Number = 0  # parameters of the table before the first layer, likewise
     start: tuple[Exchange, ...] = ()  # what follows that table
     entering: Number = 0  # bytes of a microbatch that wait for backward before the first layer, beside its input
+
+    @property
+    def is_tied(self) -> Any:
+        """Whether the output layer's weight is the table that tokens are looked up in."""
+        return self.num_parameters - self.num_layers * self.layer.parameters <= self.ends.parameters
